@@ -1,0 +1,43 @@
+"""Bytes: the units they are counted in, read from and printed as."""
+
+import re
+
+from lightning_unified.errors import BudgetError
+
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "parse_bytes"]
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+_UNITS = {"B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes that `text` names: `"28GiB"` (2**30 bytes each), `"28GB"` (10**9), `"512MiB"`, or a plain count.
+
+    Raises:
+        BudgetError: If `text` is not a positive quantity in a known unit.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        count = text
+    else:
+        match = _QUANTITY.fullmatch(str(text))
+        unit = match.group(2).upper() if match else ""
+        if match is None or (unit and unit not in _UNITS):
+            raise BudgetError(f"{text!r} is not an amount of memory; write a number and a unit, as in 28GiB, 512MiB or 30GB.")
+        count = int(float(match.group(1)) * _UNITS[unit or "B"])
+    if count <= 0:
+        raise BudgetError(f"{text!r} is not a positive amount of memory; write for example 4GiB.")
+    return count
+
+
+def format_bytes(count: int | None) -> str:
+    """Return `count` bytes for people: `"1.50 GiB"`, `"12.0 MiB"`, `"unknown"` for None."""
+    if count is None:
+        return "unknown"
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
