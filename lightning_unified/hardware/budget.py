@@ -1,0 +1,210 @@
+"""The bytes a run may use, out of what a user wrote and what the pool says."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from lightning_unified.errors import BudgetError
+from lightning_unified.hardware.reading import Reading
+from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
+
+__all__ = ["TIERS", "Budget", "Spec", "parse_spec", "resolve_budget", "unified_reserve"]
+
+TIERS: Mapping[str, int] = MappingProxyType(
+    {"debug": 4 * GIB, "small": 8 * GIB, "medium": 16 * GIB, "large": 28 * GIB, "optimal": 32 * GIB}
+)
+"""The fixed tiers' budgets, so that an error can name one where no configuration was read."""
+
+_EXAMPLES = "write auto, 28GiB, 60% (of the pool) or leave 6GiB (for everything else)"
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_LEAVE = re.compile(r"\s*leave\s+(.+?)\s*", re.IGNORECASE)
+
+# Judgement, after unified-memory practice: on one pool the system, the loader and the page cache need their part too.
+_RESERVE_FLOOR, _RESERVE_SHARE = 4 * GIB, 0.10
+_DEDICATED_RESERVE_SHARE = 0.05
+_METAL_SHARE, _METAL_HOST_SHARE = 0.95, 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bytes this run may use.
+
+    Attributes:
+        bytes: The amount, own live bytes included.
+        spec: What was asked for, as written.
+        reason: How the amount came about, for people.
+        follows_others: Whether to resolve again while running, because other programs' use changes it.
+    """
+
+    bytes: int
+    spec: str
+    reason: str
+    follows_others: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """A budget as written: `amount` is bytes for "bytes" and "leave", a share in 0..1 for "share", 0 for "auto"."""
+
+    kind: Literal["auto", "bytes", "share", "leave"]
+    amount: float
+    text: str
+
+
+def parse_spec(spec: str | int) -> Spec:
+    """Return the parts of a budget as written, before any pool is known.
+
+    Raises:
+        BudgetError: If the text is none of the four forms, or names less than a MiB (a forgotten unit).
+    """
+    text = str(spec).strip()
+    if isinstance(spec, bool) or not isinstance(spec, (str, int)) or not text:
+        raise BudgetError(f"a budget of {spec!r} is not an amount of memory; {_EXAMPLES}.")
+    if text.lower() == "auto":
+        return Spec(kind="auto", amount=0, text="auto")
+    if percent := _PERCENT.fullmatch(text):
+        share = float(percent.group(1)) / 100
+        if not 0 < share <= 1:
+            raise BudgetError(f"a budget of {text!r} is not a share of a pool; write more than 0% and at most 100%.")
+        return Spec(kind="share", amount=share, text=text)
+    leave = _LEAVE.fullmatch(text)
+    try:
+        amount = parse_bytes(leave.group(1) if leave else spec)
+    except BudgetError as error:
+        raise BudgetError(f"a budget of {text!r} cannot be read; {_EXAMPLES}.") from error
+    if amount < MIB:
+        raise BudgetError(
+            f"a budget of {text!r} is {amount} bytes; was a unit forgotten? {_EXAMPLES[0].upper()}{_EXAMPLES[1:]}."
+        )
+    return Spec(kind="leave" if leave else "bytes", amount=amount, text=text)
+
+
+def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] = TIERS) -> Budget:
+    """Return the bytes a run may use on the pool of `reading`.
+
+    Never clamped: what cannot be had is an error that names what can, because a run that was tuned for one budget and
+    silently got another is worse than one that did not start.
+
+    Args:
+        spec: `"auto"`, an amount (`"28GiB"` or a count), `"60%"` of the pool, `"leave 6GiB"` for everything else.
+        reading: The pool, as read just now.
+        tiers: Named budgets in bytes, to name the largest that fits.
+
+    Raises:
+        BudgetError: If the text is none of these, the pool is smaller, or a figure that the text needs is unknown.
+    """
+    parsed = parse_spec(spec)
+    if parsed.kind == "auto":
+        return _auto(reading)
+    if parsed.kind == "leave":
+        return _leave(parsed, reading)
+    total, what = (
+        reading.total.bytes,
+        f"the pool of {reading.device}, {format_bytes(reading.total.bytes)} ({reading.total.source})",
+    )
+    if parsed.kind == "share":
+        if total is None:
+            raise BudgetError(
+                f"a budget of {parsed.text} needs the size of the pool ({reading.total.source}); write an amount, as in 8GiB."
+            )
+        amount = math.floor(parsed.amount * total)
+        return Budget(bytes=amount, spec=parsed.text, reason=f"{parsed.text} of {what}", follows_others=False)
+    amount = int(parsed.amount)
+    if total is not None and amount > total:
+        raise BudgetError(f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, tiers)}.")
+    return Budget(bytes=amount, spec=parsed.text, reason=_stated(amount, reading, what), follows_others=False)
+
+
+def unified_reserve(ram: int) -> int:
+    """Return the bytes of a unified pool that `"auto"` leaves to everything else: 10 % of RAM, at least 4 GiB."""
+    return max(_RESERVE_FLOOR, math.ceil(_RESERVE_SHARE * ram))
+
+
+def _auto(reading: Reading) -> Budget:
+    """Take what is free and what this process holds already, less a reserve that never exceeds half of it.
+
+    The half is for small machines: with 3 GiB to be had, a reserve of 4 GiB would leave nothing to train with.
+    """
+    reach, total = _reach(reading, "auto"), reading.total.bytes
+    if reading.pool == "dedicated":
+        reserve = math.ceil(_DEDICATED_RESERVE_SHARE * (total or reach))
+        why = f"5 % of the card ({format_bytes(reserve)}) stays free for other programs' growth and fragmentation"
+    elif reading.backend == "mps":
+        return _auto_metal(reading, reach)
+    else:
+        reserve = unified_reserve(total or reach)
+        why = f"{format_bytes(reserve)} (10 %, at least 4 GiB) stay for the system and the loader, which draw on the same pool"
+    if reserve > reach // 2:
+        reserve = reach // 2
+        why = f"the usual reserve is more than half of it, so half ({format_bytes(reserve)}) stays for everything else"
+    have = f"{format_bytes(reach)} can be had ({_sources(reading)})"
+    return Budget(bytes=reach - reserve, spec="auto", reason=f"{have}; {why}", follows_others=False)
+
+
+def _auto_metal(reading: Reading, reach: int) -> Budget:
+    """Take Metal's working set as the measure: its 1.7-fold default limit lies beyond RAM on every Mac."""
+    bounds = {f"what can be had now ({_sources(reading)})": reach}
+    if reading.total.bytes is not None:
+        bounds["95 % of Metal's recommended working set"] = math.floor(_METAL_SHARE * reading.total.bytes)
+    if reading.host.bytes is not None:
+        ram = reading.host.bytes
+        left = ram - max(_RESERVE_FLOOR, math.ceil(_METAL_HOST_SHARE * ram))
+        bounds["RAM less 15 %, at least 4 GiB, for everything else"] = max(left, ram // 2)
+    reason, amount = min(bounds.items(), key=lambda bound: bound[1])
+    return Budget(bytes=amount, spec="auto", reason=f"{format_bytes(amount)} is {reason}", follows_others=False)
+
+
+def _leave(parsed: Spec, reading: Reading) -> Budget:
+    reach, leave = _reach(reading, parsed.text), int(parsed.amount)
+    if leave >= reach:
+        raise BudgetError(
+            f"'{parsed.text}' leaves nothing to train with: {format_bytes(reach)} can be had on {reading.device} "
+            f"({_sources(reading)}); leave less than that, or close other programs."
+        )
+    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else; read again while running"
+    return Budget(bytes=reach - leave, spec=parsed.text, reason=reason, follows_others=True)
+
+
+def _reach(reading: Reading, spec: str) -> int:
+    """Return what this process could hold altogether now: available plus own live bytes, never more than the pool."""
+    if reading.available.bytes is None:
+        raise BudgetError(
+            f"a budget of {spec!r} needs what is available on {reading.device} ({reading.available.source}); "
+            f"write an amount, as in 8GiB, or a share, as in 60%."
+        )
+    reach = reading.available.bytes + (reading.allocated.bytes or 0)
+    reach = reach if reading.total.bytes is None else min(reach, reading.total.bytes)
+    if reach < 2 * MIB:
+        raise BudgetError(
+            f"nothing is available on {reading.device} ({reading.available.source}); close other programs."
+        )
+    return reach
+
+
+def _sources(reading: Reading) -> str:
+    return (
+        f"{reading.available.source} + own {reading.allocated.source}"
+        if reading.allocated.bytes
+        else reading.available.source
+    )
+
+
+def _stated(amount: int, reading: Reading, what: str) -> str:
+    available, held = reading.available.bytes, reading.allocated.bytes or 0
+    if available is not None and amount > available + held:
+        return (
+            f"as written, of {what}; only {format_bytes(available + held)} of it can be had now "
+            f"({reading.available.source}), the rest is in use by other programs"
+        )
+    return f"as written, of {what}"
+
+
+def _what_fits(total: int, tiers: Mapping[str, int]) -> str:
+    fitting = {name: amount for name, amount in tiers.items() if amount <= total}
+    if not fitting:
+        return f"no fixed tier fits; use memory=auto, or an amount up to {format_bytes(total)}"
+    name = max(fitting, key=lambda tier: fitting[tier])
+    return f"the largest tier that fits is memory={name} ({format_bytes(fitting[name])}), the largest amount {format_bytes(total)}"

@@ -1,0 +1,94 @@
+"""The reader of the CPU's pool: RAM, within the cgroup limit where there is one."""
+
+from lightning_unified.hardware.cgroups import memory_limit
+from lightning_unified.hardware.reading import Figure, Reading
+from lightning_unified.hardware.sources import Sources, meminfo, read_text
+
+__all__ = ["cpu_name", "host_available", "host_total", "read_cpu"]
+
+# Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
+_MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
+
+
+def read_cpu(sources: Sources, index: int | None = None) -> Reading:
+    """Read RAM as a unified pool; `allocated` is the resident size of this process, `index` is of no meaning here."""
+    del index
+    total, available = host_total(sources), host_available(sources)
+    limit = memory_limit(sources)
+    if limit is not None and (total.bytes is None or limit.total < total.bytes):
+        total = Figure(limit.total, limit.source)
+    if limit is not None and (available.bytes is None or limit.headroom < available.bytes):
+        available = Figure(limit.headroom, f"headroom under the cgroup limit ({limit.source})")
+    return Reading(
+        device="cpu",
+        backend="cpu",
+        name=cpu_name(sources),
+        pool="unified",
+        total=total,
+        available=available,
+        allocated=_process(sources, "VmRSS"),
+        reserved=Figure(None, "unknown: the CPU allocator reports no reserve of its own"),
+        peak=_peak(sources),
+        host=host_total(sources),
+    )
+
+
+def host_total(sources: Sources) -> Figure:
+    """Return the machine's RAM: `MemTotal` on Linux, `hw.memsize` on macOS."""
+    linux = meminfo(sources).get("MemTotal")
+    if linux is not None:
+        return Figure(linux, "MemTotal")
+    mac = sources.sysctl("hw.memsize")
+    if isinstance(mac, int):
+        return Figure(mac, "hw.memsize")
+    return Figure(None, "unknown: neither MemTotal of /proc/meminfo nor sysctl hw.memsize")
+
+
+def host_available(sources: Sources) -> Figure:
+    """Return the RAM that can be had without swapping, before any cgroup limit.
+
+    Linux says it itself (`MemAvailable`). macOS does not: free, purgeable and file-backed pages are summed, which
+    leaves out what the compressor could still squeeze, so the figure is a low one. Swap is never counted.
+
+    Source:
+        Page counters: xnu, `bsd/vm/vm_unix.c`.
+    """
+    linux = meminfo(sources).get("MemAvailable")
+    if linux is not None:
+        return Figure(linux, "MemAvailable")
+    page, counts = sources.sysctl("hw.pagesize"), [sources.sysctl(name) for name in _MAC_AVAILABLE_PAGES]
+    pages = [count for count in counts if isinstance(count, int)]
+    if isinstance(page, int) and len(pages) == len(counts):
+        return Figure(sum(pages) * page, "vm.page_{free,purgeable,pageable_external}_count")
+    level, total = sources.sysctl("kern.memorystatus_level"), sources.sysctl("hw.memsize")
+    if isinstance(level, int) and isinstance(total, int):
+        return Figure(total * level // 100, "kern.memorystatus_level percent of hw.memsize")
+    return Figure(None, "unknown: neither MemAvailable of /proc/meminfo nor the vm.page_* sysctls")
+
+
+def cpu_name(sources: Sources) -> str:
+    """Return the processor's name, the board's where the processor has none, else the architecture."""
+    for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    brand = sources.sysctl("machdep.cpu.brand_string")
+    if isinstance(brand, str) and brand:
+        return brand
+    board = (read_text(sources.proc / "device-tree" / "model") or "").strip("\0 \n")
+    return board or sources.machine
+
+
+def _process(sources: Sources, field: str) -> Figure:
+    for line in (read_text(sources.proc / "self" / "status") or "").splitlines():
+        words = line.split()
+        if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
+            return Figure(int(words[1]) * 1024, field)
+    return Figure(None, f"unknown: {field} needs /proc/self/status, which is not here")
+
+
+def _peak(sources: Sources) -> Figure:
+    peak = _process(sources, "VmHWM")
+    if peak.bytes is None and (resident := sources.max_resident()) is not None:
+        return Figure(resident, "ru_maxrss")
+    return peak

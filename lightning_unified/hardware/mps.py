@@ -1,0 +1,64 @@
+"""The reader of Apple's GPU. Everything it asks constructs Metal's allocator: the watermark pair is written first."""
+
+from lightning_unified.hardware.cpu import cpu_name, host_available, host_total
+from lightning_unified.hardware.cuda import with_cached
+from lightning_unified.hardware.mps_environment import ensure_pair
+from lightning_unified.hardware.reading import Figure, Reading, figure
+from lightning_unified.hardware.sources import Sources, torch_version
+
+__all__ = ["HAS_COUNTERS_SINCE", "mps_name", "read_mps"]
+
+HAS_COUNTERS_SINCE = (2, 13)
+"""Before, `torch.accelerator.memory_*` fails on MPS: "Allocator for mps is not a DeviceAllocator" (pytorch #186430)."""
+
+
+def read_mps(sources: Sources, index: int | None = None) -> Reading:
+    """Read Apple's GPU: `total` is Metal's recommended working set, `host` the RAM behind it. `index` has no meaning.
+
+    `available` is the lower of what Metal leaves this process and what the machine has free. `get_memory_info` is never
+    asked: on MPS it knows this process only and calls the rest free. The counters are a Metal property and a lock, no
+    wait for the GPU.
+    """
+    del index
+    ensure_pair(sources)
+    mps = sources.torch.mps
+    total = figure("torch.mps.recommended_max_memory", mps.recommended_max_memory)
+    driver = figure("torch.mps.driver_allocated_memory", mps.driver_allocated_memory)
+    allocated = figure("torch.mps.current_allocated_memory", mps.current_allocated_memory)
+    return Reading(
+        device="mps",
+        backend="mps",
+        name=mps_name(sources),
+        pool="unified",
+        total=total,
+        available=_available(sources, total=total, driver=driver, allocated=allocated),
+        allocated=allocated,
+        reserved=driver,
+        peak=_counter(sources, "max_memory_allocated"),
+        host=host_total(sources),
+    )
+
+
+def mps_name(sources: Sources) -> str:
+    """Return the GPU's Metal name ("Apple M4 Pro"), the processor's where torch cannot say."""
+    try:
+        return str(sources.torch.backends.mps.get_name())
+    except Exception:
+        return cpu_name(sources)
+
+
+def _available(sources: Sources, *, total: Figure, driver: Figure, allocated: Figure) -> Figure:
+    bounds = [bound for bound in (host_available(sources),) if bound.bytes is not None]
+    if total.bytes is not None and driver.bytes is not None:
+        bounds.append(Figure(max(0, total.bytes - driver.bytes), "recommended_max_memory - driver_allocated_memory"))
+    if not bounds:
+        return Figure(None, f"unknown: {total.source}; {host_available(sources).source}")
+    lowest = min(bounds, key=lambda bound: bound.bytes or 0)
+    # The driver's bytes hold MPSGraph's too, which no tensor can reuse: only the pools' own reserve counts as cached.
+    return with_cached(lowest, allocated=allocated, reserved=_counter(sources, "memory_reserved"))
+
+
+def _counter(sources: Sources, name: str) -> Figure:
+    if torch_version(sources) < HAS_COUNTERS_SINCE:
+        return Figure(None, f"unknown: torch.accelerator.{name} works on MPS from torch 2.13 on")
+    return figure(f"torch.accelerator.{name}", getattr(sources.torch.accelerator, name))

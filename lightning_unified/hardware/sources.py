@@ -1,0 +1,152 @@
+"""Everything hardware/ reads from outside the program, gathered in one injectable record."""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Sources", "core_count", "meminfo", "read_text", "torch_version"]
+
+_TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
+
+
+def _no_sysctl(_name: str) -> int | str | None:
+    return None
+
+
+def _nothing() -> int | None:
+    return None
+
+
+def _not_found(_name: str) -> str | None:
+    return None
+
+
+def _no_module(_name: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """Where figures come from; a test or a simulated machine puts its own in the place of each.
+
+    The defaults of the callables know nothing, so that a machine made by hand never reads the one it runs on.
+
+    Attributes:
+        torch: The torch module, or a namespace with the parts of it that a reader calls.
+        proc: Root of procfs; a folder that does not exist means there is none.
+        sys: Root of sysfs, with the cgroup mount under `fs/cgroup`.
+        sysctl: Value of a macOS sysctl by name, None where there is no such name.
+        environ: Environment variables; the watermarks are written into it where it is mutable.
+        platform: As `sys.platform`: `"linux"`, `"darwin"`, `"win32"`.
+        machine: As `platform.machine()`: `"x86_64"`, `"arm64"`, `"aarch64"`.
+        affinity: Number of cores the process may run on, None if unknown.
+        max_resident: Highest resident bytes of the process, None if unknown.
+        which: Path of a program, None if it is not installed.
+        has_module: Whether a Python module could be imported.
+    """
+
+    torch: Any
+    proc: Path = Path("/nonexistent/proc")
+    sys: Path = Path("/nonexistent/sys")
+    sysctl: Callable[[str], int | str | None] = _no_sysctl
+    environ: Mapping[str, str] = field(default_factory=dict)
+    platform: str = "linux"
+    machine: str = "x86_64"
+    affinity: Callable[[], int | None] = _nothing
+    max_resident: Callable[[], int | None] = _nothing
+    which: Callable[[str], str | None] = _not_found
+    has_module: Callable[[str], bool] = _no_module
+
+    @classmethod
+    def live(cls) -> "Sources":
+        """Return the sources of the machine this runs on. Imports torch, which constructs no allocator."""
+        import torch
+
+        return cls(
+            torch=torch,
+            proc=Path("/proc"),
+            sys=Path("/sys"),
+            sysctl=_sysctl_by_name,
+            environ=os.environ,
+            platform=sys.platform,
+            machine=platform.machine(),
+            affinity=_affinity,
+            max_resident=_max_resident,
+            which=shutil.which,
+            has_module=lambda name: importlib.util.find_spec(name) is not None,
+        )
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a file of procfs or sysfs, None if it is absent or refuses to be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def meminfo(sources: Sources) -> dict[str, int]:
+    """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty where there is no procfs."""
+    figures = {}
+    for line in (read_text(sources.proc / "meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            figures[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return figures
+
+
+def torch_version(sources: Sources) -> tuple[int, int]:
+    """Return (major, minor) of torch, (0, 0) if its version text cannot be read."""
+    parts = str(getattr(sources.torch, "__version__", "")).split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        return 0, 0
+
+
+def core_count(sources: Sources) -> int | None:
+    """Return the cores this process may run on, before any cgroup quota; None if unknown."""
+    count = sources.affinity()
+    if count is None:
+        value = sources.sysctl("hw.physicalcpu")
+        count = value if isinstance(value, int) else None
+    return count
+
+
+def _affinity() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return None if sys.platform == "darwin" else os.cpu_count()
+
+
+def _max_resident() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _sysctl_by_name(name: str) -> int | str | None:
+    """Return a sysctl's integer (4 or 8 bytes) or text; None where the platform or the name is unknown."""
+    if sys.platform != "darwin":
+        return None
+    query = ctypes.CDLL(None).sysctlbyname
+    size = ctypes.c_size_t(0)
+    if query(name.encode(), None, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
+        return None
+    buffer = ctypes.create_string_buffer(size.value)
+    if query(name.encode(), buffer, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
+        return None
+    if name in _TEXT_SYSCTLS:
+        return buffer.value.decode(errors="replace")
+    return int.from_bytes(buffer.raw[: size.value], sys.byteorder)

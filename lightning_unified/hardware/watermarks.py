@@ -1,0 +1,111 @@
+"""Holding an allocator to a budget: the hard cap and the mark below it where caches are cleared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_unified.hardware.budget import Budget
+from lightning_unified.hardware.mps_environment import (
+    DEFAULT_LOW,
+    HIGH,
+    LOW,
+    LOW_SHARE,
+    Cap,
+    ratio_of,
+    set_mps_environment,
+    users_ratio,
+)
+from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.sources import Sources
+from lightning_unified.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Cap", "Watermarks", "cap_allocator", "set_mps_environment", "watermarks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watermarks:
+    """Bytes: `high` is the cap handed to the allocator, `low` where caches are cleared."""
+
+    high: int
+    low: int
+
+
+def watermarks(budget: Budget, reading: Reading, environ: Mapping[str, str]) -> Watermarks:
+    """Return the marks for a budget: the budget itself and 85 % of it; on MPS a user's own ratios instead.
+
+    Args:
+        budget: What the run may use.
+        reading: Its pool; on MPS the ratios' denominator is `total`, Metal's recommended working set.
+        environ: Where a user's own watermark ratios would stand.
+    """
+    high, low = budget.bytes, int(LOW_SHARE * budget.bytes)
+    if reading.backend != "mps" or reading.total.bytes is None:
+        return Watermarks(high=high, low=low)
+    own_high, own_low = users_ratio(environ, HIGH), users_ratio(environ, LOW)
+    if own_high:  # 0 means no limit, which leaves the budget as the mark
+        high = min(high, int(own_high * reading.total.bytes))
+    if own_low is not None:
+        low = int(own_low * reading.total.bytes)
+    return Watermarks(high=high, low=min(low, high))
+
+
+def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sources | None = None) -> Cap:
+    """Tell the allocator of `device` not to go beyond the budget, so that it raises before the machine suffers.
+
+    The denominators differ: Metal's recommended working set on MPS, `props.total_memory` elsewhere, also on an APU
+    whose pool is larger than that. The cap covers torch's caching allocator, not the context, library workspaces made
+    outside it, or host memory.
+
+    Returns:
+        What was done. Nothing, and why, on the CPU, above the denominator, or where a user's own MPS ratio stands.
+    """
+    sources = sources or Sources.live()
+    kind, _, index = str(device).partition(":")
+    if kind == "mps":
+        return _cap_metal(budget, sources)
+    if kind not in {"cuda", "xpu"}:
+        return Cap(
+            applied=False,
+            fraction=None,
+            bytes=None,
+            reason=f"{kind} has no allocator to cap; the plan and the monitor hold the budget",
+        )
+    module: Any = getattr(sources.torch, kind)
+    if not hasattr(module, "set_per_process_memory_fraction"):
+        return Cap(
+            applied=False,
+            fraction=None,
+            bytes=None,
+            reason=f"this torch has no torch.{kind}.set_per_process_memory_fraction",
+        )
+    chosen = int(index) if index else int(module.current_device())
+    total = int(module.get_device_properties(chosen).total_memory)
+    if budget.bytes > total:
+        reason = f"the budget is above props.total_memory ({format_bytes(total)}), the cap's denominator: only the pool's end limits it"
+        return Cap(applied=False, fraction=None, bytes=None, reason=reason)
+    fraction = budget.bytes / total
+    module.set_per_process_memory_fraction(fraction, chosen)
+    reason = f"{format_bytes(budget.bytes)} of props.total_memory, {format_bytes(total)}"
+    return Cap(applied=True, fraction=fraction, bytes=budget.bytes, reason=reason)
+
+
+def _cap_metal(budget: Budget, sources: Sources) -> Cap:
+    own_high = users_ratio(sources.environ, HIGH)
+    if own_high is not None:
+        return Cap(applied=False, fraction=own_high, bytes=None, reason=f"your own {HIGH}={own_high:g} stays")
+    recommended = int(sources.torch.mps.recommended_max_memory())
+    if recommended <= 0:
+        return Cap(
+            applied=False, fraction=None, bytes=None, reason="Metal names no recommended working set to take a share of"
+        )
+    fraction = min(budget.bytes / recommended, 2.0)
+    sources.torch.mps.set_per_process_memory_fraction(fraction)
+    reason = f"{format_bytes(budget.bytes)} of Metal's recommended working set, {format_bytes(recommended)}"
+    low = ratio_of(sources.environ, LOW)
+    low = DEFAULT_LOW if low is None else low
+    if fraction < low:
+        reason += f"; it lies below LOW ({low:g}), so cached blocks are freed only when the cap is hit, not before"
+    return Cap(applied=True, fraction=fraction, bytes=int(fraction * recommended), reason=reason)
