@@ -1,1 +1,38 @@
 """F1: what the machine has and can do. Nothing here imports torch until something is read."""
+
+from lightning_unified.hardware.budget import TIERS, Budget, parse_spec, resolve_budget
+from lightning_unified.hardware.capabilities import Capability, capabilities, capability
+from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
+from lightning_unified.hardware.environment import Finding, lint_environment
+from lightning_unified.hardware.mps_environment import mps_allocator_initialized
+from lightning_unified.hardware.reading import Figure, Reading, Sources, read
+from lightning_unified.hardware.settings import HardwareSettings, host_threads
+from lightning_unified.hardware.watermarks import Cap, Watermarks, cap_allocator, set_mps_environment, watermarks
+
+__all__ = [
+    "HARDWARE",
+    "TIERS",
+    "Budget",
+    "Cap",
+    "Capability",
+    "Figure",
+    "Finding",
+    "HardwareSettings",
+    "Reading",
+    "Sources",
+    "Watermarks",
+    "cap_allocator",
+    "capabilities",
+    "capability",
+    "describe",
+    "detect",
+    "host_threads",
+    "lint_environment",
+    "mps_allocator_initialized",
+    "parse_spec",
+    "read",
+    "require",
+    "resolve_budget",
+    "set_mps_environment",
+    "watermarks",
+]

@@ -92,8 +92,16 @@ def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = N
 
 
 def ensure_pair(sources: Sources) -> Cap:
-    """Write the safe pair if nobody wrote one: the MPS reader calls it before it asks Metal for anything."""
-    return _write(sources, _safe_high(sources, host_total(sources).bytes))
+    """Write the safe pair if nobody wrote one: the MPS reader calls it before it asks Metal for anything.
+
+    Never raises, so that a reading degrades instead of failing; a pair that torch refuses shows in the findings.
+    """
+    if HIGH in sources.environ and LOW in sources.environ:
+        return _cap(None, f"{HIGH} and {LOW} stand already")
+    try:
+        return _write(sources, _safe_high(sources, host_total(sources).bytes))
+    except ConfigurationError as error:
+        return _cap(None, str(error))
 
 
 def mps_allocator_initialized(sources: Sources) -> bool | None:

@@ -1,0 +1,283 @@
+"""What a device can do in training, each answer with its reason and, where it matters, its torch version gate."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_unified.hardware.mps import mps_name
+from lightning_unified.hardware.reading import Reading, read
+from lightning_unified.hardware.sources import Sources, read_text, torch_version
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Capability", "capabilities", "capability"]
+
+_MPS_SCALER_SINCE = (2, 8)
+_MPS_SCALER_SOUND_SINCE = (2, 13)
+_NO_KERNEL_LIST = "unknown: this torch has no list of the devices with {} kernels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capability:
+    """One thing a device can or cannot do.
+
+    Attributes:
+        name: Fixed name, for programs.
+        value: True or False, or a word: `"native"`, `"emulated"`, `"none"`.
+        reason: Why, for people; names the torch version where one decides.
+    """
+
+    name: str
+    value: bool | str
+    reason: str
+
+
+def capability(name: str, known: Iterable[Capability]) -> bool | str:
+    """Return the value of the capability called `name`.
+
+    Raises:
+        KeyError: If there is none of that name.
+    """
+    for entry in known:
+        if entry.name == name:
+            return entry.value
+    raise KeyError(name)
+
+
+def capabilities(device: "str | torch.device | Reading", *, sources: Sources | None = None) -> list[Capability]:
+    """Return what `device` can do, always the same names in the same order.
+
+    Args:
+        device: A device, or its reading where one is at hand already.
+        sources: Default this machine.
+
+    Raises:
+        HardwareError: If the device is not here.
+    """
+    sources = sources or Sources.live()
+    reading = device if isinstance(device, Reading) else read(device, sources=sources)
+    return [
+        _bf16(reading, sources),
+        _fp16(reading, sources),
+        _float64(reading),
+        _autocast(reading),
+        _scaler(reading, sources),
+        *(_fused(reading, sources, optimizer) for optimizer in ("adam", "adamw", "sgd")),
+        _fused_with_scaler(reading, sources),
+        _foreach(reading, sources),
+        _compile(reading, sources),
+        _pinning(reading),
+        _non_blocking(reading),
+        _flash(reading, sources),
+    ]
+
+
+def _say(name: str, value: bool | str, reason: str) -> Capability:
+    return Capability(name=name, value=value, reason=reason)
+
+
+def _bf16(reading: Reading, sources: Sources) -> Capability:
+    probe = {"cpu": _bf16_cpu, "cuda": _bf16_cuda, "rocm": _bf16_rocm, "mps": _bf16_mps, "xpu": _bf16_xpu}
+    value, reason = probe[reading.backend](reading, sources)
+    return _say("bf16", value, reason)
+
+
+def _bf16_cpu(reading: Reading, sources: Sources) -> tuple[str, str]:
+    del reading
+    for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            found = sorted({"avx512_bf16", "amx_bf16", "bf16"} & set(value.split()))
+            if found:
+                return "native", f"the processor has {', '.join(found)}"
+            break
+    if sources.sysctl("hw.optional.arm.FEAT_BF16") == 1:
+        return "native", "sysctl hw.optional.arm.FEAT_BF16 is 1"
+    return _bf16_emulated(sources, "cpu", "no bf16 instructions among the processor's flags")
+
+
+def _bf16_cuda(reading: Reading, sources: Sources) -> tuple[str, str]:
+    major, minor = sources.torch.cuda.get_device_capability(_index(reading))
+    if major >= 8:
+        return "native", f"compute capability {major}.{minor}, and 8.0 or higher has bf16 units"
+    return _bf16_emulated(sources, reading.device, f"compute capability {major}.{minor} is below 8.0")
+
+
+def _bf16_rocm(reading: Reading, sources: Sources) -> tuple[str, str]:
+    arch = str(getattr(sources.torch.cuda.get_device_properties(_index(reading)), "gcnArchName", "")).partition(":")[0]
+    if re.match(r"gfx(908|90a|94|95|11|12)", arch):
+        return "native", f"{arch} has bf16 matrix instructions"
+    return _bf16_emulated(
+        sources, reading.device, f"{arch or 'an unnamed architecture'} has no bf16 matrix instructions"
+    )
+
+
+def _bf16_mps(reading: Reading, sources: Sources) -> tuple[str, str]:
+    name = mps_name(sources)
+    chip = re.search(r"Apple M(\d+)", name)
+    if chip and int(chip.group(1)) >= 3:
+        return "native", f"{name}: M3 and later have bf16; autocast since torch 2.6"
+    which = "M1 and M2 compute bf16 in fp32" if chip else "not a chip known to have bf16 units"
+    return "emulated", f"{name}: {which}; memory halves all the same; autocast since torch 2.6 ({reading.device})"
+
+
+def _bf16_xpu(reading: Reading, sources: Sources) -> tuple[str, str]:
+    properties = sources.torch.xpu.get_device_properties(_index(reading))
+    if getattr(properties, "has_bfloat16_conversions", False):
+        return "native", "the device reports has_bfloat16_conversions"
+    return "emulated", "the device reports no has_bfloat16_conversions"
+
+
+def _bf16_emulated(sources: Sources, device: str, reason: str) -> tuple[str, str]:
+    """Return "emulated" if a bf16 sum works on the device, "none" if torch refuses it."""
+    try:
+        sources.torch.ones(1, dtype=sources.torch.bfloat16, device=device).add(1)
+    except Exception as error:
+        return "none", f"{reason}, and a bf16 sum fails: {type(error).__name__}"
+    return "emulated", f"{reason}; torch computes it by conversion: memory is saved, time is not"
+
+
+def _fp16(reading: Reading, sources: Sources) -> Capability:
+    if reading.backend == "cpu":
+        return _say("fp16", "emulated", "training in fp16 on a CPU becomes bf16: its fp16 kernels are for inference")
+    if reading.backend == "mps" and torch_version(sources) < _MPS_SCALER_SINCE:
+        return _say("fp16", "none", "the loss scaler raises on MPS before torch 2.8; use bf16")
+    return _say("fp16", "native", "with a live loss scaler only; see scaler")
+
+
+def _float64(reading: Reading) -> Capability:
+    if reading.backend == "mps":
+        return _say("float64", False, "Metal has no float64: torch raises a TypeError; 64-true cannot train here")
+    return _say("float64", True, "supported; slow on consumer GPUs")
+
+
+def _autocast(reading: Reading) -> Capability:
+    if reading.backend == "cpu":
+        return _say("autocast", "bfloat16", "torch.autocast('cpu'); fp16 there has no scaler in Lightning")
+    kind = "cuda" if reading.backend == "rocm" else reading.backend
+    gate = "; fp16 since torch 2.5, bf16 since 2.6" if kind == "mps" else ""
+    return _say("autocast", "float16, bfloat16", f"torch.autocast('{kind}'){gate}")
+
+
+def _scaler(reading: Reading, sources: Sources) -> Capability:
+    """Say which device name a loss scaler takes, and with what restriction (rule R3)."""
+    if reading.backend == "cpu":
+        return _say("scaler", "none", "16-mixed becomes bf16-mixed on a CPU, which needs no scaler")
+    if reading.backend != "mps":
+        kind = "xpu" if reading.backend == "xpu" else "cuda"
+        return _say("scaler", kind, f"torch.amp.GradScaler('{kind}') for fp16; bf16 needs none")
+    version = torch_version(sources)
+    if version < _MPS_SCALER_SINCE:
+        return _say("scaler", "none", "before torch 2.8 unscaling needs float64, which MPS lacks (pytorch #142397)")
+    if version < _MPS_SCALER_SOUND_SINCE:
+        bugs = "16-bit gradients were zeroed (#184286) and fused optimizers ignored the scale (#186360) before 2.13"
+        return _say("scaler", "mps", f"fp32 parameters and an unfused optimizer only: {bugs}")
+    return _say("scaler", "mps", "torch.amp.GradScaler('mps'), sound since torch 2.13")
+
+
+def _fused(reading: Reading, sources: Sources, optimizer: str) -> Capability:
+    name = f"fused_{optimizer}"
+    devices = _kernel_devices(sources, "_get_fused_kernels_supported_devices")
+    kind = "cuda" if reading.backend == "rocm" else reading.backend
+    if devices is None:
+        return _say(name, False, _NO_KERNEL_LIST.format("fused"))
+    verb = "is" if kind in devices else "is not"
+    return _say(name, kind in devices, f"{kind} {verb} in torch's list of devices with fused optimizer kernels")
+
+
+def _fused_with_scaler(reading: Reading, sources: Sources) -> Capability:
+    if reading.backend == "cpu":
+        return _say("fused_with_scaler", False, "there is no scaler on a CPU")
+    if reading.backend == "mps" and torch_version(sources) < _MPS_SCALER_SOUND_SINCE:
+        return _say(
+            "fused_with_scaler", False, "before torch 2.13 the MPS kernels ignored grad_scale and found_inf (#186360)"
+        )
+    return _say("fused_with_scaler", True, "but not with gradient clipping: Lightning refuses that combination")
+
+
+def _foreach(reading: Reading, sources: Sources) -> Capability:
+    devices = _kernel_devices(sources, "_get_foreach_kernels_supported_devices")
+    kind = "cuda" if reading.backend == "rocm" else reading.backend
+    if devices is None:
+        return _say("foreach", False, _NO_KERNEL_LIST.format("foreach"))
+    if kind in devices:
+        return _say("foreach", True, f"{kind} is in torch's list of devices with foreach kernels")
+    return _say("foreach", False, f"{kind} is not in torch's list; unfused optimizers loop over the parameters")
+
+
+def _kernel_devices(sources: Sources, function: str) -> list[str] | None:
+    try:
+        return list(getattr(sources.torch.utils._foreach_utils, function)())
+    except Exception:
+        return None
+
+
+def _compile(reading: Reading, sources: Sources) -> Capability:
+    if reading.backend == "mps":
+        return _say(
+            "compile", False, "a prototype on MPS: training reports of diverging losses are open (pytorch #150121)"
+        )
+    if reading.backend == "cpu":
+        compiler = sources.environ.get("CXX") or next((c for c in ("g++", "clang++", "cl") if sources.which(c)), None)
+        if compiler is None:
+            return _say(
+                "compile", False, "torch.compile for CPU needs a C++ compiler; g++, clang++ and cl are not here"
+            )
+        return _say("compile", True, f"a C++ compiler is here: {compiler}")
+    if not sources.has_module("triton"):
+        return _say("compile", False, "torch.compile for GPUs needs triton, which is not installed")
+    if reading.backend == "cuda" and sources.torch.cuda.get_device_capability(_index(reading))[0] < 7:
+        return _say("compile", False, "triton needs compute capability 7.0 or higher")
+    return _say("compile", True, "triton is installed")
+
+
+def _pinning(reading: Reading) -> Capability:
+    if reading.backend == "cpu":
+        return _say("pin_memory", False, "nothing to copy to: batches stay in host memory")
+    if reading.backend == "mps":
+        return _say("pin_memory", False, "the DataLoader warns and turns it off on MPS (pytorch #86060)")
+    if reading.pool == "unified":
+        return _say(
+            "pin_memory", False, "works, but pinned copies cannot be paged and come out of the same pool as the model"
+        )
+    return _say("pin_memory", True, "copies to a dedicated pool run beside the computation")
+
+
+def _non_blocking(reading: Reading) -> Capability:
+    if reading.backend in {"cpu", "mps"}:
+        why = "silent corruption is open (pytorch #139550, #189690)" if reading.backend == "mps" else "there is no copy"
+        return _say("non_blocking", False, f"{why}; Lightning blocks here as well")
+    return _say("non_blocking", True, "asynchronous from pinned memory, otherwise the copy blocks")
+
+
+def _flash(reading: Reading, sources: Sources) -> Capability:
+    name = "flash_attention_training"
+    if reading.backend == "mps":
+        return _say(
+            name, False, "with gradients MPS takes the math path: B x H x S x S scores are kept (pytorch #179294)"
+        )
+    if reading.backend == "cpu":
+        return _say(name, True, "scaled_dot_product_attention has a CPU flash kernel with a backward pass")
+    if reading.backend == "cuda":
+        major, minor = sources.torch.cuda.get_device_capability(_index(reading))
+        reason = f"compute capability {major}.{minor}; the flash kernel needs 8.0 and fp16 or bf16; else the efficient one runs"
+        return _say(name, major >= 8, reason)
+    return _probe_flash(reading, sources)
+
+
+def _probe_flash(reading: Reading, sources: Sources) -> Capability:
+    """ROCm and XPU: ask torch whether its build holds the kernel; whether it covers the chip is not known before a run."""
+    name = "flash_attention_training"
+    if reading.backend == "rocm":
+        probe: Any = getattr(sources.torch.backends.cuda, "is_flash_attention_available", None)
+        if probe is not None and probe():
+            return _say(name, True, "torch.backends.cuda.is_flash_attention_available(); the chip itself was not tried")
+    return _say(
+        name, False, "not known to have a backward pass here: planned as the math path, which takes more memory"
+    )
+
+
+def _index(reading: Reading) -> int:
+    return int(reading.device.partition(":")[2] or 0)

@@ -1,0 +1,160 @@
+"""The leaf of `conf/hardware/`: how a run uses a machine, as written and as resolved."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightning_unified.errors import HardwareError
+from lightning_unified.hardware.capabilities import Capability, capability
+from lightning_unified.hardware.cgroups import cpu_quota
+from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.sources import Sources, core_count
+from lightning_unified.units import GIB
+
+__all__ = ["HardwareSettings", "host_threads"]
+
+_CHOICES = {
+    "accelerator": ("auto", "cpu", "cuda", "mps"),
+    "precision": ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
+    "start_method": ("auto", "fork", "forkserver", "spawn", None),
+    "optimizer_kernel": ("auto", "fused", "foreach", "for-loop"),
+    "attention": ("auto", "flash", "efficient", "math"),
+}
+_ROOMY_HOST = 16 * GIB  # below this a second interpreter with torch loaded costs more than it brings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareSettings:
+    """How a run uses a machine; `"auto"` stands for what `resolve` finds.
+
+    Attributes:
+        name: The leaf's name.
+        accelerator: Lightning's accelerator, as a string: an instance makes Lightning choose the wrong scaler.
+        precision: The precision policy; `"auto"` stays, the precision floor decides it.
+        num_workers: Loader processes. Each is an interpreter in the host's memory.
+        persistent_workers: Whether loader processes live over epochs.
+        prefetch_factor: Batches each loader process holds ready; None without loader processes.
+        pin_memory: Whether batches are copied into page-locked memory first.
+        start_method: How loader processes start; None without them.
+        host_threads: Threads of one operator on the CPU: `torch.set_num_threads` and, for children, `OMP_NUM_THREADS`.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`.
+        attention: `"flash"`, `"efficient"` or `"math"`: what a plan reckons with; only the last keeps the scores.
+        compile: Whether the module is compiled.
+    """
+
+    name: str = "auto"
+    accelerator: str = "auto"
+    precision: str = "auto"
+    num_workers: int | str = "auto"
+    persistent_workers: bool | str = "auto"
+    prefetch_factor: int | str | None = "auto"
+    pin_memory: bool | str = "auto"
+    start_method: str | None = "auto"
+    host_threads: int | str = "auto"
+    optimizer_kernel: str = "auto"
+    attention: str = "auto"
+    compile: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            if getattr(self, field) not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise HardwareError(f"hardware.{field}={getattr(self, field)!r} is not known; use one of {listed}.")
+        for field, least in (("num_workers", 0), ("prefetch_factor", 1), ("host_threads", 1)):
+            _check_count(field, getattr(self, field), least=least)
+        for field in ("persistent_workers", "pin_memory", "compile"):
+            if getattr(self, field) not in (True, False, "auto"):
+                raise HardwareError(f"hardware.{field}={getattr(self, field)!r} is not known; use true, false or auto.")
+
+    def resolve(
+        self, reading: Reading, capabilities: Iterable[Capability], *, sources: Sources | None = None
+    ) -> "HardwareSettings":
+        """Return the same settings with a value for each `"auto"` but that of `precision`.
+
+        What needs loader processes goes when there are none, because the DataLoader raises on it.
+
+        Args:
+            reading: The device the run will use.
+            capabilities: What it can do.
+            sources: Default this machine; for its cores.
+        """
+        sources, known = sources or Sources.live(), list(capabilities)
+        threads = host_threads(sources) if self.host_threads == "auto" else self.host_threads
+        cores = threads if self.host_threads == "auto" else host_threads(sources)
+        workers = _workers(reading, int(cores)) if self.num_workers == "auto" else self.num_workers
+        loads = workers != 0
+        return replace(
+            self,
+            accelerator=_accelerator(reading) if self.accelerator == "auto" else self.accelerator,
+            num_workers=workers,
+            persistent_workers=loads and (self.persistent_workers == "auto" or bool(self.persistent_workers)),
+            prefetch_factor=(2 if self.prefetch_factor == "auto" else self.prefetch_factor) if loads else None,
+            pin_memory=capability("pin_memory", known) if self.pin_memory == "auto" else self.pin_memory,
+            start_method=(_start_method(reading) if self.start_method == "auto" else self.start_method)
+            if loads
+            else None,
+            host_threads=threads,
+            optimizer_kernel=_kernel(self.precision, known)
+            if self.optimizer_kernel == "auto"
+            else self.optimizer_kernel,
+            attention=_attention(reading, known) if self.attention == "auto" else self.attention,
+            compile=False if self.compile == "auto" else self.compile,
+        )
+
+
+def host_threads(sources: Sources | None = None) -> int:
+    """Return how many threads one CPU operator should use: the performance cores this process may run on.
+
+    Efficiency cores slow an operator down to their own speed, since its threads wait for each other. A cgroup's
+    processor quota counts too: threads beyond it are stopped for the rest of every period.
+    """
+    sources = sources or Sources.live()
+    performance = sources.sysctl("hw.perflevel0.physicalcpu")
+    cores = performance if isinstance(performance, int) and performance > 0 else core_count(sources)
+    quota = cpu_quota(sources)
+    cores = cores or 1
+    return max(1, cores if quota is None else min(cores, math.floor(quota)))
+
+
+def _accelerator(reading: Reading) -> str:
+    # Lightning drives ROCm through its CUDA accelerator and has none for Intel GPUs.
+    return {"cuda": "cuda", "rocm": "cuda", "mps": "mps"}.get(reading.backend, "cpu")
+
+
+def _workers(reading: Reading, cores: int) -> int:
+    """A CPU run needs its cores for itself; on one pool each worker takes from the model, so at most two."""
+    if reading.backend == "cpu":
+        return 0 if cores < 4 else 1
+    if reading.pool == "dedicated":
+        return max(1, min(8, cores // 2))
+    roomy = reading.host.bytes is not None and reading.host.bytes >= _ROOMY_HOST
+    return 2 if roomy and cores >= 4 else 0
+
+
+def _start_method(reading: Reading) -> str:
+    """Fork copies a process that holds a GPU context and touches its pages; macOS has spawn as its own default."""
+    if reading.backend == "cpu":
+        return "fork"
+    return "spawn" if reading.backend == "mps" else "forkserver"
+
+
+def _kernel(precision: str, known: list[Capability]) -> str:
+    # Fused kernels unscale by themselves, which Lightning refuses together with clipping: fp16 goes without.
+    if capability("fused_adamw", known) and not precision.startswith("16"):
+        return "fused"
+    return "foreach" if capability("foreach", known) else "for-loop"
+
+
+def _attention(reading: Reading, known: list[Capability]) -> str:
+    # Cards older than the flash kernel have the memory-efficient one, which keeps no scores either.
+    without_flash = "efficient" if reading.backend == "cuda" else "math"
+    return "flash" if capability("flash_attention_training", known) else without_flash
+
+
+def _check_count(field: str, value: object, *, least: int) -> None:
+    if value == "auto" or (value is None and field == "prefetch_factor"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise HardwareError(
+            f"hardware.{field}={value!r} is not a count; use a whole number of at least {least}, or auto."
+        )
