@@ -1,1 +1,5 @@
+"""Floor 4: the strategies, and their registration by name."""
 
+from lightning_unified.strategies.unified import UnifiedStrategy
+
+__all__ = ["UnifiedStrategy"]

@@ -1,0 +1,41 @@
+"""Train any LightningModule inside the memory you have.
+
+`import lightning_unified` registers the strategy `"unified"` with Lightning, before or after Lightning itself is imported, and
+imports neither torch nor Lightning to do so: a project that only reads this package's configuration does not wait for them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_unified import _registration
+
+if TYPE_CHECKING:
+    from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor
+    from lightning_unified.hardware import Reading, read
+    from lightning_unified.planning import Plan
+    from lightning_unified.strategies import UnifiedStrategy
+
+__all__ = ["GracefulInterrupt", "GradientHealth", "MemoryMonitor", "Plan", "Reading", "UnifiedStrategy", "read"]
+
+_HOMES = {
+    "GracefulInterrupt": "callbacks",
+    "GradientHealth": "callbacks",
+    "MemoryMonitor": "callbacks",
+    "Plan": "planning",
+    "Reading": "hardware",
+    "UnifiedStrategy": "strategies",
+    "read": "hardware",
+}
+
+_registration.register()
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightning_unified' has no attribute {name!r}; it offers {', '.join(__all__)}.")
+    return getattr(importlib.import_module(f"lightning_unified.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

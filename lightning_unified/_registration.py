@@ -1,0 +1,68 @@
+"""Puts `"unified"` into Lightning's registry of strategies, now or when Lightning is imported."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register"]
+
+_REGISTRY_HOME = "lightning.pytorch.strategies"
+
+
+def register() -> None:
+    """Register at once if Lightning is imported already; otherwise as soon as it has been.
+
+    Lightning knows no entry point for strategies (2.6.6, fabric/utilities/registry.py: only callbacks have one), and importing it
+    here would cost every reader of this package's configuration some seconds.
+    """
+    if _REGISTRY_HOME in sys.modules:
+        _add_names(sys.modules[_REGISTRY_HOME])
+    elif not any(isinstance(finder, _AfterLightning) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterLightning())
+
+
+def _add_names(strategies: ModuleType) -> None:
+    registry = getattr(strategies, "StrategyRegistry", None)
+    if registry is not None and "unified" not in registry:  # None while that module is still being executed
+        registry.register("unified", _unified, description="Trains on one device inside a memory budget.")
+
+
+def _unified(**options: Any) -> Any:
+    return importlib.import_module("lightning_unified.strategies").UnifiedStrategy(**options)
+
+
+class _AfterLightning(importlib.abc.MetaPathFinder):
+    """Finds Lightning's strategies as Python would, and registers ours once they are executed; then it is gone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _REGISTRY_HOME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(importlib.abc.Loader):
+    """A loader that does what the real one does, then registers."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _add_names(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # resources and source are still the real loader's business

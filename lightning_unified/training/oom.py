@@ -1,0 +1,58 @@
+"""Out of memory: how each backend says it, and what gives memory back afterwards."""
+
+import ctypes
+import gc
+import re
+import sys
+
+import torch
+
+__all__ = ["is_out_of_memory", "release_cached_memory"]
+
+# One row a text, with where it comes from. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
+_TEXTS = (
+    r"out of memory",  # CUDA, HIP and XPU allocators, "MPS backend out of memory", "CUDA error: out of memory"
+    r"Invalid buffer size",  # MPS: one tensor reaches Metal's maxBufferLength
+    r"can't allocate memory",  # c10/core/impl/alloc_cpu.cpp: DefaultCPUAllocator
+    r"not enough memory: you tried to allocate",  # the same file on Windows
+    r"CUBLAS_STATUS_ALLOC_FAILED",
+    r"CUDNN_STATUS_ALLOC_FAILED",
+    r"NVML_SUCCESS == r INTERNAL ASSERT",  # CUDACachingAllocator on machines without NVML, pytorch issue 185240
+    r"NvMapMemAlloc",  # Jetson
+    r"std::bad_alloc",
+    r"could not create a memory object|could not create a memory$",  # oneDNN on CPU, when its scratchpad cannot be had
+    r"Cannot allocate memory",  # errno ENOMEM in words
+)
+_OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out, on any backend.
+
+    Only an error that names memory counts: everything else must reach the user untouched.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give back what allocators keep for reuse on `device` and on the host.
+
+    Call it outside any `except` block: a traceback holds the frames, and the frames hold the tensors (pytorch issues 18853, 27600).
+    On MPS this is `torch.mps.empty_cache`, which also drops compiled graphs; `torch.accelerator.empty_cache` would not.
+    """
+    gc.collect()
+    if device.type == "mps":
+        torch.mps.empty_cache()
+    elif device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    if sys.platform == "linux":
+        _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Hand glibc's free pages back to the system; other C libraries have no such call and lose nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

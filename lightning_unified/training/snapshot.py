@@ -1,0 +1,223 @@
+"""What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
+
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_unified.errors import RunError
+
+__all__ = ["BufferWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
+
+
+class StepSnapshot:
+    """The state that a repeated step must find again: random generators, buffers, logged results, metrics, progress, scaler.
+
+    Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `training.weights.WeightsWatch`), because
+    they are as large as the model and must not be copied every step. What is copied here is small: generator states, buffers that
+    a forward pass is known to change, and torchmetrics states.
+
+    Args:
+        trainer: The Trainer in the middle of `fit`.
+        buffers: The watch over the module's buffers.
+        metrics: The module's torchmetrics objects.
+    """
+
+    def __init__(self, trainer: L.Trainer, *, buffers: "BufferWatch", metrics: Sequence[Metric]) -> None:
+        self._trainer = trainer
+        self._generators = _generator_states(trainer.strategy.root_device)
+        self._buffers = buffers
+        buffers.note()
+        module = trainer.lightning_module
+        self._metrics = [(metric, metric_state(metric)) for metric in metrics]
+        loop = trainer.fit_loop.epoch_loop
+        # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
+        self._results = {key: dict(result.__dict__) for key, result in loop._results.items()}
+        self._batch_size = loop._results.batch_size
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        trackers = (optimizer.step.total, optimizer.step.current, optimizer.zero_grad.total, optimizer.zero_grad.current)
+        self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
+        self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
+
+    def restore(self) -> None:
+        """Put everything back as it was when the snapshot was taken."""
+        _set_generator_states(self._generators, self._trainer.strategy.root_device)
+        self._buffers.restore()
+        for metric, state in self._metrics:
+            set_metric_state(metric, state)
+        results = self._trainer.fit_loop.epoch_loop._results
+        for key in [key for key in results if key not in self._results]:
+            del results[key]
+        for key, state in self._results.items():
+            results[key].__dict__.clear()
+            results[key].__dict__.update(state)
+        results.batch_size = self._batch_size
+        for tracker, state in self._progress:
+            tracker.__dict__.update(state)
+        self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
+        _forget_unscaled(self._trainer)
+
+
+class BufferWatch:
+    """Copies of the buffers that a step changes, learnt from the first step on.
+
+    Most buffers never change (masks, position tables): a copy of each is taken before the first step only. The ones that this
+    step changed, and the running statistics of normalisation layers, are copied before every step from then on. A buffer
+    that first changes later, in the very step that runs out of memory, cannot be put back, and that is said.
+    Values are compared once because version counters do not see everything: batch norm's kernels write running statistics
+    past them (torch 2.13: `native_batch_norm` declares them as inputs).
+
+    Args:
+        module: The module whose buffers are watched; torchmetrics states have their own keeper.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._slots = _buffer_slots(module)
+        self._changing: set[tuple[int, str]] | None = None
+        self._before: list[tuple[torch.nn.Module, str, Tensor, int, Tensor | None]] = []
+
+    def note(self) -> None:
+        """Remember every buffer as it is now, by copy where it is known to change or not yet known."""
+        changing = self._changing
+        self._before = []
+        for owner, name in self._slots:
+            buffer = owner._buffers.get(name)
+            if buffer is not None:
+                copied = changing is None or (id(owner), name) in changing or isinstance(owner, _NormBase)
+                copy = buffer.detach().clone() if copied else None
+                self._before.append((owner, name, buffer, buffer._version, copy))
+
+    def learn(self) -> None:
+        """After a step that went well: remember which buffers it changed."""
+        first = self._changing is None
+        changed = {
+            (id(owner), name)
+            for owner, name, buffer, version, copy in self._before
+            if owner._buffers.get(name) is not buffer
+            or buffer._version != version
+            or (first and copy is not None and not torch.equal(copy, buffer))
+        }
+        if first:
+            known = {(id(owner), name) for owner, name in self._slots}
+            self._slots = _buffer_slots(self._module)  # a first forward pass may have made buffers
+            changed |= {(id(owner), name) for owner, name in self._slots} - known
+        self._changing = changed | (self._changing or set())
+
+    def restore(self) -> None:
+        """Put every buffer back as noted.
+
+        Raises:
+            RunError: If a buffer that never changed before did so in this step.
+        """
+        for owner, name, buffer, version, copy in self._before:
+            if copy is not None:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+            elif buffer._version != version:
+                raise RunError(
+                    f"memory ran out in a step that changed the buffer {name!r} of {type(owner).__name__} for the first time, so the "
+                    "step cannot be repeated exactly; resume from the last checkpoint."
+                )
+            owner._buffers[name] = buffer
+
+
+def _buffer_slots(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    return [(owner, name) for owner in module.modules() if not isinstance(owner, Metric) for name in owner._buffers]
+
+
+class HeldGradients:
+    """The gradients of earlier batches of an accumulation window, set aside while this batch makes its own.
+
+    Autograd writes this batch's gradients to new tensors, and what was held is added to them when the batch has been through
+    its last backward. What was held is kept until the optimizer has stepped, for a step that runs out of memory there has
+    already clipped the sum in place. So a window of more than one batch needs the bytes of the gradients once more; without a
+    window nothing is held and nothing is copied.
+
+    Args:
+        optimizer: The optimizer whose parameters are trained.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._held: list[tuple[Tensor, Tensor]] | None = None
+
+    def hold(self) -> None:
+        """Set aside what is there now; called after `zero_grad` and before the first backward of a batch."""
+        self._held = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for parameter, _ in self._held:
+            parameter.grad = None
+
+    def add_back(self) -> None:
+        """Add what was held to what this batch made; the sum is what plain accumulation gives, addition by addition."""
+        for parameter, earlier in self._held or ():
+            parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
+
+    def restore(self) -> None:
+        """Drop what this batch made and put back what was held, if the batch had got so far."""
+        if self._held is None:
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter, earlier in self._held:
+            parameter.grad = earlier
+
+
+def _generator_states(device: torch.device) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if device.type == "mps":
+        states["device"] = torch.mps.get_rng_state()
+    elif device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if device.type == "mps":
+        torch.mps.set_rng_state(states["device"])
+    elif device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"], device)
+
+
+_METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a metric's state: tensors copied (metrics add to them in place), lists copied shallowly (they only grow)."""
+    state: dict[str, Any] = {name: metric.__dict__.get(name) for name in _METRIC_COUNTERS}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        state[name] = value.detach().clone() if isinstance(value, Tensor) else list(value)
+    return state
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give `metric` the state noted, as copies, so that what is noted can be put back again."""
+    for name, value in state.items():
+        if name in metric._defaults:
+            setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+        else:
+            setattr(metric, name, value)
+
+
+def _forget_unscaled(trainer: L.Trainer) -> None:
+    """Let the gradient scaler unscale again: it refuses a second `unscale_` before `update`, which a repeated step needs."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        plugin.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)

@@ -1,0 +1,89 @@
+"""Weights and optimizer state around `optimizer.step()`: never left half-updated."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["WeightsCopy", "WeightsWatch"]
+
+
+class WeightsWatch:
+    """Tells, after `optimizer.step()` failed, whether it had begun to write; costs no memory and no copy.
+
+    Every in-place write moves a tensor's version counter. If none moved, the failed step changed nothing and can be repeated once
+    the optimizer state that it had begun to create is dropped (torch's optimizers create all state before they write any weight,
+    and their foreach kernels allocate in between). Writes through `.data` do not move the counter, so an optimizer
+    that uses it is never vouched for.
+
+    Args:
+        optimizer: The optimizer about to step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known = set(optimizer.state)
+        self._versions = [(tensor, tensor._version) for tensor in _tensors(optimizer)]
+
+    def restore(self) -> bool:
+        """Drop the optimizer state created since; return False if something was written and the step cannot be repeated."""
+        if _writes_through_data(type(self._optimizer)) or any(tensor._version != version for tensor, version in self._versions):
+            return False
+        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._known]:
+            del self._optimizer.state[parameter]
+        return True
+
+
+class WeightsCopy:
+    """A copy of weights and optimizer state, taken before `optimizer.step()`, to go back to whatever it did.
+
+    Costs the bytes of the weights and of the optimizer state once more, and the time to copy them, at every step.
+
+    Args:
+        optimizer: The optimizer about to step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known = set(optimizer.state)
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
+        self._numbers = {
+            parameter: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for parameter, state in optimizer.state.items()
+            if isinstance(state, dict)
+        }
+
+    def restore(self) -> bool:
+        """Write the copies back and drop optimizer state created since; always True."""
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._known]:
+            del self._optimizer.state[parameter]
+        for parameter, numbers in self._numbers.items():
+            self._optimizer.state[parameter].update(numbers)
+        return True
+
+
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return every tensor that `optimizer.step()` may write: its parameters and its state."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for state in optimizer.state.values():
+        found.extend(value for value in (state.values() if isinstance(state, dict) else ()) if isinstance(value, Tensor))
+    return found
+
+
+_VOUCHED: dict[type[Any], bool] = {}
+
+
+def _writes_through_data(kind: type[Optimizer]) -> bool:
+    """Return whether the source of `kind`'s step mentions `.data`, or cannot be read; torch's own optimizers do not use it."""
+    if kind not in _VOUCHED:
+        try:
+            sources = [inspect.getsource(base) for base in kind.__mro__ if base not in (Optimizer, object) and not base.__module__.startswith("torch.")]
+            _VOUCHED[kind] = not any(".data" in source for source in sources)
+        except (OSError, TypeError):
+            _VOUCHED[kind] = False
+    return not _VOUCHED[kind]
