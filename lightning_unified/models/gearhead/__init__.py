@@ -1,0 +1,22 @@
+"""GearHead: a small language model for equipment diagnostics.
+
+The names below are fetched on first use, so that the data side can read codes and layout without importing Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_unified.models.gearhead.inference import Diagnoser
+    from lightning_unified.models.gearhead.module import GearHead
+    from lightning_unified.models.gearhead.presets import GearHeadConfig
+
+__all__ = ["Diagnoser", "GearHead", "GearHeadConfig"]
+
+_HOMES = {"Diagnoser": "inference", "GearHead": "module", "GearHeadConfig": "presets"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}.")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

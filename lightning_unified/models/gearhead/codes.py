@@ -23,12 +23,14 @@ Codes of the listed ranges never share a row. The mapping is arithmetic: the sam
 
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "NUM_CODE_IDS",
     "NUM_SUBSYSTEMS",
     "Code",
+    "align",
     "canonical",
     "encode",
     "find",
@@ -114,6 +116,21 @@ def parse(text: str) -> list[Code]:
 def find(text: str) -> list[tuple[int, int, int]]:
     """Return `(start, end, id)` of every code in `text`: what a tokenizer's offsets are laid over."""
     return [(code.start, code.end, code.id) for code in parse(text)]
+
+
+def align(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return for each token of `text` the id of the code it is part of, 0 where it is part of none.
+
+    Args:
+        text: The text that was tokenized.
+        offsets: Of each token its first character and one past its last, as a tokenizer gives them.
+    """
+    rows = [0] * len(offsets)
+    for first, last, row in find(text):
+        for index, (start, end) in enumerate(offsets):
+            if start < last and end > first:
+                rows[index] = row
+    return rows
 
 
 def canonical(code: str) -> str:

@@ -1,0 +1,160 @@
+"""Text from the network, one token at a time, each costing one token's work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.gearhead.layout import EOS_ID, PAD_ID
+from lightning_unified.models.gearhead.network import GearHeadNetwork
+
+__all__ = ["Sampling", "filter_logits", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        max_new_tokens: Stop after this many.
+        temperature: Divides the logits; 0 takes the likeliest token (greedy).
+        top_k: Draw from the k likeliest tokens; 0 from all.
+        top_p: Draw from the likeliest tokens that together reach this probability (Holtzman et al. 2020); 1 from all.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.7
+    top_k: int = 50
+    top_p: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}; give 1 or more.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}; give 0 (greedy) or more.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}; give 1 or more, or 0 for all tokens.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}; give a share above 0, at most 1.")
+
+
+@torch.no_grad()
+def generate(
+    network: GearHeadNetwork,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    error_code_ids: Sequence[Sequence[int]] | None = None,
+    vocabulary: int | None = None,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, up to and without `</s>`.
+
+    Prompts of different lengths run together, padded on the left and masked there. A text that fills the network's
+    positions ends where they do.
+
+    Args:
+        network: Put into eval mode for the call and back afterwards.
+        prompts: Token ids, each at least one.
+        sampling: How tokens are drawn.
+        error_code_ids: Row of the error table at each token of each prompt; None is 0 everywhere.
+        vocabulary: Ids from here on are never drawn: rows that only pad the table; None draws from all.
+        generator: Source of the draws; by default torch's own.
+
+    Raises:
+        ValueError: If a prompt is empty or leaves no position for an answer.
+    """
+    if not prompts:
+        return []
+    limit, longest = network.config.positions, max(len(prompt) for prompt in prompts)
+    if min(len(prompt) for prompt in prompts) < 1:
+        raise ValueError("a prompt is empty; give at least one token, such as <s>.")
+    if longest >= limit:
+        raise ValueError(
+            f"a prompt has {longest} tokens; with {limit} positions at most {limit - 1} leave room for an answer."
+        )
+    was_training = network.training
+    network.eval()
+    try:
+        return _Run(network, prompts, codes=error_code_ids, sampling=sampling).tokens(vocabulary, generator)
+    finally:
+        network.train(was_training)
+
+
+class _Run:
+    """One batch on its way: the padded prompts, what each row may look at, the cache."""
+
+    def __init__(
+        self,
+        network: GearHeadNetwork,
+        prompts: Sequence[Sequence[int]],
+        *,
+        codes: Sequence[Sequence[int]] | None,
+        sampling: Sampling,
+    ) -> None:
+        self.network, self.sampling = network, sampling
+        self.device = network.token_embedding.weight.device
+        self.width = max(len(prompt) for prompt in prompts)
+        self.ids = self._left_padded(prompts, fill=PAD_ID)
+        self.codes = None if codes is None else self._left_padded(codes, fill=0)
+        self.pads = torch.tensor([self.width - len(prompt) for prompt in prompts], device=self.device)
+        self.steps = min(sampling.max_new_tokens, network.config.positions - min(len(prompt) for prompt in prompts))
+        self.cache = network.new_cache(batch=len(prompts), length=self.width + self.steps)
+
+    def tokens(self, vocabulary: int | None, generator: torch.Generator | None) -> list[list[int]]:
+        drawn: list[list[int]] = [[] for _ in range(len(self.ids))]
+        running = torch.ones(len(self.ids), dtype=torch.bool, device=self.device)
+        ids, codes = self.ids, self.codes
+        for _ in range(self.steps):
+            logits = self._read(ids, codes)
+            if vocabulary is not None:
+                logits[:, vocabulary:] = -torch.inf
+            following = _draw(logits, sampling=self.sampling, generator=generator)
+            running &= following != EOS_ID
+            for row, (token, is_running) in enumerate(zip(following.tolist(), running.tolist(), strict=True)):
+                if is_running:
+                    drawn[row].append(token)
+            running &= self.cache.length - self.pads + 1 < self.network.config.positions
+            if not running.any():
+                break
+            ids, codes = following.masked_fill(~running, PAD_ID).unsqueeze(1), None
+        return drawn
+
+    def _read(self, ids: Tensor, codes: Tensor | None) -> Tensor:
+        """Feed `ids` behind what the cache holds; return the logits after the last of them, in fp32."""
+        first, last = self.cache.length, self.cache.length + ids.shape[1]
+        slots = torch.arange(last, device=self.device)
+        positions = (slots[first:] - self.pads[:, None]).clamp(0, self.network.config.positions - 1)
+        mask = None
+        if bool(self.pads.any()):
+            visible = (slots >= self.pads[:, None])[:, None, :] & (slots <= slots[first:, None])
+            # A pad looks at itself, because a row that may look at nothing is NaN; nobody looks at a pad.
+            mask = (visible | (slots == slots[first:, None])).unsqueeze(1)
+        hidden = self.network(ids, codes, positions=positions, cache=self.cache, mask=mask)
+        return self.network.logits(hidden[:, -1]).float()
+
+    def _left_padded(self, rows: Sequence[Sequence[int]], *, fill: int) -> Tensor:
+        return torch.tensor([[fill] * (self.width - len(row)) + list(row) for row in rows], device=self.device)
+
+
+def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Return `logits` (B, V) with -inf at the tokens that `Sampling`'s top_k and top_p leave out; one always stays."""
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        surplus = probabilities.cumsum(-1) - probabilities >= top_p
+        logits = logits.masked_fill(torch.zeros_like(surplus).scatter(1, order, surplus), -torch.inf)
+    return logits
+
+
+def _draw(logits: Tensor, *, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    logits = filter_logits(logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)

@@ -1,0 +1,189 @@
+"""Ask a trained GearHead: from one checkpoint file to a diagnosis."""
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from lightning_unified.models.gearhead import codes, layout
+from lightning_unified.models.gearhead.generate import Sampling, generate
+from lightning_unified.models.gearhead.network import GearHeadNetwork
+from lightning_unified.models.gearhead.presets import GearHeadConfig
+
+__all__ = ["Diagnoser"]
+
+_PREFIX = "network."
+
+
+class Diagnoser:
+    """A network and its tokenizer, ready to answer.
+
+    Args:
+        network: Trained; it is put into eval mode.
+        tokenizer: The one it was trained with.
+    """
+
+    def __init__(self, network: GearHeadNetwork, *, tokenizer: Tokenizer) -> None:
+        self.network, self.tokenizer = network.eval(), tokenizer
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, *, device: str = "auto") -> "Diagnoser":
+        """Return the model in a Lightning checkpoint of `GearHead`; nothing but the file is needed.
+
+        The file is read as plain data (`weights_only=True`): a checkpoint cannot run code here.
+
+        Args:
+            path: The `.ckpt` file.
+            device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            RuntimeError: If it is damaged, is not a checkpoint, or holds no GearHead or no tokenizer.
+        """
+        saved = _read(Path(path))
+        if saved["gearhead"].get("tokenizer") is None:
+            raise RuntimeError(
+                f"{path} holds no tokenizer; train with a data module that has one, and it travels along."
+            )
+        target = _device(device)
+        config = GearHeadConfig.from_mapping(saved["gearhead"]["config"])
+        with torch.device("meta"):
+            network = GearHeadNetwork(config)
+        weights = {
+            key.removeprefix(_PREFIX): value for key, value in saved["state_dict"].items() if key.startswith(_PREFIX)
+        }
+        try:
+            network.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+        return cls(network.to(target), tokenizer=Tokenizer.from_str(saved["gearhead"]["tokenizer"]))
+
+    def diagnose(
+        self,
+        equipment: str,
+        symptom: str,
+        error_codes: Sequence[str] = (),
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+    ) -> dict[str, Any]:
+        """Return one diagnosis; see `batch_diagnose`."""
+        record = {"equipment": equipment, "symptom": symptom, "error_codes": list(error_codes)}
+        return self.batch_diagnose([record], sampling=sampling, seed=seed)[0]
+
+    def batch_diagnose(
+        self, records: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None, seed: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return a diagnosis of each record, all run as one batch.
+
+        Args:
+            records: JSON objects with `equipment`, `symptom` and, if there are any, `error_codes`.
+            sampling: How tokens are drawn; by default `Sampling()`.
+            seed: Makes the draws repeatable.
+
+        Returns:
+            Dicts with `equipment`, `symptom`, `error_codes`, `probable_cause`, `solution`, `full_response` (the text as the
+            model wrote it), `subsystem` and `subsystem_probability` (both None without a diagnostic head).
+
+        Raises:
+            ValueError: If a record is incomplete, a prompt is too long, or the model was trained on plain text.
+        """
+        if self.network.config.is_text_model:
+            raise ValueError("this model was trained on plain text and knows no records; give it a prompt to continue.")
+        parsed = [layout.Record.from_mapping(record) for record in records]
+        prompts = [layout.prompt(record) for record in parsed]
+        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        rows = [codes.align(prompt, item.offsets) for prompt, item in zip(prompts, encoded, strict=True)]
+        tokens = [item.ids for item in encoded]
+        answers = self._generate(tokens, rows, sampling=sampling, seed=seed)
+        results = []
+        for record, prompt, ids, row, answer in zip(parsed, prompts, tokens, rows, answers, strict=True):
+            fields = layout.parse(prompt + answer)
+            results.append(
+                {
+                    "equipment": record.equipment,
+                    "symptom": record.symptom,
+                    "error_codes": list(record.error_codes),
+                    "probable_cause": fields["probable_cause"],
+                    "solution": fields["solution"],
+                    "full_response": answer.strip(),
+                    **self._subsystem(ids, row),
+                }
+            )
+        return results
+
+    def generate(
+        self, prompts: Sequence[str], *, sampling: Sampling | None = None, seed: int | None = None
+    ) -> list[str]:
+        """Return what the model writes after each text, tags included; `</s>` ends it and is left out.
+
+        Raises:
+            ValueError: If a prompt is empty or too long.
+        """
+        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        rows = [codes.align(prompt, item.offsets) for prompt, item in zip(prompts, encoded, strict=True)]
+        return self._generate([item.ids for item in encoded], rows, sampling=sampling, seed=seed)
+
+    def _generate(
+        self, tokens: list[list[int]], rows: list[list[int]], *, sampling: Sampling | None, seed: int | None
+    ) -> list[str]:
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(device=self.network.token_embedding.weight.device).manual_seed(seed)
+        drawn = generate(
+            self.network,
+            tokens,
+            sampling=sampling or Sampling(),
+            error_code_ids=rows,
+            vocabulary=self.tokenizer.get_vocab_size(),
+            generator=generator,
+        )
+        return [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in drawn]
+
+    @torch.no_grad()
+    def _subsystem(self, tokens: list[int], rows: list[int]) -> dict[str, Any]:
+        """The head is asked where it was trained: at `<error>`, before the model reads any code."""
+        error = self.tokenizer.token_to_id("<error>")
+        if self.network.diagnostic_head is None or error not in tokens:
+            return {"subsystem": None, "subsystem_probability": None}
+        end = tokens.index(error) + 1
+        device = self.network.token_embedding.weight.device
+        ids, code_ids = torch.tensor([tokens[:end]], device=device), torch.tensor([rows[:end]], device=device)
+        probabilities = self.network.diagnose(self.network(ids, code_ids)[0, -1]).softmax(-1)
+        best = int(probabilities.argmax())
+        return {"subsystem": codes.subsystem_name(best), "subsystem_probability": float(probabilities[best])}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no checkpoint {path}; give the path of a .ckpt file that training has saved."
+        )
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        UnicodeDecodeError,
+    ) as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise RuntimeError(
+            f"{path} cannot be read as a checkpoint ({reason}); it is damaged or something else."
+        ) from error
+    if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
+        raise RuntimeError(f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one.")
+    return saved
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,0 +1,282 @@
+"""GearHead as a LightningModule: losses that may be cut exactly, AdamW with warm-up, a checkpoint that is complete alone."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
+from lightning_unified.models.gearhead.network import GearHeadNetwork
+from lightning_unified.models.gearhead.optimizer import build_optimizer, learning_rate_factor
+from lightning_unified.models.gearhead.presets import preset as preset_config
+from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
+
+__all__ = ["GearHead"]
+
+
+class _Sums(Metric):
+    """Loss sums and counts of an epoch, over all processes: loss, tokens, diagnosis loss, diagnoses, right diagnoses."""
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", default=torch.zeros(5), dist_reduce_fx="sum")
+
+    @override
+    def update(self, sums: Tensor) -> None:
+        self.sums += sums
+
+    @override
+    def compute(self) -> Tensor:
+        return self.sums
+
+
+class GearHead(LightningModule):
+    """A language model for equipment diagnostics, or, with the preset `gearhead-text`, for plain text.
+
+    The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
+    the whole batch's number of terms, which `prepare_batch` counts before anybody cuts the batch: the losses and the
+    gradients of the parts then add up to those of the whole.
+
+    Shapes:
+        A batch is a dict: `input_ids`, `labels` (not shifted: `labels[:, t]` is the token at t), `error_code_ids` and
+        `diagnosis_labels`, all (B, T) int64; -100 in labels is not scored. The last two may be absent.
+
+    Args:
+        preset: A name in `presets.PRESETS`.
+        vocabulary: Token rows, in place of the preset's; likewise the next five. None takes the preset's.
+        positions: The longest text in tokens.
+        width: Size of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads; they divide the width.
+        feed_forward: Size of a block's inner layer.
+        dropout: Share dropped; None takes the preset's.
+        recompute: Keep only each block's input for the backward pass.
+        learning_rate: The peak, reached after the warm-up.
+        weight_decay: AdamW's; biases and layer norms have none.
+        betas: AdamW's two decay rates.
+        eps: AdamW's epsilon.
+        warmup_steps: Optimizer steps of linear rise from 0.
+        schedule: After the warm-up: "linear" or "cosine" to 0 at the last step of the run, or "constant".
+        optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
+        diagnosis_weight: Weight of the subsystem's loss; without a diagnostic head there is none.
+
+    Raises:
+        ValueError: If a name is unknown or a number is out of range.
+    """
+
+    loss_reduction: ClassVar[str] = "sum"
+
+    def __init__(
+        self,
+        *,
+        preset: str = "gearhead-small",
+        vocabulary: int | None = None,
+        positions: int | None = None,
+        width: int | None = None,
+        layers: int | None = None,
+        heads: int | None = None,
+        feed_forward: int | None = None,
+        dropout: float | None = None,
+        recompute: bool = False,
+        learning_rate: float = 5e-4,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int = 100,
+        schedule: Literal["linear", "cosine", "constant"] = "linear",
+        optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
+        diagnosis_weight: float = 0.1,
+    ) -> None:
+        super().__init__()
+        betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
+        _check_choice("schedule", schedule, ("linear", "cosine", "constant"))
+        _check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
+        if learning_rate <= 0 or eps <= 0:
+            raise ValueError(f"learning_rate={learning_rate} and eps={eps} must both be above 0.")
+        if min(warmup_steps, diagnosis_weight, weight_decay) < 0:
+            raise ValueError(
+                f"warmup_steps={warmup_steps}, diagnosis_weight={diagnosis_weight}, weight_decay={weight_decay}: "
+                "none may be below 0."
+            )
+        self.save_hyperparameters()
+        self.config = preset_config(
+            preset,
+            vocabulary=vocabulary,
+            positions=positions,
+            width=width,
+            layers=layers,
+            heads=heads,
+            feed_forward=feed_forward,
+            dropout=dropout,
+        )
+        self.network = GearHeadNetwork(self.config, recompute=recompute)
+        self.tokenizer: Tokenizer | None = None
+        self._validation = _Sums()
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the data's tokenizer along, so that the checkpoint holds it."""
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is not None:
+            self.attach_tokenizer(tokenizer)
+
+    def attach_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
+
+        Raises:
+            ValueError: If it has more tokens than the model has rows, or its special tokens have other ids than layout.py's.
+        """
+        size = tokenizer.get_vocab_size()
+        if size > self.config.vocabulary:
+            raise ValueError(
+                f"the tokenizer has {size:,} tokens, the model's vocabulary is {self.config.vocabulary:,}; train the tokenizer "
+                f"with at most {self.config.vocabulary:,} or set the model's vocabulary={size}."
+            )
+        for token, row in (("<pad>", PAD_ID), ("<s>", BOS_ID), ("</s>", EOS_ID)):
+            if tokenizer.token_to_id(token) != row:
+                raise ValueError(f"{token} has id {tokenizer.token_to_id(token)} in this tokenizer; it must be {row}.")
+        if self.tokenizer is not None and self.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"this model was trained with another tokenizer ({self.tokenizer.get_vocab_size():,} tokens) than the one "
+                f"given ({size:,} tokens); its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
+            )
+        self.tokenizer = tokenizer
+
+    def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batch with `scored_tokens` and `scored_diagnoses`, the whole batch's numbers of loss terms (scalars)."""
+        diagnoses = batch.get("diagnosis_labels")
+        asked = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
+        if diagnoses is not None:
+            asked = (diagnoses != IGNORED).sum()
+        return {**batch, "scored_tokens": (batch["labels"][:, 1:] != IGNORED).sum(), "scored_diagnoses": asked}
+
+    @override
+    def forward(self, input_ids: Tensor, error_code_ids: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V); training never calls this, it has no need of all of them."""
+        return self.network.logits(self.network(input_ids, error_code_ids))
+
+    @override
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> Tensor:
+        if "scored_tokens" not in batch:
+            batch = self.prepare_batch(batch)
+        sums = self._sums(batch)
+        loss = sums["loss"] / batch["scored_tokens"].clamp(min=1)
+        if self.network.diagnostic_head is not None:
+            diagnosis_loss = sums["diagnosis_loss"] / batch["scored_diagnoses"].clamp(min=1)
+            loss = loss + self.hparams["diagnosis_weight"] * diagnosis_loss
+        if self._trainer is not None:
+            self.log("train/loss", loss.detach(), on_step=True, prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    @override
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> None:
+        sums = self._sums(batch)
+        counted = self.prepare_batch(batch)
+        terms = (
+            sums["loss"],
+            counted["scored_tokens"],
+            sums["diagnosis_loss"],
+            counted["scored_diagnoses"],
+            sums["right"],
+        )
+        self._validation.update(torch.stack([term.float() for term in terms]))
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        loss, tokens, diagnosis_loss, diagnoses, right = self._validation.compute().tolist()
+        self._validation.reset()
+        if tokens:
+            self.log("val/loss", loss / tokens, prog_bar=True)
+            self.log("val/perplexity", math.exp(min(loss / tokens, 700.0)))  # exp(710) overflows a float
+        if diagnoses and self.network.diagnostic_head is not None:
+            self.log("val/diagnosis_loss", diagnosis_loss / diagnoses)
+            self.log("val/diagnosis_accuracy", right / diagnoses)
+
+    def _sums(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        hidden = self.network(batch["input_ids"], batch.get("error_code_ids"))
+        # The labels are shifted, not the vectors: moving (B, T) integers costs nothing, (B, T, D) would be a copy.
+        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        weight = self.network.token_embedding.weight
+        zero = torch.zeros((), device=hidden.device)
+        sums = {
+            "loss": linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="sum"),
+            "diagnosis_loss": zero,
+            "right": zero,
+        }
+        if self.network.diagnostic_head is not None:
+            scores = self.network.diagnose(hidden).flatten(0, 1)
+            asked = batch.get("diagnosis_labels", torch.full_like(batch["input_ids"], IGNORED)).flatten()
+            sums["diagnosis_loss"] = functional.cross_entropy(scores, asked, reduction="sum", ignore_index=IGNORED)
+            sums["right"] = (scores.detach().argmax(-1) == asked).sum()
+        return sums
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW and its schedule, one value a step; the run's length is the Trainer's own estimate.
+
+        Raises:
+            ValueError: If the schedule falls to 0 and the run has no end.
+        """
+        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
+        if schedule != "constant" and not math.isfinite(total):
+            raise ValueError(
+                f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
+            )
+        optimizer = build_optimizer(self.network, hparams=self.hparams, precision=self.trainer.precision)
+        warmup = self.hparams["warmup_steps"]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: learning_rate_factor(step, warmup_steps=warmup, total_steps=total, schedule=schedule),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the sizes and the tokenizer beside the weights, as plain text: one file is enough for inference."""
+        text = None if self.tokenizer is None else self.tokenizer.to_str()
+        checkpoint["gearhead"] = {"config": asdict(self.config), "tokenizer": text}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the tokenizer.
+
+        Raises:
+            ValueError: If the checkpoint is of another model, of other sizes, or of another tokenizer than the data's.
+        """
+        saved = checkpoint.get("gearhead")
+        if saved is None:
+            raise ValueError("this checkpoint is not one of GearHead: it holds no sizes and no tokenizer.")
+        sizes, own = saved["config"], asdict(self.config)
+        other = [
+            f"{key} {sizes.get(key)} (here {own[key]})"
+            for key in own
+            if key != "dropout" and sizes.get(key) != own[key]
+        ]
+        if other:
+            raise ValueError(
+                f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's."
+            )
+        if saved["tokenizer"] is not None:
+            given, self.tokenizer = self.tokenizer, Tokenizer.from_str(saved["tokenizer"])
+            if given is not None:
+                self.attach_tokenizer(given)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")

@@ -1,0 +1,189 @@
+"""The GearHead network: a pre-norm decoder with learned positions, a tied head, fault codes as a second embedding.
+
+Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.nn.checkpoint import recompute as run_recomputed
+from lightning_unified.nn.kv_cache import KVCache
+
+__all__ = ["GearHeadNetwork"]
+
+_INITIAL_STD = 0.02
+
+
+class _Attention(nn.Module):
+    """Causal self-attention. No dropout on its weights: that would force the path that materialises B x H x T x T."""
+
+    def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
+        super().__init__()
+        self.heads, self.layer = config.heads, layer
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.projection = nn.Linear(config.width, config.width)
+
+    @override
+    def forward(self, x: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        B, T, D = x.shape
+        queries, keys, values = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            keys, values = cache.append(self.layer, keys=keys, values=values)
+        causal = mask is None and keys.shape[2] == T
+        y = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal and T > 1)
+        return self.projection(y.transpose(1, 2).reshape(B, T, D))
+
+
+class _FeedForward(nn.Module):
+    """Two linear layers with the exact (erf) GELU between them."""
+
+    def __init__(self, config: GearHeadConfig) -> None:
+        super().__init__()
+        self.inner = nn.Linear(config.width, config.feed_forward)
+        self.projection = nn.Linear(config.feed_forward, config.width)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(functional.gelu(self.inner(x)))
+
+
+class _Block(nn.Module):
+    def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
+        super().__init__()
+        self.ln_attention = nn.LayerNorm(config.width, eps=1e-5)
+        self.attention = _Attention(config, layer=layer)
+        self.ln_feed_forward = nn.LayerNorm(config.width, eps=1e-5)
+        self.feed_forward = _FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @override
+    def forward(self, x: Tensor, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.ln_attention(x), cache, mask))
+        return x + self.dropout(self.feed_forward(self.ln_feed_forward(x)))
+
+
+class GearHeadNetwork(nn.Module):
+    """Token ids in, one vector a position out; the head is applied by the caller, who may not want all logits at once.
+
+    Args:
+        config: The sizes.
+        recompute: Keep only each block's input for the backward pass. The same parameters and the same state-dict keys.
+
+    Raises:
+        RuntimeError: If the parameters built are not as many as the configuration states.
+    """
+
+    def __init__(self, config: GearHeadConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.positions, config.width)
+        self.error_embedding = (
+            nn.Embedding(config.num_error_codes, config.width, padding_idx=0) if config.num_error_codes else None
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(_Block(config, layer=layer) for layer in range(config.layers))
+        self.ln_final = nn.LayerNorm(config.width, eps=1e-5)
+        self.diagnostic_head = nn.Linear(config.width, config.num_diagnoses) if config.num_diagnoses else None
+        self._initialise()
+        built = sum(parameter.numel() for parameter in self.parameters())
+        if built != config.parameters:
+            raise RuntimeError(f"built {built:,} parameters where the configuration states {config.parameters:,}.")
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                scaled = self.config.depth_scaled_init and name.endswith("projection")
+                std = _INITIAL_STD / math.sqrt(2 * self.config.layers) if scaled else _INITIAL_STD
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+        if self.error_embedding is not None:
+            self.error_embedding.weight[0].zero_()  # row 0 is "no code": it must add nothing
+
+    @override
+    def forward(
+        self,
+        input_ids: Tensor,
+        error_code_ids: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the vectors after the last layer norm.
+
+        Shapes:
+            input_ids, error_code_ids, positions (B, T); mask (B, 1, T, T_all), True where a token may look; out (B, T, D).
+
+        Args:
+            input_ids: Token ids.
+            error_code_ids: Row of the error table at each token, 0 for none; None is 0 everywhere.
+            positions: By default 0 to T - 1, counted on from what the cache holds.
+            cache: Keys and values of the tokens before these; these are added to it.
+            mask: By default each token looks at itself and all before it. Needed when a batch is padded on the left, or
+                when several tokens follow a filled cache.
+
+        Raises:
+            ValueError: If the text is longer than the network has positions, or a mask is needed and missing.
+        """
+        T = input_ids.shape[1]
+        held = cache.length if cache is not None else 0
+        if held + T > self.config.positions and positions is None:
+            raise ValueError(
+                f"{held + T} tokens; this network has {self.config.positions} positions. Shorten the text."
+            )
+        if held and T > 1 and mask is None:
+            raise ValueError(
+                f"{T} tokens after {held} in the cache need a mask; give one, or feed one token at a time."
+            )
+        if positions is None:
+            positions = torch.arange(held, held + T, device=input_ids.device).unsqueeze(0)
+        x = self.token_embedding(input_ids) + self.position_embedding(positions)
+        if self.error_embedding is not None:
+            # Called even without codes, so that every parameter takes part in every step (DDP waits for each gradient).
+            x = x + self.error_embedding(torch.zeros_like(input_ids) if error_code_ids is None else error_code_ids)
+        x = self.dropout(x)
+        for block in self.blocks:
+            if self.recompute and self.training and cache is None:
+                x = run_recomputed(block, x, None, mask)
+            else:
+                x = block(x, cache, mask)
+        if cache is not None:
+            cache.advance(T)
+        return self.ln_final(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores (..., V) of the next token: the product with the token table itself (tied head)."""
+        return functional.linear(hidden, self.token_embedding.weight)
+
+    def diagnose(self, hidden: Tensor) -> Tensor:
+        """Return the scores (..., C) of the subsystems.
+
+        Raises:
+            ValueError: If the network has no diagnostic head.
+        """
+        if self.diagnostic_head is None:
+            raise ValueError(
+                "this network has no diagnostic head; choose a preset that has one, such as gearhead-small."
+            )
+        return self.diagnostic_head(hidden)
+
+    def new_cache(self, *, batch: int, length: int) -> KVCache:
+        """Return an empty cache for `batch` texts of up to `length` tokens, on this network's device and in its type."""
+        weight, heads = self.token_embedding.weight, self.config.heads
+        return KVCache(
+            layers=self.config.layers,
+            batch=batch,
+            heads=heads,
+            length=length,
+            head_width=self.config.width // heads,
+            device=weight.device,
+            dtype=weight.dtype,
+        )

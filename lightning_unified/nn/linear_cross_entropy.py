@@ -1,0 +1,156 @@
+"""The cross-entropy of a linear layer without its logits.
+
+With a vocabulary of 32,000, the logits of 2 x 512 tokens take 131 MB in fp32 and their gradient as much again: more than
+a 34-million-parameter model's weights. Here both exist for a few rows at a time.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+__all__ = ["chunk_rows_for", "linear_cross_entropy"]
+
+IGNORED = -100
+_CHUNK_BYTES = 16 * 2**20
+
+
+def chunk_rows_for(num_classes: int) -> int:
+    """Return how many rows go through the linear layer at once: the power of two whose fp32 logits take at most 16 MiB.
+
+    Chosen here because torch's own choice depends on the shape of the batch: on a CPU it was up to several times slower.
+    At least 16 rows, at most 8192: below, the matrix product starves; above, nothing is gained.
+    """
+    rows = max(16, min(8192, _CHUNK_BYTES // (4 * num_classes)))
+    return 1 << (rows.bit_length() - 1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    *,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return `cross_entropy(linear(hidden, weight, bias), labels)`; labels of -100 are not scored.
+
+    The backward pass computes the chunks again instead of keeping gradients from the forward pass: a quarter more time in
+    this layer, and nothing the size of `weight` lives between the two passes, where the rest of the network is.
+
+    Where torch has `linear_cross_entropy` (2.13) and computes in fp32 or fp64, that does the work, with reduction
+    "none": its "sum" and "mean" hold two copies of the weight's gradient, whatever the chunk. Under autocast and
+    in half precision the function below does: torch's takes no notice of autocast, and rounds each loss to bf16.
+
+    Shapes:
+        hidden (..., D), labels (...), weight (V, D), bias (V). The chunks run over the flattened leading dimensions.
+
+    Args:
+        hidden: See Shapes.
+        weight: See Shapes.
+        labels: See Shapes; int64, 0 to V - 1 or -100.
+        bias: See Shapes.
+        reduction: "sum" over the scored labels, or their "mean" (NaN when none is scored, as in torch).
+        chunk_rows: Rows at once; by default `chunk_rows_for(V)`.
+
+    Returns:
+        The loss, a scalar: in fp32 when the operands are of half precision, else in their own type.
+
+    Raises:
+        ValueError: If the shapes do not fit, the reduction is unknown or `chunk_rows` is not positive.
+    """
+    if reduction not in {"sum", "mean"}:
+        raise ValueError(f"reduction={reduction!r} is not offered; choose 'sum' or 'mean'.")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)} and weight {tuple(weight.shape)} do not fit; "
+            "they are (..., D), (...) and (V, D)."
+        )
+    rows = chunk_rows_for(weight.shape[0]) if chunk_rows is None else chunk_rows
+    if rows < 1:
+        raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if _torch_does_it(flat):
+        total = _torch_sum(flat, weight=weight, labels=targets, bias=bias, rows=rows)
+    else:
+        device = flat.device.type
+        dtype = torch.get_autocast_dtype(device) if _autocast(device) else flat.dtype
+        total = _ChunkedSum.apply(flat, weight, bias, targets, rows, dtype)
+    return total if reduction == "sum" else total / (targets != IGNORED).sum()
+
+
+def _autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _torch_does_it(hidden: Tensor) -> bool:
+    full = hidden.dtype in {torch.float32, torch.float64}
+    return hasattr(functional, "linear_cross_entropy") and full and not _autocast(hidden.device.type)
+
+
+def _torch_sum(hidden: Tensor, *, weight: Tensor, labels: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions  # new in torch 2.13
+
+    options = LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="compact")
+    losses = functional.linear_cross_entropy(
+        hidden, weight, labels, linear_bias=bias, reduction="none", ignore_index=IGNORED, options=options
+    )
+    return losses.sum()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sum of the losses; products in `dtype`, the softmax and all sums in at least fp32."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        hidden, weight, bias, labels, rows, dtype = args
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.rows, ctx.dtype = rows, dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=wide)
+        with torch.autocast(hidden.device.type, enabled=False):
+            operand = weight.to(dtype)
+            for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+                logits = functional.linear(x.to(dtype), operand, None if bias is None else bias.to(dtype)).to(wide)
+                total += functional.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED)
+        return total
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            operand = weight.to(ctx.dtype)
+            starts = range(0, hidden.shape[0], ctx.rows)
+            for start, x, y in zip(starts, hidden.split(ctx.rows), labels.split(ctx.rows), strict=False):
+                x = x.to(ctx.dtype)  # noqa: PLW2901
+                logits = functional.linear(x, operand, None if bias is None else bias.to(ctx.dtype)).to(wide)
+                gradient = _softmax_minus_one_hot_(logits, y).mul_(grad_outputs[0]).to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[start : start + len(x)] = gradient @ operand
+                if grad_weight is not None:
+                    grad_weight += gradient.T @ x
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0, dtype=wide)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _softmax_minus_one_hot_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Turn logits (N, V) into the gradient of their summed loss, in place; rows that are not scored become zero."""
+    scored = labels != IGNORED
+    logits.sub_(logits.amax(1, keepdim=True)).exp_()
+    logits.div_(logits.sum(1, keepdim=True))
+    targets = labels.where(scored, 0).unsqueeze(1)
+    logits.scatter_add_(1, targets, logits.new_full((1, 1), -1.0).expand(len(labels), 1))
+    return logits.mul_(scored.unsqueeze(1))
