@@ -58,7 +58,7 @@ class KVCache:
     def append(self, layer: int, *, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens' keys and values of one layer and return all of that layer's, old and new.
 
-        The length grows when `advance` is called, after the last layer has written.
+        The length grows when `advance` is called, after the last layer has written. No gradient passes through the cache.
 
         Raises:
             ValueError: If the new tokens do not fit.
@@ -68,9 +68,9 @@ class KVCache:
             raise ValueError(
                 f"{end} tokens do not fit into a cache of {self.capacity}; make it longer or stop earlier."
             )
-        stored_keys, stored_values = self._store[layer]
-        stored_keys[:, :, self._length : end] = keys
-        stored_values[:, :, self._length : end] = values
+        stored_keys, stored_values = self._store[layer, 0], self._store[layer, 1]
+        stored_keys[:, :, self._length : end] = keys.detach()
+        stored_values[:, :, self._length : end] = values.detach()
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
     def advance(self, tokens: int) -> None:

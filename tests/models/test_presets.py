@@ -1,0 +1,68 @@
+"""Sizes and what they count."""
+
+import pytest
+import torch
+
+from lightning_unified.models.gearhead.network import GearHeadNetwork
+from lightning_unified.models.gearhead.presets import PRESETS, GearHeadConfig, Preset, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_builds_the_parameters_it_states(name):
+    with torch.device("meta"):
+        network = GearHeadNetwork(preset(name))
+    assert sum(parameter.numel() for parameter in network.parameters()) == PRESETS[name].parameters
+
+
+def test_the_34m_and_118m_counts_are_those_of_the_published_sizes():
+    assert PRESETS["gearhead-34m"].parameters == 34_083_904
+    assert PRESETS["gearhead-118m"].parameters == 118_934_080
+
+
+def test_the_head_count_does_not_change_the_parameters():
+    assert preset("gearhead-34m", heads=12).parameters == 34_083_904
+
+
+def test_a_preset_that_states_a_wrong_count_is_refused():
+    config = preset("gearhead-small")
+    with pytest.raises(ValueError, match="not 1 as stated"):
+        Preset(config=config, parameters=1, purpose="")
+    assert Preset(config=config, parameters=config.parameters, purpose="").parameters == config.parameters
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"heads=5 does not divide width=8; valid head counts: 1, 2, 4, 8\."):
+        preset("gearhead-small", width=8, heads=5)
+    assert preset("gearhead-small", width=8, heads=4).heads == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, "layers=0 is not a size"),
+        ({"dropout": 1.0}, "dropout=1.0 is not a share"),
+        ({"num_error_codes": 5}, "num_error_codes=5; it is 10000"),
+        ({"num_diagnoses": 5}, "num_diagnoses=5; it is 64"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        preset("gearhead-small", **change)
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean gearhead-34m"):
+        preset("gearhead-43m")
+
+
+def test_none_leaves_the_presets_own_size():
+    assert preset("gearhead-small", width=None) == PRESETS["gearhead-small"].config
+
+
+def test_only_the_text_preset_is_a_text_model():
+    assert [name for name in PRESETS if PRESETS[name].config.is_text_model] == ["gearhead-text"]
+
+
+def test_fields_of_another_model_are_refused():
+    with pytest.raises(ValueError, match="does not describe a GearHead"):
+        GearHeadConfig.from_mapping({"color": "red"})
