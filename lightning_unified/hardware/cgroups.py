@@ -58,29 +58,36 @@ def cpu_quota(sources: Sources) -> float | None:
 
 def _v2_limits(sources: Sources) -> list[MemoryLimit]:
     limits = []
-    for folder in _v2_folders(sources):
+    folders = _v2_folders(sources)
+    for folder in folders:
         bounds = [(n, name) for name in ("memory.max", "memory.high") if (n := _number(folder / name)) is not None]
         if bounds:
             total, name = min(bounds)
-            limits.append(_limit(folder, total=total, name=name, usage="memory.current", cache="inactive_file"))
+            where = _label(folder, name, mount=folders[-1])
+            limits.append(_limit(folder, total=total, source=where, usage="memory.current", cache="inactive_file"))
     return limits
 
 
 def _v1_limits(sources: Sources) -> list[MemoryLimit]:
     limits = []
-    for folder in _v1_folders(sources, "memory"):
+    folders = _v1_folders(sources, "memory")
+    for folder in folders:
         total = _number(folder / "memory.limit_in_bytes")
         if total is not None and total < _V1_UNLIMITED:
             usage, cache = "memory.usage_in_bytes", "total_inactive_file"
-            limits.append(_limit(folder, total=total, name="memory.limit_in_bytes", usage=usage, cache=cache))
+            where = _label(folder, "memory.limit_in_bytes", mount=folders[-1])
+            limits.append(_limit(folder, total=total, source=where, usage=usage, cache=cache))
     return limits
 
 
-def _limit(folder: Path, *, total: int, name: str, usage: str, cache: str) -> MemoryLimit:
+def _limit(folder: Path, *, total: int, source: str, usage: str, cache: str) -> MemoryLimit:
     used = (_number(folder / usage) or 0) - _stat(folder / "memory.stat", cache)
-    return MemoryLimit(
-        total=total, headroom=max(0, total - max(0, used)), source=f"{name} of cgroup {folder.name or '/'}"
-    )
+    return MemoryLimit(total=total, headroom=max(0, total - max(0, used)), source=source)
+
+
+def _label(folder: Path, name: str, *, mount: Path) -> str:
+    inside = folder.relative_to(mount).as_posix()
+    return f"{name} of cgroup /{'' if inside == '.' else inside}"
 
 
 def _v2_folders(sources: Sources) -> list[Path]:

@@ -10,7 +10,7 @@ from lightning_unified.hardware.sources import Sources
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Figure", "Reading", "Sources", "figure", "read"]
+__all__ = ["Figure", "Reading", "Sources", "backends_here", "choose_index", "figure", "read"]
 
 Backend = Literal["cpu", "cuda", "rocm", "mps", "xpu"]
 
@@ -69,7 +69,8 @@ def read(device: "str | torch.device" = "auto", *, sources: Sources | None = Non
     comes first writes the safe pair itself.
 
     Args:
-        device: A torch device or its text; `"auto"` is the accelerator that is here, else the CPU.
+        device: A torch device or its text; `"auto"` is the accelerator that is here, else the CPU. An Intel GPU is read
+            only by name, because Lightning 2.6 cannot train on it.
         sources: Where to read from; default this machine.
 
     Raises:
@@ -82,7 +83,8 @@ def read(device: "str | torch.device" = "auto", *, sources: Sources | None = Non
 
     sources = sources or Sources.live()
     here = backends_here(sources)
-    kind, _, index = (here[0] if str(device) == "auto" else str(device)).partition(":")
+    trains = next(kind for kind in here if kind != "xpu")
+    kind, _, index = (trains if str(device) == "auto" else str(device)).partition(":")
     readers = {"cpu": read_cpu, "cuda": read_cuda, "mps": read_mps, "xpu": read_xpu}
     if kind not in readers or (index and not index.isdigit()):
         raise HardwareError(f"device {str(device)!r} has no reader; use auto, cpu, cuda, cuda:<index>, mps or xpu.")
@@ -94,7 +96,7 @@ def read(device: "str | torch.device" = "auto", *, sources: Sources | None = Non
 
 
 def backends_here(sources: Sources) -> list[str]:
-    """Return the torch device types that work here, the one that `"auto"` takes first; the CPU is always last."""
+    """Return the torch device types that work here; the CPU is always the last."""
     torch = sources.torch
     found = []
     for kind, module in (

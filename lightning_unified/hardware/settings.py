@@ -15,7 +15,6 @@ __all__ = ["HardwareSettings", "host_threads"]
 
 _CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps"),
-    "precision": ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     "start_method": ("auto", "fork", "forkserver", "spawn", None),
     "optimizer_kernel": ("auto", "fused", "foreach", "for-loop"),
     "attention": ("auto", "flash", "efficient", "math"),
@@ -140,7 +139,7 @@ def _start_method(reading: Reading) -> str:
 
 def _kernel(precision: str, known: list[Capability]) -> str:
     # Fused kernels unscale by themselves, which Lightning refuses together with clipping: fp16 goes without.
-    if capability("fused_adamw", known) and not precision.startswith("16"):
+    if capability("fused_adamw", known) and not precision.removeprefix("fp").startswith("16"):
         return "fused"
     return "foreach" if capability("foreach", known) else "for-loop"
 
