@@ -1,0 +1,45 @@
+"""What a failure looks like on the command line: a dozen lines on standard error and an exit code, never a traceback."""
+
+import os
+import sys
+import traceback
+
+from lightning_unified.errors import LightningUnifiedError
+
+__all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure"]
+
+DEBUG_VARIABLE = "LIGHTNING_UNIFIED_DEBUG"
+TERMINATED = 128 + 15
+INTERRUPTED = 128 + 2
+_MOST_LINES = 10
+_LONGEST_LINE = 400
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Return the exit code for `error` and what to tell the user about it."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted before there was anything to save"
+    if isinstance(error, LightningUnifiedError):
+        return error.exit_code, str(error)
+    return 1, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def report_failure(error: BaseException) -> int:
+    """Print `error` to standard error and return the exit code that goes with it.
+
+    `LIGHTNING_UNIFIED_DEBUG=1` adds the traceback.
+    """
+    code, text = explain(error)
+    if os.environ.get(DEBUG_VARIABLE, "0") not in {"", "0"}:
+        traceback.print_exception(error)
+    lines = [
+        line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in text.strip().splitlines()
+    ]
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]
+    if not isinstance(error, (LightningUnifiedError, KeyboardInterrupt)):
+        lines.append(f"{DEBUG_VARIABLE}=1 shows the traceback.")
+    prefix = "error" if code != 2 else "this cannot be run"
+    sys.stderr.write(f"{prefix}: " + "\n  ".join(lines) + "\n")
+    sys.stderr.flush()
+    return code

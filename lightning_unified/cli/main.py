@@ -1,0 +1,55 @@
+"""`python -m lightning_unified`: train (the default), or one of the other commands."""
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+
+from lightning_unified.cli.failure import report_failure
+from lightning_unified.cli.request.composition import PACKAGED
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["main"]
+
+_USAGE = """\
+python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
+python -m lightning_unified doctor [--json]         what this machine has, what it can do, which memory tier fits
+"""
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from lightning_unified.cli.train import train
+
+    return train(arguments, config_path=PACKAGED, program="python -m lightning_unified train")
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from lightning_unified.cli.doctor import main as doctor
+
+    return doctor(list(arguments))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` (default: the process's) name, and return its exit code.
+
+    Overrides without a command are for `train`.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    first = given[0] if given else ""
+    if first in {"-h", "--help", "help"}:
+        sys.stdout.write(_USAGE)
+        return 0
+    try:
+        if first in _COMMANDS:
+            return _COMMANDS[first](given[1:])
+        if not first or first.startswith("-") or "=" in first:
+            return _train(given)
+        near = difflib.get_close_matches(first, _COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigurationError(
+            f"{first}: there is no such command{hint} Commands are {', '.join(_COMMANDS)}; an override is written key=value."
+        )
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)

@@ -1,0 +1,89 @@
+"""Hydra's composition, used without its application: a configuration from overrides, and the choices it was made of."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+__all__ = ["CONFIG_NAME", "PACKAGED", "Composed", "composed", "config_loader", "flat", "groups", "searching"]
+
+CONFIG_NAME = "train"
+PACKAGED = "pkg://lightning_unified.conf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """A configuration and the choices it was made of (`{"memory": "small", …}`)."""
+
+    config: DictConfig
+    choices: dict[str, str | None]
+
+
+@contextmanager
+def searching(config_path: str) -> Iterator[None]:
+    """Let `composed` find the configuration under `config_path`: a folder, or `pkg://package.name`.
+
+    Inside a running Hydra application its own search path is used and left as it is.
+    """
+    if GlobalHydra.instance().is_initialized():
+        with nullcontext():
+            yield
+    elif config_path.startswith("pkg://"):
+        with initialize_config_module(config_path.removeprefix("pkg://"), version_base="1.3"):
+            yield
+    else:
+        with initialize_config_dir(config_path, version_base="1.3"):
+            yield
+
+
+def composed(overrides: Sequence[str], *, config_name: str = CONFIG_NAME) -> Composed:
+    """Return what `overrides` compose to; call it inside `searching`.
+
+    The run's name, which Hydra's own resolver would give only inside a job, is filled in.
+    """
+    config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    choices = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+        if "name" in config and OmegaConf.is_interpolation(config, "name"):
+            config["name"] = choices.get("model")
+    return Composed(config=config, choices=choices)
+
+
+def config_loader() -> ConfigLoader:
+    """Return the loader of the search path now in force."""
+    return GlobalHydra.instance().config_loader()
+
+
+def groups() -> dict[str, list[str]]:
+    """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`)."""
+    loader = config_loader()
+    found: dict[str, list[str]] = {}
+
+    def walk(parent: str) -> None:
+        for name in loader.list_groups(parent):
+            group = f"{parent}/{name}" if parent else name
+            options = loader.get_group_options(group, ObjectType.CONFIG)
+            if options:
+                found[group] = sorted(options)
+            walk(group)
+
+    walk("")
+    return found
+
+
+def flat(config: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Return `config`'s leaves by dotted name; lists and empty mappings are leaves."""
+    container = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
+    if not isinstance(container, dict) or not container:
+        return {prefix: container}
+    leaves: dict[str, Any] = {}
+    for key, value in container.items():
+        leaves.update(flat(value, prefix=f"{prefix}.{key}" if prefix else str(key)))
+    return leaves

@@ -1,0 +1,47 @@
+"""What `--help` prints: the groups, the overrides that matter, and the configuration they make."""
+
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from lightning_unified.cli.request.composition import composed, groups
+
+__all__ = ["help_text"]
+
+_HEAD = """\
+Train a model inside a memory budget.
+
+  {program} [group=choice …] [key=value …]
+
+Groups (the first of a pair wins: command line > experiment > memory > hardware > model and data)
+{groups}
+
+Overrides that matter
+  memory.budget=20GiB            bytes this run may use: auto, 28GiB, 60% (of the pool), "leave 6GiB" (for everything else)
+  memory.micro_batch_size=4      rows at once through forward and backward, or auto
+  memory.recompute=true          recompute activations in the backward pass, or auto
+  data.batch_size=64             the effective batch, what the optimizer sees; memory only decides how it is cut
+  hardware.precision=bf16-mixed  or fp32, fp16-mixed, auto
+  trainer.max_steps=1000         and every other argument of Lightning's Trainer
+  seed=1  run_dir=my/run         where everything is saved (default: runs/<model>/<time>)
+  resume=runs/gearhead/<time>    go on from that run's last checkpoint; overrides beside it win
+
+Also
+  -m memory=debug,small          a sweep: one run for each combination
+  --cfg job                      print the configuration and stop; --info defaults: where it comes from
+  --shell-completion install=bash   completion: eval "$(python train.py --shell-completion install=bash)"
+  python -m lightning_unified doctor [--json]   what this machine has, and which tier fits
+
+Configuration (python train.py {overrides})
+"""
+
+
+def help_text(program: str, overrides: Sequence[str]) -> str:
+    """Return the help for `overrides`, without resolving what only a run can know; call it inside `searching`."""
+    rows = [f"  {group:<11}{', '.join(choices)}" for group, choices in sorted(groups().items()) if _shown(group)]
+    head = _HEAD.format(program=program, groups="\n".join(rows), overrides=" ".join(overrides))
+    return head + OmegaConf.to_yaml(composed(overrides).config)
+
+
+def _shown(group: str) -> bool:
+    return not group.startswith(("hydra", "platform"))

@@ -1,0 +1,30 @@
+"""The valid name nearest to one that is not."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "nearest"]
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """Return the member of `valid` that `name` most resembles, or None when nothing does.
+
+    A dotted name is also tried by its last part, so that `max_steps` finds `trainer.max_steps`.
+    """
+    names = list(valid)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if found:
+        return found[0]
+    last = name.rpartition(".")[2]
+    by_last = {candidate.rpartition(".")[2]: candidate for candidate in reversed(names)}
+    found = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.75)
+    if found:
+        return by_last[found[0]]
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return `"; did you mean X?"` for the nearest valid name, or an empty string."""
+    found = nearest(name, valid)
+    return f"; did you mean {found}?" if found else ""

@@ -1,0 +1,128 @@
+"""Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
+
+from lightning_unified.cli.run.throughput import Throughput
+from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError
+
+__all__ = ["Parts", "build", "callback_of", "compiled"]
+
+_MISTAKES = (ValueError, TypeError, FileNotFoundError, ImportError, MisconfigurationException)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a run consists of."""
+
+    data: LightningDataModule
+    module: LightningModule
+    callbacks: dict[str, Callback]
+    throughput: Throughput
+    trainer: Trainer
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the module, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+class _Start(Callback):
+    """Call back when strategy and data are set up: what they refuse is then said without anything before it."""
+
+    def __init__(self, then: Callable[[LightningModule], None]) -> None:
+        self._then = then
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._then(pl_module)
+
+
+def build(config: DictConfig, *, resume_command: str, on_start: Callable[[LightningModule], None]) -> Parts:
+    """Build the parts of the run that `config` describes, seeded.
+
+    `trainer.callbacks` and `trainer.logger` are groups of named nodes in the configuration and lists for the Trainer.
+
+    Args:
+        config: Resolved as far as the machine is concerned.
+        resume_command: What a stopped run prints as the way to go on.
+        on_start: Called once everything is checked and set up, before the first batch.
+
+    Raises:
+        ConfigurationError: If a part refuses what it was given.
+    """
+    lightning.seed_everything(config.seed, workers=True, verbose=False)
+    data = _make("data", config.data)
+    module = _make("model", config.model)
+    callbacks = {name: _make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
+    for callback in callbacks.values():
+        if getattr(callback, "resume_command", ...) is None:
+            callback.resume_command = resume_command
+    loggers = [_make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
+    throughput = Throughput()
+    arguments = _resolved(config.trainer)
+    taken = {
+        "callbacks": [*callbacks.values(), throughput, ValidateAtEnd(), _Start(on_start)],
+        "logger": loggers or False,
+    }
+    partial = _make(
+        "trainer", {**{key: value for key, value in arguments.items() if key not in taken}, "_partial_": True}
+    )
+    try:
+        trainer = partial(**taken)
+    except LightningUnifiedError:
+        raise
+    except _MISTAKES as error:
+        raise ConfigurationError(f"trainer: {error}") from error
+    return Parts(data=data, module=module, callbacks=callbacks, throughput=throughput, trainer=trainer)
+
+
+def callback_of(parts: Parts, kind: str) -> Any:
+    """Return the callback whose class is called `kind`, or None: a user may have left it out."""
+    return next((callback for callback in parts.callbacks.values() if type(callback).__name__ == kind), None)
+
+
+def compiled(module: LightningModule, *, wanted: bool) -> Any:
+    """Return `module` as `trainer.fit` should get it."""
+    return torch.compile(module) if wanted else module
+
+
+def _resolved(node: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(node, resolve=True)
+    return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+
+
+def _nodes(group: Any) -> list[tuple[str, DictConfig]]:
+    """Return the named nodes of a group that describe an object; null and false stand for none."""
+    if not OmegaConf.is_dict(group):
+        return []
+    return [(str(name), node) for name, node in group.items() if OmegaConf.is_dict(node) and "_target_" in node]
+
+
+def _make(name: str, node: Any) -> Any:
+    """Instantiate `node`, and turn its refusals into one of ours.
+
+    Raises:
+        ConfigurationError: With the refusal's own words.
+    """
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, LightningUnifiedError):
+            raise cause from None
+        if isinstance(cause, _MISTAKES):
+            text = str(cause)
+            raise ConfigurationError(text if text.startswith(f"{name}.") else f"{name}: {text}") from cause
+        raise

@@ -1,0 +1,61 @@
+"""Draw a run's metrics: the losses and the memory against the step."""
+
+import csv
+from pathlib import Path
+
+__all__ = ["draw_plots", "read_metrics"]
+
+_PLOTS = {
+    "loss.png": ("loss", ("train/loss", "val/loss"), 1.0),
+    "memory.png": ("GiB", ("memory/allocated", "memory/reserved", "memory/peak", "memory/available"), 2.0**30),
+}
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the columns of a `metrics.csv` as (step, value) pairs; cells left empty are left out."""
+    columns: dict[str, list[tuple[int, float]]] = {}
+    if not path.is_file():
+        return columns
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            step = row.get("step") or ""
+            for name, value in row.items():
+                if step and value and name not in {"step", "epoch"}:
+                    columns.setdefault(name, []).append((int(float(step)), float(value)))
+    return columns
+
+
+def draw_plots(metrics: Path, directory: Path) -> list[Path]:
+    """Draw the plots that the columns of `metrics` allow into `directory`, and return their files."""
+    columns = read_metrics(metrics)
+    drawn = []
+    for file, (label, names, unit) in _PLOTS.items():
+        present = [name for name in names if columns.get(name)]
+        if present:
+            directory.mkdir(parents=True, exist_ok=True)
+            _draw({name: columns[name] for name in present}, label=label, unit=unit, path=directory / file)
+            drawn.append(directory / file)
+    return drawn
+
+
+def _draw(columns: dict[str, list[tuple[int, float]]], *, label: str, unit: float, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in columns.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(
+            steps,
+            [value / unit for value in values],
+            label=name,
+            marker="o" if len(points) < 20 else None,
+            markersize=3,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,142 @@
+"""What came of a run: the record on disk, the summary on the screen."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.loggers import TensorBoardLogger
+from omegaconf import DictConfig
+
+from lightning_unified.cli.run.machine import Machine
+from lightning_unified.cli.run.parts import Parts, callback_of
+from lightning_unified.cli.run.plots import draw_plots
+from lightning_unified.cli.run.record import versions, write_json
+from lightning_unified.cli.run.samples import sample_texts
+from lightning_unified.cli.run.screen import show_summary
+from lightning_unified.hardware import Reading, read
+
+__all__ = ["finish"]
+
+_VALIDATION = "val/"
+
+
+def finish(
+    parts: Parts, *, config: DictConfig, machine: Machine, directory: Path, resume_command: str, stopped: bool
+) -> float:
+    """Write and print what came of a run, and return its validation loss (NaN if there was none).
+
+    A run that was stopped is only recorded: whoever stopped it does not wait for baselines and samples.
+    """
+    validation = _validation(parts, stopped=stopped)
+    baselines = {} if stopped else _baselines(parts.data)
+    samples = [] if stopped else sample_texts(parts.module, seed=config.seed)
+    plan = getattr(parts.trainer.strategy, "plan", None)
+    summary = _summary(parts, machine=machine, config=config) | {
+        "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
+        "resume_command": resume_command,
+    }
+    write_json(directory / "plan.json", _plan(plan, parts))
+    write_json(directory / "summary.json", summary)
+    if samples:
+        (directory / "samples.txt").write_text("\n\n---\n\n".join(samples) + "\n", encoding="utf-8")
+    plots = draw_plots(directory / "metrics.csv", directory / "plots")
+    show_summary(
+        summary, baselines=_named(baselines), samples=samples, saved=_saved(directory, plots=len(plots), parts=parts)
+    )
+    return float(validation.get("loss", math.nan))
+
+
+def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
+    """Return the last validation's metrics, by their names without `val/`; validates first if the weights have changed since."""
+    trainer = parts.trainer
+    if not stopped and parts.throughput.validated_at != trainer.global_step and trainer.limit_val_batches:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.validate(parts.module, datamodule=parts.data, verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name.removeprefix(_VALIDATION): value for name, value in metrics.items() if name.startswith(_VALIDATION)}
+
+
+def _baselines(data: LightningDataModule) -> dict[str, float]:
+    """Return the perplexities to compare with, where the data offers some."""
+    offered = getattr(data, "baselines", None)
+    return dict(offered()) if offered is not None else {}
+
+
+def _named(baselines: Mapping[str, float]) -> dict[str, float]:
+    return {f"Kneser–Ney {name}": value for name, value in baselines.items()}
+
+
+def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str, Any]:
+    """Return `summary.json` without what only the end of a run knows; None where nothing is known."""
+    trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
+    reading = read(str(strategy.root_device))
+    choice = getattr(strategy, "precision_choice", None)
+    checkpoints = callback_of(parts, "RunCheckpoint")
+    per_second = (lambda number: number / count.seconds) if count.seconds else (lambda _: None)
+    plan = getattr(strategy, "plan", None)
+    return {
+        "model": config.name,
+        "parameters": parts.parameters,
+        "device": reading.device,
+        "pool": reading.pool,
+        "budget_bytes": machine.budget.bytes,
+        "effective_batch_size": getattr(strategy, "effective_batch_size", None) or config.data.get("batch_size"),
+        "micro_batch_size": getattr(strategy, "micro_batch_size", None),
+        "recompute": _recompute(plan, parts.module),
+        "precision": choice.precision if choice is not None else str(trainer.precision),
+        "steps": trainer.global_step,
+        "seconds": round(count.duration, 3),
+        "samples_per_second": per_second(count.samples),
+        "tokens_per_second": None if count.tokens is None else per_second(count.tokens),
+        "peak_bytes": {"predicted": _predicted(plan)} | _measured_peak(parts, reading),
+        "recoveries": getattr(strategy, "recoveries", None),
+        "validation": {},
+        "checkpoint": (checkpoints.last_model_path or None) if checkpoints is not None else None,
+        "resume_command": None,
+        "versions": versions(),
+    }
+
+
+def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
+    """Return the run's own peak where it was watched, else the device's."""
+    monitor = callback_of(parts, "MemoryMonitor")
+    if monitor is not None and monitor.peak is not None:
+        return {"measured": monitor.peak, "source": monitor.peak_source}
+    return {"measured": reading.peak.bytes, "source": reading.peak.source}
+
+
+def _recompute(plan: Any, module: LightningModule) -> bool | None:
+    decided = getattr(plan, "recompute", None)
+    return decided if decided is not None else getattr(module, "recompute", None)
+
+
+def _predicted(plan: Any) -> int | None:
+    categories = getattr(plan, "predicted_peak_bytes", None)
+    return sum(categories.values()) if categories else None
+
+
+def _plan(plan: Any, parts: Parts) -> dict[str, Any]:
+    """Return `plan.json`: the strategy's decisions with their reasons, and what it had to do on the way."""
+    content = plan.to_dict() if plan is not None else {"strategy": type(parts.trainer.strategy).__name__}
+    return content | {"events": list(getattr(parts.trainer.strategy, "events", []))}
+
+
+def _saved(directory: Path, *, plots: int, parts: Parts) -> list[str]:
+    checkpoints = sorted(path.name for path in (directory / "checkpoints").glob("*.ckpt"))
+    found = [
+        name
+        for name in ("config.yaml", "plan.json", "metrics.csv", "samples.txt", "summary.json")
+        if (directory / name).exists()
+    ]
+    lines = [str(directory), f"  {', '.join(found)}"]
+    if checkpoints:
+        lines.append(f"  checkpoints/ {', '.join(checkpoints)}")
+    if plots:
+        lines.append(f"  plots/ {', '.join(sorted(path.name for path in (directory / 'plots').glob('*.png')))}")
+    if any(isinstance(logger, TensorBoardLogger) for logger in parts.trainer.loggers):
+        lines.append(f"  curves: tensorboard --logdir {directory}")
+    return lines

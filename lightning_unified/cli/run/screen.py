@@ -1,0 +1,136 @@
+"""What a run prints: its configuration and machine at the start, what came of it at the end."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_unified.cli.request.binding import arguments_of, target_of
+from lightning_unified.cli.request.resume import Change
+from lightning_unified.cli.run.machine import Machine
+from lightning_unified.units import format_bytes
+
+__all__ = ["show_changes", "show_note", "show_start", "show_summary"]
+
+_CONSOLE = Console(highlight=False, soft_wrap=True)
+
+
+def show_note(text: str) -> None:
+    """Print one line beside the run's course."""
+    _CONSOLE.print(escape(text), style="dim")
+
+
+def show_changes(directory: Path, changes: Sequence[Change]) -> None:
+    """Print what differs from the run that is continued."""
+    _CONSOLE.print(f"[bold]continuing[/bold] {escape(str(directory))}")
+    for change in changes:
+        _CONSOLE.print(f"  {escape(change.key)}: {escape(str(change.old))} → {escape(str(change.new))}")
+
+
+def show_start(config: DictConfig, machine: Machine, *, module: torch.nn.Module) -> None:
+    """Print the configuration where it differs from its targets' defaults, the machine and the budget."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for group, text in _compact(config):
+        table.add_row(f"[bold]{escape(group)}[/bold]", escape(text))
+    reading, budget = machine.reading, machine.budget
+    pool = f"{reading.name} ({reading.device}), {reading.pool} pool of {format_bytes(reading.total.bytes)}, {format_bytes(reading.available.bytes)} available"
+    table.add_row("[bold]device[/bold]", escape(pool))
+    table.add_row("[bold]budget[/bold]", escape(f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"))
+    table.add_row("[bold]size[/bold]", f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters")
+    _CONSOLE.print(table)
+
+
+def _compact(config: DictConfig) -> Iterable[tuple[str, str]]:
+    """Yield each group with what it says beyond its target's defaults, on one line."""
+    container = OmegaConf.to_container(config, resolve=True)
+    plain = {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+    scalars = {key: value for key, value in plain.items() if not isinstance(value, dict) and value is not None}
+    yield "run", _pairs(scalars)
+    for group, node in plain.items():
+        if isinstance(node, dict) and "_target_" in node:
+            yield group, f"{node['_target_'].rpartition('.')[2]}  {_pairs(_beyond_defaults(node))}"
+        elif isinstance(node, dict):
+            named = {
+                name: member["_target_"].rpartition(".")[2]
+                for name, member in node.items()
+                if isinstance(member, dict) and "_target_" in member
+            }
+            yield group, ", ".join(named.values()) or _pairs(node)
+
+
+def _beyond_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {name: parameter.default for name, parameter in arguments_of(target_of(node["_target_"])).items()}
+    return {
+        key: value
+        for key, value in node.items()
+        if not key.startswith("_") and not isinstance(value, dict) and defaults.get(key) != value
+    }
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())
+
+
+def show_summary(
+    summary: Mapping[str, Any], *, baselines: Mapping[str, float], samples: Sequence[str], saved: Sequence[str]
+) -> None:
+    """Print what came of the run."""
+    table = Table(
+        title="Summary",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for name, text in _rows(summary, baselines):
+        table.add_row(f"[bold]{name}[/bold]", escape(text))
+    _CONSOLE.print()
+    _CONSOLE.print(table)
+    if samples:
+        _CONSOLE.print("\n[bold]Samples of its text[/bold]")
+        for sample in samples:
+            _CONSOLE.print(escape("  " + sample.strip().replace("\n", "\n  ")))
+            _CONSOLE.print("  ·", style="dim")
+    _CONSOLE.print("\n[bold]Saved[/bold]")
+    for line in saved:
+        _CONSOLE.print("  " + escape(line))
+    _CONSOLE.print(f"[bold]Go on with[/bold] {escape(str(summary['resume_command']))}")
+
+
+def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float]) -> Iterable[tuple[str, str]]:
+    effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
+    cut = (
+        "the whole batch at once"
+        if micro is None or (effective is not None and micro >= effective)
+        else f"{micro} rows at a time"
+    )
+    yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
+    yield (
+        "batch",
+        f"{effective} rows, {cut}"
+        + (f"; {summary['recoveries']} recoveries from lack of memory" if summary["recoveries"] else ""),
+    )
+    peak = summary["peak_bytes"]
+    yield (
+        "memory",
+        f"peak {format_bytes(peak['measured'])} ({peak['source']}) of a budget of {format_bytes(summary['budget_bytes'])}",
+    )
+    tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
+    speed = [f"{tokens:,.0f} tokens/s"] * (tokens is not None) + [f"{rows:,.1f} samples/s"] * (rows is not None)
+    yield "speed", f"{summary['steps']} steps in {summary['seconds']:.0f} s" + "".join(f", {text}" for text in speed)
+    validation = summary["validation"]
+    if "loss" in validation:
+        perplexity = validation.get("perplexity")
+        yield (
+            "validation",
+            f"loss {validation['loss']:.4f}" + (f", perplexity {perplexity:.1f}" if perplexity is not None else ""),
+        )
+    for name, perplexity in baselines.items():
+        yield name, f"perplexity {perplexity:.1f} over the same tokens"

@@ -1,0 +1,84 @@
+"""Count what a run has trained on, and how long that took without validation."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+__all__ = ["Throughput"]
+
+
+class Throughput(Callback):
+    """Samples, scored tokens and seconds of the training batches of this process.
+
+    Tokens are labels other than -100 under the batch key `labels`; a batch without them counts samples only. The sum
+    stays on the device until it is asked for, so that no step waits for it.
+
+    Attributes:
+        samples: Rows trained on.
+        seconds: Time between the first and the last training batch, validation left out.
+        duration: Time from the start of training to its end, everything included.
+        validated_at: The optimizer step of the last finished validation, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.seconds = 0.0
+        self.duration = 0.0
+        self.validated_at: int | None = None
+        self._tokens: torch.Tensor | None = None
+        self._since: float | None = None
+        self._began = 0.0
+
+    @property
+    def tokens(self) -> int | None:
+        """Scored tokens trained on; None if the batches have no labels. Waits for the device."""
+        return None if self._tokens is None else int(self._tokens)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.monotonic()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.duration = time.monotonic() - self._began
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._advance(restart=True)
+        self.samples += _rows(batch)
+        labels = batch.get("labels") if isinstance(batch, dict) else None
+        if isinstance(labels, torch.Tensor):
+            scored = (labels != -100).sum()
+            self._tokens = scored if self._tokens is None else self._tokens + scored
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._advance(restart=False)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated_at = trainer.global_step
+
+    def _advance(self, *, restart: bool) -> None:
+        now = time.monotonic()
+        if self._since is not None:
+            self.seconds += now - self._since
+        self._since = now if restart else None
+
+
+def _rows(batch: Any) -> int:
+    """Return the leading size of the first tensor in `batch`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    members = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((rows for rows in map(_rows, members) if rows), 0)

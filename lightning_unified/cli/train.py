@@ -1,0 +1,138 @@
+"""`python train.py`: check what was asked, then let Hydra run it once or as a sweep."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser  # the one description of Hydra's own flags
+from omegaconf import DictConfig
+
+from lightning_unified.cli.failure import report_failure
+from lightning_unified.cli.request.composition import CONFIG_NAME, PACKAGED, searching
+from lightning_unified.cli.request.help import help_text
+from lightning_unified.cli.request.nearest import did_you_mean
+from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.request.resume import SavedRun, find_run, merged_overrides
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["train"]
+
+
+def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str = "python train.py") -> int:
+    """Train as `arguments` ask and return the exit code.
+
+    Args:
+        arguments: Overrides and Hydra's flags, as given on the command line.
+        config_path: Where the configuration lies: a folder or `pkg://package.name`.
+        program: How the user calls this, for the help and the resume command.
+    """
+    try:
+        flags, unknown = get_args_parser().parse_known_args(list(arguments))
+        if unknown:
+            raise ConfigurationError(
+                f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir'])} Overrides are written key=value, without dashes."
+            )
+        if flags.cfg or flags.info or flags.shell_completion or flags.hydra_help:
+            return _hydra(list(arguments), config_path, lambda _: None)
+        extra = [f"hydra.searchpath=[file://{Path(flags.config_dir).absolute()}]"] if flags.config_dir else []
+        with searching(config_path):
+            if flags.help:
+                sys.stdout.write(help_text(program, [*extra, *flags.overrides]))
+                return 0
+            saved = _run_to_resume(flags.overrides, multirun=flags.multirun)
+            overrides = _with_run(flags.overrides, saved)
+            check_overrides([*extra, *overrides], multirun=flags.multirun)
+        return _run(
+            overrides,
+            given=flags.overrides,
+            saved=saved,
+            multirun=flags.multirun,
+            config_path=config_path,
+            config_dir=flags.config_dir,
+            program=program,
+        )
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+
+
+def _run_to_resume(overrides: Sequence[str], *, multirun: bool) -> SavedRun | None:
+    """Return the run that `resume=` names, if any."""
+    for override in parse_overrides(overrides):
+        if key_of(override) == "resume" and override.value() is not None:
+            if multirun:
+                raise ConfigurationError("resume continues one run; leave out -m, or leave out resume.")
+            return find_run(str(override.value()))
+    return None
+
+
+def _with_run(overrides: Sequence[str], saved: SavedRun | None) -> list[str]:
+    """Return `overrides` beside those of the run they continue, in that run's directory unless another was asked for."""
+    if saved is None:
+        return list(overrides)
+    own = [
+        text
+        for text, override in zip(overrides, parse_overrides(overrides), strict=True)
+        if key_of(override) == "run_dir"
+    ]
+    return [
+        *merged_overrides(saved.overrides, overrides),
+        f"resume={_quoted(saved.directory)}",
+        *(own or [f"run_dir={_quoted(saved.directory)}"]),
+    ]
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _run(
+    overrides: list[str],
+    *,
+    given: Sequence[str],
+    saved: SavedRun | None,
+    multirun: bool,
+    config_path: str,
+    config_dir: str | None,
+    program: str,
+) -> int:
+    from lightning_unified.cli.run.job import Job, Sweep
+
+    sweep = Sweep()
+
+    def task(config: DictConfig) -> float:
+        outcome = Job(config=config, given=list(given), saved=saved, program=program).run()
+        sweep.add(outcome)
+        if outcome.stops_sweep:
+            raise SystemExit(outcome.exit_code)
+        return outcome.objective
+
+    flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
+    code = _hydra([*flags, *overrides, *(_sweep_folder(overrides) if multirun else [])], config_path, task)
+    return code or sweep.exit_code
+
+
+def _sweep_folder(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that put a sweep under `run_dir` and name each run by what the sweep varies."""
+    parsed = parse_overrides(overrides)
+    fixed = [key_of(override) for override in parsed if not override.is_sweep_override()]
+    folder = [
+        f"hydra.sweep.dir={_quoted(Path(str(override.value())))}"
+        for override in parsed
+        if key_of(override) == "run_dir"
+    ]
+    return [*folder, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
+
+
+def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:
+    """Run `task` in Hydra's application, as if `arguments` had been given, and return the exit code."""
+    application = hydra.main(version_base="1.3", config_path=config_path, config_name=CONFIG_NAME)(task)
+    saved, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        application()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.argv = saved
+    return 0
