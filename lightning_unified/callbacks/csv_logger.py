@@ -1,0 +1,123 @@
+"""One `metrics.csv` for a run and everything that resumes it."""
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["RunCSVLogger"]
+
+
+class RunCSVLogger(CSVLogger):
+    """Write `<save_dir>/metrics.csv`, and go on writing it when a run is resumed into the same folder.
+
+    Lightning's `CSVLogger` deletes the file it finds. Here rows are appended and new columns come after the old ones; rows of
+    steps that the resumed run takes anew stand twice, and the later ones are its own. What is logged under one step between
+    two flushes shares a row.
+
+    Args:
+        save_dir: The run's folder.
+        flush_every: Log calls between two writes to the disk.
+        prefix: Put before the name of each metric.
+
+    Raises:
+        ConfigurationError: If `flush_every` is less than 1.
+    """
+
+    def __init__(self, save_dir: str | Path, *, flush_every: int = 10, prefix: str = "") -> None:
+        if flush_every < 1:
+            raise ConfigurationError(f"flush_every={flush_every} must be 1 or more.")
+        super().__init__(save_dir, name="", version="", prefix=prefix, flush_logs_every_n_steps=flush_every)
+        self._calls = 0
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self.save_dir
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> "_AppendingWriter":
+        if self._experiment is None:
+            self._experiment = _AppendingWriter(self.save_dir)
+        return self._experiment  # pyright: ignore[reportReturnType]
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Tensor | float], step: int | None = None) -> None:
+        joined = {
+            f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name: v for name, v in metrics.items()
+        }
+        self.experiment.log_metrics(joined, step)
+        # counted in calls: metrics logged every n-th step may never meet Lightning's rule, (step + 1) divisible by n
+        self._calls += 1
+        if self._calls % self._flush_logs_every_n_steps == 0:
+            self.save()
+
+
+class _AppendingWriter(ExperimentWriter):
+    """Keeps rows until they are saved, and keeps the file's columns and rows whatever is added."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__(log_dir=log_dir)
+        self._path = Path(self.metrics_file_path)
+        if self._path.exists():
+            with self._path.open(newline="") as file:
+                text = file.read()
+            self.metrics_keys = next(csv.reader(io.StringIO(text)), [])
+            if text and not text.endswith("\n"):  # the run before was killed within a line
+                with self._path.open("a", newline="") as file:
+                    file.write("\r\n")
+
+    @override
+    def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
+        row["step"] = len(self.metrics) if step is None else step
+        if self.metrics and self.metrics[-1]["step"] == row["step"] and _agree(self.metrics[-1], row):
+            self.metrics[-1].update(row)
+        else:
+            self.metrics.append(row)
+
+    @override
+    def save(self) -> None:
+        if not self.metrics:
+            return
+        known = set(self.metrics_keys)
+        new = sorted({name for row in self.metrics for name in row} - known, key=lambda name: (name != "step", name))
+        if new:
+            self.metrics_keys = [*self.metrics_keys, *new]
+            self._rewrite()
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, fieldnames=self.metrics_keys).writerows(self.metrics)
+        self.metrics = []
+
+    @override
+    def _check_log_dir_exists(self) -> None:
+        """Leave the file that is there; Lightning's (2.6.6) deletes it and warns."""
+
+    def _rewrite(self) -> None:
+        """Give the file its new header; a reader or a crash never finds a part of it."""
+        rows = []
+        if self._path.exists():
+            with self._path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=self.metrics_keys, extrasaction="ignore", restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        partial.replace(self._path)
+
+
+def _agree(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(row[name] == value for name, value in other.items() if name in row)

@@ -1,0 +1,250 @@
+"""NaN and Inf in gradients: noticed every step on the device, read back rarely, and an end to a run that they have spoilt."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.callbacks.loops import logged_step
+from lightning_unified.errors import ConfigurationError, GradientError
+
+__all__ = ["GradientHealth"]
+
+_NAMED = 3  # parameters that a message names; the rest is counted
+
+
+class GradientHealth(Callback):
+    """Count optimizer steps with NaN or Inf gradients, log them, and stop after too many in a row.
+
+    Each step costs one pass over the gradients: the greatest magnitude of every gradient (NaN if it holds one), as one
+    multi-tensor operation where the backend has it, kept on the device beside those of the steps before. Nothing waits for the
+    device until they are read together, every `check_every` steps, at the end, and when a checkpoint is written. So a row of bad
+    steps is found whole, whenever it began. A step that recovery does again replaces its first attempt.
+
+    With a gradient scaler (`16-mixed`) such steps are skipped, a few of them are its normal way to find the scale, and
+    more of them in a row are allowed. A scale below 1 is warned about.
+
+    Logs `gradients/nonfinite_steps` at each reading, and `gradients/nan_elements` and `gradients/inf_elements` of the step read
+    when it is a bad one.
+
+    Args:
+        patience: Bad steps in a row that end the run.
+        scaler_patience: The same with a gradient scaler; its usual first scale, 2**16, is below 1 after 17.
+        check_every: Optimizer steps between two readings. A divisor of `RunCheckpoint.every_n_steps` ends a spoilt run
+            before its newest checkpoint is written.
+
+    Attributes:
+        nonfinite_steps: Bad steps so far, as of the last reading.
+
+    Raises:
+        ConfigurationError: If an argument is less than 1.
+    """
+
+    def __init__(self, *, patience: int = 5, scaler_patience: int = 20, check_every: int = 50) -> None:
+        for name, value in (("patience", patience), ("scaler_patience", scaler_patience), ("check_every", check_every)):
+            if value < 1:
+                raise ConfigurationError(f"GradientHealth: {name}={value} must be 1 or more.")
+        self.patience = patience
+        self.scaler_patience = scaler_patience
+        self.check_every = check_every
+        self.nonfinite_steps = 0
+        self._before = 0  # bad steps of the run that this one resumes
+        self._watches: dict[int, _Watch] = {}
+        self._warned_of_scale = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._before, self._watches, self._warned_of_scale = 0, {}, False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"nonfinite_steps": self._count()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._before = state_dict["nonfinite_steps"]
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        watch = self._watches.setdefault(id(optimizer), _Watch(self.check_every))
+        step = trainer.global_step
+        watch.note(step, optimizer)
+        if (step + 1) % self.check_every == 0:
+            self._read(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._read(trainer, pl_module)
+
+    def _count(self) -> int:
+        self.nonfinite_steps = self._before + sum(watch.history().bad_steps for watch in self._watches.values())
+        return self.nonfinite_steps
+
+    def _read(self, trainer: Trainer, module: LightningModule) -> None:
+        metrics: dict[str, float] = {"gradients/nonfinite_steps": self._count()}
+        histories = [watch.history() for watch in self._watches.values()]
+        worst = max(histories, key=lambda history: history.longest.length, default=_History())
+        elements = [count for watch in self._watches.values() for count in watch.elements()]
+        if elements:
+            metrics["gradients/nan_elements"] = sum(nan for _, nan, _ in elements)
+            metrics["gradients/inf_elements"] = sum(inf for _, _, inf in elements)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=logged_step(trainer))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scales = scaler is not None and scaler.is_enabled()
+        if scales:
+            self._look_at_scale(float(scaler.get_scale()))
+        spoilt = worst.longest.length >= (self.scaler_patience if scales else self.patience)
+        if trainer.strategy.reduce_boolean_decision(spoilt, all=False):
+            raise GradientError(_message(worst.longest, elements, module=module, scales=scales))
+
+    def _look_at_scale(self, scale: float) -> None:
+        if scale < 1 and not self._warned_of_scale:
+            self._warned_of_scale = True
+            rank_zero_warn(
+                f"the gradient scaler has come down to {scale:g}: gradients overflow float16 even unscaled. "
+                "Use precision bf16-mixed or 32-true, or lower the learning rate."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Streak:
+    """Bad steps in a row: how many, which, and the parameters that were bad in the first, with `"NaN"` or `"Inf"`."""
+
+    length: int = 0
+    first: int = 0
+    last: int = 0
+    parameters: tuple[tuple[Tensor, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _History:
+    bad_steps: int = 0
+    current: _Streak = _Streak()
+    longest: _Streak = _Streak()
+
+    def followed_by(self, step: int, bad: tuple[tuple[Tensor, str], ...]) -> "_History":
+        """Return the history with one more step, whose bad parameters are `bad`."""
+        if not bad:
+            return _History(bad_steps=self.bad_steps, longest=self.longest)
+        length = self.current.length + 1
+        first, parameters = (step, bad) if length == 1 else (self.current.first, self.current.parameters)
+        current = _Streak(length=length, first=first, last=step, parameters=parameters)
+        longest = current if length > self.longest.length else self.longest
+        return _History(bad_steps=self.bad_steps + 1, current=current, longest=longest)
+
+
+class _Watch:
+    """The gradient magnitudes of one optimizer's last steps, on the device until somebody asks."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._read = _History()
+        self._steps: list[int] = []
+        self._rows: list[tuple[list[Tensor], Tensor]] = []
+
+    def note(self, step: int, optimizer: Optimizer) -> None:
+        """Keep the magnitudes of `step`; a second call for the same step replaces the first."""
+        parameters = [p for p in _parameters(optimizer) if p.grad is not None and p.grad.numel() > 0]
+        row = (parameters, _magnitudes([_dense(p.grad) for p in parameters]))
+        if self._steps and self._steps[-1] == step:
+            self._rows[-1] = row
+            return
+        if len(self._steps) > self._capacity:
+            self.history()
+        self._steps.append(step)
+        self._rows.append(row)
+
+    def history(self) -> _History:
+        """Return the history up to now; this waits for the device."""
+        if not self._steps:
+            return self._read
+        values = torch.cat([magnitudes for _, magnitudes in self._rows]).tolist()
+        history, start = self._read, 0
+        for step, (parameters, _) in zip(self._steps, self._rows, strict=True):
+            self._read = history  # the last step stays open: it may be done again
+            own = values[start : start + len(parameters)]
+            start += len(parameters)
+            bad = tuple(
+                (p, "NaN" if math.isnan(v) else "Inf")
+                for p, v in zip(parameters, own, strict=True)
+                if not math.isfinite(v)
+            )
+            history = history.followed_by(step, bad)
+        self._steps, self._rows = self._steps[-1:], self._rows[-1:]
+        return history
+
+    def elements(self) -> list[tuple[Tensor, int, int]]:
+        """Return (parameter, NaN elements, Inf elements) of the last step's bad gradients, before they are clipped or zeroed."""
+        history = self.history()
+        if not self._steps or history.current.last != self._steps[-1]:
+            return []
+        counts = []
+        for parameter in self._rows[-1][0]:
+            gradient = None if parameter.grad is None else _dense(parameter.grad)
+            if gradient is None:
+                continue
+            nan, inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+            if nan or inf:
+                counts.append((parameter, nan, inf))
+        return counts
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the numbers of this rank's part of `gradient`, without the zeros that a sparse one leaves out."""
+    gradient = gradient.detach()
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()  # pyright: ignore[reportCallIssue]: DTensor's
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _magnitudes(gradients: list[Tensor]) -> Tensor:
+    """Return the greatest magnitude of each gradient, (number of gradients,) on one device; NaN where one holds NaN.
+
+    The infinity norm, because a 2-norm of finite float32 numbers may itself overflow.
+    """
+    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    for half in (True, False):
+        chosen = [i for i, g in enumerate(gradients) if (g.dtype in {torch.float16, torch.bfloat16}) == half]
+        if chosen:
+            dtype = torch.float32 if half else None
+            found = torch._foreach_norm([gradients[i] for i in chosen], math.inf, dtype)
+            for i, norm in zip(chosen, found, strict=True):
+                norms[i] = norm
+    if not norms:
+        return torch.empty(0)
+    device = norms[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device, non_blocking=True) for norm in norms])
+
+
+def _message(streak: _Streak, elements: list[tuple[Tensor, int, int]], *, module: LightningModule, scales: bool) -> str:
+    if not streak.length:
+        return "gradients were not finite for too long on another process; its message says where."
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    first = [f"{names.get(id(p), 'an unnamed parameter')} ({kind})" for p, kind in streak.parameters]
+    rest = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+    now = [
+        f"{names.get(id(p), '?')} {nan} NaN and {inf} Inf of {p.numel()} elements" for p, nan, inf in elements[:_NAMED]
+    ]
+    skipped = "; the gradient scaler skipped these steps" if scales else "; the weights were updated with them"
+    return (
+        f"gradients were not finite in {streak.length} optimizer steps in a row, {streak.first} to {streak.last}{skipped}. "
+        f"At step {streak.first} first in: {', '.join(first[:_NAMED])}{rest}. "
+        + (f"Now: {'; '.join(now)}. " if now else "")
+        + "Look at the loss and the batch of that step; lower the learning rate, set trainer.gradient_clip_val, "
+        + ("or use precision bf16-mixed or 32-true; " if scales else "or use precision 32-true; ")
+        + f"then go on from a checkpoint written before step {streak.first}."
+    )

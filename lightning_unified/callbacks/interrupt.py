@@ -1,0 +1,184 @@
+"""A run that is asked to stop finishes its step, saves and says how to go on; asked twice, it stops at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_unified.callbacks.checkpoint import RunCheckpoint
+from lightning_unified.callbacks.loops import call_off_validation, window_is_open
+
+__all__ = ["GracefulInterrupt"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class GracefulInterrupt(Callback):
+    """Answer the first SIGINT or SIGTERM with a clean stop after the optimizer step at hand, the second with an immediate one.
+
+    The stop: no validation (a running one is left), no minimum of steps or epochs, a checkpoint, then the ordinary end of `fit`.
+    With `RunCheckpoint` among the callbacks the checkpoint is its `last.ckpt`; without, `interrupted.ckpt` in `default_root_dir`
+    holds what Lightning saves, which is not enough to go on bit for bit.
+
+    The second signal puts back the handlers from before `fit` and raises the signal again under them. So does the first
+    while no batch has been trained yet: there is nothing to save.
+
+    On several processes one of them having the signal stops all of them after the same step; a running validation is finished.
+
+    Lightning handles SIGTERM too, from the start of `fit` to its end, by an exception at the end of a batch without a
+    checkpoint; this callback's handlers replace that one while batches run. Outside the main thread Python lets nobody
+    handle signals: the callback says so and does nothing.
+
+    Args:
+        resume_command: What to print as the way to go on; default is the line of Python with the checkpoint's path.
+
+    Attributes:
+        signal: What stopped the last `fit`: SIGINT, SIGTERM, or None.
+
+    Source:
+        lightning/pytorch/trainer/connectors/signal_connector.py for when Lightning registers and restores (2.6.6).
+    """
+
+    def __init__(self, *, resume_command: str | None = None) -> None:
+        self.resume_command = resume_command
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, _Handler] = {}
+        self._limits: tuple[Any, Any, Any] | None = None
+        self._running = False
+        self._process = os.getpid()
+        self._step_before = 0
+        self._saved = ""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.signal, self._running, self._limits, self._saved = None, False, None, ""
+        self._process = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn(
+                "GracefulInterrupt does nothing here: fit does not run in the main thread, the only one that may handle signals"
+            )
+            return
+        # already here, so that loader workers forked before the first batch inherit a handler that ignores Ctrl-C
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._install()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._before:
+            self._install()
+            self._running = True
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._step_before = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not window_is_open(trainer) and self._is_asked(trainer):
+            self._stop(trainer)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._running and self.signal is not None and trainer.world_size == 1:
+            call_off_validation(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running and not window_is_open(trainer) and self._is_asked(trainer):
+            self._stop(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._running = False
+        self._restore_limits(trainer)
+        if self._saved and trainer.is_global_zero and self.signal is not None:
+            command = self.resume_command or f'trainer.fit(module, ckpt_path="{self._saved}")'
+            print(
+                f"Stopped by {self.signal.name} after step {trainer.global_step}. Saved {self._saved}\nGo on with: {command}",
+                flush=True,
+            )
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._running = False
+        self._restore_limits(trainer)
+        self._hand_back()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._running = False
+        self._hand_back()
+
+    def _install(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _hand_back(self) -> None:
+        """Put back the handlers from before `fit`, unless somebody has put theirs in place of ours."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked loader worker; it ends when its owner does
+        if self._running and self.signal is None:
+            self.signal = signal.Signals(number)
+            # not print: the signal may have come in the middle of one
+            os.write(
+                2, f"\n{self.signal.name}: finishing this step, then saving. Once more to stop at once.\n".encode()
+            )
+            return
+        # Lightning's teardown after an exception puts this handler back: then, too, it must not swallow anything
+        self._hand_back()
+        signal.raise_signal(number)
+
+    def _is_asked(self, trainer: Trainer) -> bool:
+        """Return whether any process has been asked to stop; every rank comes to the same answer, and to the same signal."""
+        if trainer.world_size > 1:
+            mine = torch.tensor(0 if self.signal is None else int(self.signal), device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
+            self.signal = signal.Signals(number) if number else None
+        return self.signal is not None
+
+    def _stop(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        self._limits = (trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps)
+        trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
+        trainer.should_stop = True
+        own = [callback for callback in trainer.callbacks if isinstance(callback, RunCheckpoint)]  # pyright: ignore[reportAttributeAccessIssue]
+        if own:
+            self._saved = str(
+                own[0].dirpath / "last.ckpt"
+            )  # it runs after this callback and saves because of should_stop
+            return
+        self._saved = str(Path(trainer.default_root_dir) / "interrupted.ckpt")
+        trainer.save_checkpoint(self._saved)
+
+    def _restore_limits(self, trainer: Trainer) -> None:
+        if self._limits is not None:
+            loop = trainer.fit_loop
+            trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = self._limits
+            self._limits = None

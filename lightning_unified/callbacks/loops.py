@@ -1,0 +1,61 @@
+"""Questions about Lightning's fit loop that have no public answer; the callbacks ask them here and nowhere else.
+
+Read in lightning 2.6.6: `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `loops/evaluation_loop.py`. The tests pin each answer.
+"""
+
+from lightning import Trainer
+
+__all__ = [
+    "call_off_validation",
+    "is_trial",
+    "logged_step",
+    "validation_is_complete",
+    "validation_is_due",
+    "will_stop",
+    "window_is_open",
+]
+
+
+def is_trial(trainer: Trainer) -> bool:
+    """Return whether this is `fast_dev_run`, of which nothing is to stay."""
+    return bool(getattr(trainer, "fast_dev_run", False))
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step that Lightning's own metrics of this batch are logged under, so that a row of ours meets theirs."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def window_is_open(trainer: Trainer) -> bool:
+    """Return whether gradients of this batch wait in `.grad` for more batches of an accumulation window."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Return whether Lightning will validate between this training batch and the next."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def validation_is_complete(trainer: Trainer) -> bool:
+    """Return whether the validation that has just ended saw its last batch."""
+    return trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch
+
+
+def will_stop(trainer: Trainer) -> bool:
+    """Return whether no training batch follows because `should_stop` is set or `max_steps` is reached."""
+    loop = trainer.fit_loop
+    reached = loop.max_steps != -1 and trainer.global_step >= loop.max_steps
+    return reached or (trainer.should_stop and loop._can_stop_early)
+
+
+def call_off_validation(trainer: Trainer) -> None:
+    """Leave the running validation from within `on_validation_batch_end`; what it has logged so far is dropped.
+
+    Means over a part of the data would be logged as if they were the whole's.
+
+    Raises:
+        StopIteration: Always: the evaluation loop takes it as the end of its data and runs its closing hooks.
+    """
+    trainer.fit_loop.epoch_loop.val_loop._results.clear()
+    raise StopIteration
