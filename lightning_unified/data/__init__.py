@@ -1,1 +1,19 @@
+"""Data for the models: sources, a split that leaks nothing, a tokenizer that loses nothing, a loader that knows its place.
 
+`TextData` is fetched on first use: a spawned worker imports this package, and importing Lightning takes seconds.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_unified.data.datamodule import TextData
+
+__all__ = ["TextData"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TextData":
+        from lightning_unified.data.datamodule import TextData
+
+        return TextData
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

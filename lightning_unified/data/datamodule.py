@@ -1,0 +1,280 @@
+"""Text and diagnostic records for GearHead, from a source by name to batches on a loader that can be resumed."""
+
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from lightning import LightningDataModule
+from tokenizers import Tokenizer
+from typing_extensions import override
+
+from lightning_unified.data import corpora, settings
+from lightning_unified.data.loader import ResumableLoader
+from lightning_unified.data.ngram import NGram, perplexity
+from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
+from lightning_unified.data.splitting import Split, split
+from lightning_unified.data.tokenizer import load_tokenizer, train_tokenizer
+
+__all__ = ["TextData"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    """What `setup` makes once: the split, the tokenizer, and the rows of both sides."""
+
+    parts: Split
+    texts_left_out: int
+    tokenizer: Tokenizer
+    train_sequences: list[Sequence]
+    train: Rows
+    validation: Rows
+
+
+class TextData(LightningDataModule):
+    """Text and records, split by group, as batches of `input_ids`, `labels`, `error_code_ids`, `diagnosis_labels`.
+
+    Everything is a function of the arguments and the source: the same split, tokenizer, rows and order in every process.
+    Nothing draws from the global random state. Batches are described in `Rows`, the loader in `ResumableLoader`.
+
+    Args:
+        source: `pydoc` (Python's topics), `dtc` (fault codes of elm327obd), `botocore` (AWS documentation), `builtin` (a
+            handful of texts and records for tests), or `files`.
+        path: For `files`: a `.jsonl` or `.txt` file, or a folder of them.
+        batch_size: Rows of a batch over all ranks: what the optimizer sees, however memory cuts it.
+        val_batch_size: Rows of a validation batch; None for `batch_size`.
+        sequence_length: Tokens of a row of plain text, and the most a record may have.
+        vocab_size: Most tokens of the vocabulary; a small corpus gives fewer.
+        tokenizer_file: A `tokenizer.json` to use instead of learning one, to continue a trained model on other data.
+        loss_on: `all` tokens, or the `answer` (cause and solution) of records only; plain texts are then left out.
+        val_fraction: Share of the bytes for validation; whole groups, so it is met roughly.
+        seed: Draws split and order.
+        max_groups: Use only so many groups (topics, services, files, families of codes); None for all.
+        drop_last: Leave out, anew each epoch, the rows that do not fill a batch. Training only.
+        num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
+        persistent_workers: Keep the workers from epoch to epoch.
+        prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
+        start_method: `fork`, `spawn` or `forkserver`; None for the system's own.
+        pin_memory: Copy batches into page-locked memory.
+
+    Raises:
+        ValueError: If an argument makes no sense, or the documents do not fit it.
+        FileNotFoundError: If the source is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "pydoc",
+        path: str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        sequence_length: int = 256,
+        vocab_size: int = 2048,
+        tokenizer_file: str | None = None,
+        loss_on: Literal["all", "answer"] = "all",
+        val_fraction: float = 0.1,
+        seed: int = 0,
+        max_groups: int | None = None,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        start_method: str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__()
+        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        self.save_hyperparameters(logger=False)
+        settings.check(dict(self.hparams))
+        self.source = source
+        self.path = path
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self.loss_on: Literal["all", "answer"] = loss_on
+        self.max_groups = max_groups
+        self._asked_vocab_size = vocab_size
+        self._tokenizer_file = tokenizer_file
+        self._val_fraction = val_fraction
+        self._val_batch_size = val_batch_size or batch_size
+        self._drop_last = drop_last
+        self._seed = seed
+        self._loader_arguments: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+            "start_method": start_method,
+            "pin_memory": pin_memory,
+        }
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        """Read, split and encode; the first call does the work, and so does asking for the vocabulary before it."""
+        _ = self._prepared
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The byte-level BPE, learnt from the training split; `to_str()` is its JSON."""
+        return self._prepared.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens there are, which can be fewer than were asked for."""
+        return self.tokenizer.get_vocab_size()
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        rows = self._prepared.train
+        if self._drop_last and len(rows) < self.batch_size:
+            raise ValueError(
+                f"the training split has {len(rows)} rows, fewer than data.batch_size={self.batch_size}, and data.drop_last leaves "
+                "out what does not fill a batch; lower data.batch_size or data.sequence_length, or set data.drop_last=false."
+            )
+        overfit = self.trainer is not None and getattr(self.trainer, "overfit_batches", 0) > 0
+        return self._loader(rows, self.batch_size, shuffle=not overfit, drop_last=self._drop_last)
+
+    @override
+    def val_dataloader(self) -> ResumableLoader:
+        return self._loader(self._prepared.validation, self._val_batch_size, shuffle=False, drop_last=False)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.to_str()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["tokenizer"] != self.tokenizer.to_str():
+            raise ValueError(
+                "the checkpoint was trained with another tokenizer, so its token ids mean other things here; use the data it was "
+                "trained with, or give its tokenizer by data.tokenizer_file."
+            )
+
+    def baselines(self) -> dict[str, float]:
+        """Return the perplexity of Kneser-Ney models on the validation targets: `{"bigram": ..., "trigram": ...}`.
+
+        They are counted on the training targets, in their unbroken order, and judged on exactly the rows of
+        `val_dataloader`: the same targets, with what stands before each in its row.
+        """
+        prepared = self._prepared
+        train = [(sequence.ids, sequence.labels) for sequence in prepared.train_sequences]
+        held_out = list(prepared.validation.scored_sequences())
+        return {
+            name: perplexity(NGram(train, vocab_size=self.vocab_size, order=order), held_out)
+            for name, order in (("bigram", 2), ("trigram", 3))
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return what there is, what was dropped and what is scored; counts, and bytes of UTF-8."""
+        prepared, parts = self._prepared, self._prepared.parts
+        return {
+            "source": self.source,
+            "vocabulary": self.vocab_size,
+            "sequence_length": self.sequence_length,
+            "loss_on": self.loss_on,
+            "texts_left_out": prepared.texts_left_out,
+            "train": _side(parts.train, prepared.train) | {"batches": len(prepared.train) // self.batch_size},
+            "validation": _side(parts.validation, prepared.validation)
+            | {"batches": -(-len(prepared.validation) // self._val_batch_size)},
+            "dropped_from_validation": {
+                "lines": parts.dropped_lines,
+                "of_lines": parts.validation_lines,
+                "bytes": parts.dropped_bytes,
+                "of_bytes": parts.validation_bytes,
+            },
+        }
+
+    @cached_property
+    def _prepared(self) -> _Prepared:
+        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self._seed)
+        texts_left_out = 0
+        if self.loss_on == "answer":
+            records = [document for document in documents if document.record is not None]
+            texts_left_out = len(documents) - len(records)
+            if not records:
+                raise ValueError(
+                    f"data.loss_on=answer scores cause and solution of records, and data.source={self.source} has only plain "
+                    "texts; set data.loss_on=all."
+                )
+            documents = records
+        parts = split(documents, fraction=self._val_fraction, seed=self._seed)
+        tokenizer = self._tokenizer([document.content for document in parts.train])
+        train_sequences = sequences(tokenizer, parts.train, loss_on=self.loss_on)
+        train = self._cut(train_sequences, stride=self.sequence_length - 1)
+        held_out = sequences(tokenizer, parts.validation, loss_on=self.loss_on)
+        validation = self._cut(held_out, stride=self.sequence_length // 2)
+        buckets = self._buckets(train_sequences + held_out)
+        return _Prepared(
+            parts=parts,
+            texts_left_out=texts_left_out,
+            tokenizer=tokenizer,
+            train_sequences=train_sequences,
+            train=Rows(train, buckets=buckets),
+            validation=Rows(validation, buckets=buckets),
+        )
+
+    def _tokenizer(self, texts: list[str]) -> Tokenizer:
+        if self._tokenizer_file:
+            return load_tokenizer(Path(self._tokenizer_file))
+        return train_tokenizer(texts, vocab_size=self._asked_vocab_size)
+
+    def _cut(self, found: list[Sequence], *, stride: int) -> list[Sequence]:
+        """Cut the stream of texts into windows; records stay whole, and must fit."""
+        rows = []
+        for sequence in found:
+            pieces = [sequence] if sequence.is_record else windows(sequence, length=self.sequence_length, stride=stride)
+            rows.extend(pieces)
+        longest = max(len(row.ids) for row in rows)
+        if longest > self.sequence_length:
+            too_long = sum(len(row.ids) > self.sequence_length for row in rows)
+            raise ValueError(
+                f"{too_long} record(s) have more than data.sequence_length={self.sequence_length} tokens, the longest {longest}; "
+                f"set data.sequence_length={longest} or more, or shorten them: a record is never cut."
+            )
+        return rows
+
+    def _buckets(self, found: list[Sequence]) -> list[int]:
+        lengths = [len(sequence.ids) for sequence in found if sequence.is_record]
+        buckets = choose_buckets(np.array(lengths), longest=self.sequence_length) if lengths else []
+        if len(lengths) < len(found) and self.sequence_length not in buckets:
+            buckets.append(self.sequence_length)
+        return buckets
+
+    def _loader(self, rows: Rows, batch_size: int, *, shuffle: bool, drop_last: bool) -> ResumableLoader:
+        world_size = 1 if self.trainer is None else self.trainer.world_size
+        if batch_size % world_size:
+            raise ValueError(
+                f"data.batch_size={batch_size} cannot be shared by {world_size} processes; give a multiple of {world_size}: it is "
+                "the effective batch, over all of them."
+            )
+        return ResumableLoader(
+            rows,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self._seed,
+            drop_last=drop_last,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            world_size=world_size,
+            processed=self._processed_batches if shuffle else None,
+            **self._loader_arguments,
+        )
+
+    def _processed_batches(self) -> int:
+        """Return the batches of this epoch that the fit loop is done with: its own count for a resume."""
+        if self.trainer is None:
+            return sys.maxsize
+        # declared as the tracker's base class, which has no `processed` (lightning/pytorch/loops/progress.py, 2.6)
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _side(documents: list, rows: Rows) -> dict[str, Any]:
+    return {
+        "documents": len(documents),
+        "records": sum(document.record is not None for document in documents),
+        "groups": len({document.group for document in documents}),
+        "bytes": sum(len(document.content.encode()) for document in documents),
+        "rows": len(rows),
+        "scored_tokens": rows.scored_tokens,
+        "buckets": rows.buckets.tolist(),
+    }

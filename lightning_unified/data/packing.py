@@ -1,0 +1,213 @@
+"""From documents to rows: token ids, what is scored, where the codes stand, and into which length a row is padded.
+
+Plain texts become one stream, `<s> text </s> <s> text </s> ...`, cut into windows of T tokens. A window begins before the
+first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
+
+- training: each window begins with the last token of the one before (stride T - 1);
+- validation: windows advance by T // 2, and each scores its last T // 2 tokens: every token has at least T // 2 tokens of
+  context, or all there are.
+
+`<s>` is never scored, and neither is the first position of a row: a model that shifts the labels, and one that counts them
+unshifted, see the same number.
+
+Records are one row each, padded up to one of a few lengths.
+
+Shapes:
+    A row has up to T tokens; a batch (B, L), L the bucket of its longest row.
+"""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from tokenizers import Encoding, Tokenizer
+from torch import Tensor
+
+from lightning_unified.data.documents import Document
+from lightning_unified.data.tokenizer import encode_records, encode_texts
+from lightning_unified.models.gearhead import codes, layout
+
+__all__ = ["IGNORED", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
+
+IGNORED = -100  # torch.nn.functional.cross_entropy leaves such targets out
+_MULTIPLE = 16  # buckets are multiples of this: tensor cores and MPS kernels like them, and there are fewer shapes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """Tokens in order, with what goes along; four arrays of one length.
+
+    Attributes:
+        ids: int32 token ids.
+        scored: Whether the token is a target.
+        codes: int32; the id of an error code at its last token, else 0. The last: where the whole code has been read, so
+            that nothing of what is still to be predicted is given away.
+        diagnosis: int8; the subsystem (0 to 63) at the token where the diagnostic head is asked, else -100.
+        is_record: Whether this is one record, which is never cut, or a stream of texts.
+    """
+
+    ids: np.ndarray
+    scored: np.ndarray
+    codes: np.ndarray
+    diagnosis: np.ndarray
+    is_record: bool = False
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The ids where scored, -100 elsewhere."""
+        return np.where(self.scored, self.ids, IGNORED).astype(np.int32)
+
+    def cut(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
+        """Return the tokens from `start` to `stop`, of which those before `scored_from` are context only."""
+        scored = self.scored[start:stop].copy()
+        scored[: scored_from - start] = False
+        return Sequence(
+            ids=self.ids[start:stop], scored=scored, codes=self.codes[start:stop], diagnosis=self.diagnosis[start:stop]
+        )
+
+
+def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Literal["all", "answer"]) -> list[Sequence]:
+    """Return the plain texts as one stream (first, if there are any), then one sequence a record.
+
+    Args:
+        tokenizer: Gives the ids.
+        documents: Texts and records.
+        loss_on: `"all"` scores every token of a record, `"answer"` only those after `<cause>`.
+    """
+    texts = [document.content for document in documents if document.record is None]
+    records = [document.record for document in documents if document.record is not None]
+    found = []
+    if texts:
+        parts = [[layout.BOS_ID, *ids, layout.EOS_ID] for ids in encode_texts(tokenizer, texts)]
+        found.append(_plain(np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])))
+    rendered = [layout.render(record) for record in records]
+    for record, text, encoding in zip(records, rendered, encode_records(tokenizer, rendered), strict=True):
+        found.append(_record(record, text, encoding, loss_on=loss_on))
+    return found
+
+
+def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequence]:
+    """Yield windows of up to `length` tokens that start `stride` apart and together score each token once.
+
+    The first window scores all its tokens but the first; each later one those that no earlier one held.
+    """
+    scored_to = 1
+    for start in range(0, len(sequence.ids), stride):
+        stop = min(start + length, len(sequence.ids))
+        if stop <= scored_to:
+            break
+        yield sequence.cut(start, stop, scored_from=scored_to)
+        scored_to = stop
+
+
+def choose_buckets(lengths: np.ndarray, *, longest: int, most: int = 4) -> list[int]:
+    """Return at most `most` lengths to pad to, so that the fewest tokens are padding; the exact optimum.
+
+    Args:
+        lengths: Tokens of each row, none above `longest`.
+        longest: No bucket is longer.
+        most: Each bucket is a shape to compile and a set of buffers to keep; few are better than a perfect fit.
+    """
+    rounded = np.minimum(-(-lengths // _MULTIPLE) * _MULTIPLE, longest)
+    sizes, counts = np.unique(rounded, return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])
+    # cost[j] is the least padded total of all rows up to size j; best[j] the buckets that give it
+    cost = [0.0] + [np.inf] * len(sizes)
+    best: list[list[int]] = [[] for _ in range(len(sizes) + 1)]
+    for _ in range(min(most, len(sizes))):
+        new_cost, new_best = list(cost), list(best)
+        for end in range(1, len(sizes) + 1):
+            for start in range(end):
+                total = cost[start] + float(below[end] - below[start]) * float(sizes[end - 1])
+                if total < new_cost[end]:
+                    new_cost[end], new_best[end] = total, [*best[start], int(sizes[end - 1])]
+        cost, best = new_cost, new_best
+    return best[-1]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of tokens in flat arrays, small to pickle for spawned workers, that make a whole batch at a time.
+
+    A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
+    `error_code_ids` (0 = none) and `diagnosis_labels` (-100 where not asked). All four are always there.
+    """
+
+    def __init__(self, rows: list[Sequence], *, buckets: list[int]) -> None:
+        self.lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
+        self.buckets = np.array(buckets, dtype=np.int64)
+        self.bucket_of = np.searchsorted(self.buckets, self.lengths)
+        self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._ids = np.concatenate([row.ids for row in rows])
+        self._labels = np.concatenate([row.labels for row in rows])
+        self._labels[self._starts[:-1]] = IGNORED
+        self._codes = np.concatenate([row.codes for row in rows])
+        self._diagnosis = np.concatenate([row.diagnosis for row in rows])
+        self.checksum = zlib.crc32(self._labels.tobytes(), zlib.crc32(self._ids.tobytes()))
+
+    @property
+    def scored_tokens(self) -> int:
+        """Targets in all rows together."""
+        return int((self._labels != IGNORED).sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """Return the batch of the rows `indices`; -1 stands for a row of padding only."""
+        places = [index for index in indices if index >= 0]
+        length = int(self.buckets[self.bucket_of[places].max() if places else 0])
+        shape = (len(indices), length)
+        batch = {
+            "input_ids": torch.full(shape, layout.PAD_ID),
+            "labels": torch.full(shape, IGNORED),
+            "error_code_ids": torch.zeros(shape, dtype=torch.int64),
+            "diagnosis_labels": torch.full(shape, IGNORED),
+        }
+        flat = (self._ids, self._labels, self._codes, self._diagnosis)
+        for row, index in enumerate(indices):
+            if index >= 0:
+                start, stop = self._starts[index], self._starts[index + 1]
+                for tensor, values in zip(batch.values(), flat, strict=True):
+                    tensor[row, : stop - start] = torch.from_numpy(values[start:stop])
+        return batch
+
+    def scored_sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ids and labels of each row, unpadded: what a count-based baseline is judged on."""
+        for start, stop in zip(self._starts[:-1], self._starts[1:], strict=True):
+            yield self._ids[start:stop], self._labels[start:stop]
+
+
+def _plain(ids: np.ndarray) -> Sequence:
+    return Sequence(
+        ids=ids,
+        scored=ids != layout.BOS_ID,
+        codes=np.zeros(len(ids), dtype=np.int32),
+        diagnosis=np.full(len(ids), IGNORED, dtype=np.int8),
+    )
+
+
+def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: str) -> Sequence:
+    """Return the tokens of a record, its codes and its question laid over them by character offsets."""
+    plain = _plain(np.asarray(encoding.ids, dtype=np.int32))
+    starts = np.array([start for start, _ in encoding.offsets])
+    for _, end, code in codes.find(text):
+        plain.codes[_holding(starts, end - 1)] = code
+    question, answer = layout.question_offset(text), layout.answer_offset(text)
+    if question is None or answer is None:
+        raise RuntimeError(f"a rendered record has no question or no answer: {text!r}; this is a defect of the layout.")
+    if record.error_codes:
+        plain.diagnosis[_holding(starts, question - 1)] = codes.subsystem(record.error_codes[0])
+    if loss_on == "answer":
+        plain.scored[starts < answer] = False
+    return replace(plain, is_record=True)
+
+
+def _holding(starts: np.ndarray, character: int) -> int:
+    """Return the last token that holds a character (a character of several bytes may have several tokens)."""
+    return int(np.searchsorted(starts, character, side="right")) - 1

@@ -1,0 +1,64 @@
+"""What may be asked of the data, checked before anything is read."""
+
+import difflib
+import multiprocessing
+from typing import Any
+
+from lightning_unified.data.corpora import SOURCES
+from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
+
+__all__ = ["check"]
+
+_SMALLEST = {
+    "batch_size": 1,
+    "sequence_length": 8,
+    "vocab_size": SMALLEST_VOCABULARY,
+    "seed": 0,
+    "num_workers": 0,
+    "val_batch_size": 1,
+    "prefetch_factor": 1,
+    "max_groups": 2,
+}
+_OPTIONAL = {"val_batch_size", "prefetch_factor", "max_groups"}
+_SWITCHES = ("persistent_workers", "pin_memory", "drop_last")
+
+
+def check(settings: dict[str, Any]) -> None:
+    """Refuse settings of `TextData` that make no sense.
+
+    Args:
+        settings: Its arguments by name.
+
+    Raises:
+        ValueError: Names the setting, what was given and what is allowed.
+    """
+    for name, smallest in _SMALLEST.items():
+        value = settings[name]
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            null = " or null" if name in _OPTIONAL else ""
+            raise ValueError(f"data.{name}={value!r}; it must be a whole number of at least {smallest}{null}.")
+    for name in _SWITCHES:
+        if not isinstance(settings[name], bool):
+            raise ValueError(f"data.{name}={settings[name]!r}; it must be true or false.")  # noqa: TRY004 - a setting, whatever its type
+    _one_of("source", settings["source"], SOURCES)
+    _one_of("loss_on", settings["loss_on"], ("all", "answer"))
+    if settings["start_method"] is not None:
+        _one_of("start_method", settings["start_method"], multiprocessing.get_all_start_methods())
+    fraction = settings["val_fraction"]
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
+        raise ValueError(f"data.val_fraction={fraction!r}; it must be above 0 and at most 0.5, as in 0.1.")
+    if settings["source"] == "files" and not settings["path"]:
+        raise ValueError("data.source=files needs data.path: a .jsonl or .txt file, or a folder of them.")
+    if settings["source"] != "files" and settings["path"]:
+        raise ValueError(
+            f"data.path={settings['path']} is given, but data.source={settings['source']} reads no path; set data.source=files."
+        )
+
+
+def _one_of(name: str, value: Any, allowed: Any) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"data.{name}={value!r}; it must be one of {', '.join(allowed)}{hint}")

@@ -1,0 +1,150 @@
+"""Training and validation: parted by group, never by row, and without a line in common.
+
+A split by row puts near copies on both sides, and the validation figure then measures memory. Here whole groups change
+sides; groups that share content are merged first; what validation still has in common with training is dropped from
+validation, counted, and reported.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lightning_unified.data.documents import Document
+
+__all__ = ["Split", "merge_groups", "ordered_groups", "split"]
+
+_OVERSHOOT = 1.5  # a group that would take validation beyond this multiple of its share stays in training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The two sides and what was left out.
+
+    Attributes:
+        train: Documents to learn from.
+        validation: Documents to be judged by: no group and no line of `train`.
+        validation_lines: Lines (records count as one) that the validation groups had before dropping.
+        dropped_lines: How many of them occur in training and were dropped.
+        validation_bytes: UTF-8 bytes of the validation groups before dropping.
+        dropped_bytes: How many of them were dropped.
+    """
+
+    train: list[Document]
+    validation: list[Document]
+    validation_lines: int
+    dropped_lines: int
+    validation_bytes: int
+    dropped_bytes: int
+
+
+def ordered_groups(groups: Iterable[str], *, seed: int) -> list[str]:
+    """Return `groups` in a random order that depends on the names and the seed only, not on the order given."""
+    return sorted(groups, key=lambda group: (hashlib.sha256(f"{seed}:{group}".encode()).digest(), group))
+
+
+def merge_groups(documents: list[Document]) -> list[Document]:
+    """Return the documents with groups merged that share a key; a merged group has the first of its names."""
+    parent = {document.group: document.group for document in documents}
+
+    def root(group: str) -> str:
+        while parent[group] != group:
+            parent[group] = parent[parent[group]]
+            group = parent[group]
+        return group
+
+    owner: dict[str, str] = {}
+    for document in documents:
+        for key in document.keys:
+            first, second = sorted((root(owner.setdefault(key, document.group)), root(document.group)))
+            parent[second] = first
+    return [replace(document, group=root(document.group)) for document in documents]
+
+
+def split(documents: list[Document], *, fraction: float, seed: int) -> Split:
+    """Part the documents by group.
+
+    Groups are drawn in a random order until validation holds `fraction` of all bytes; a group far too large for that is
+    passed over. The order of `documents` does not matter for what goes where.
+
+    Args:
+        documents: All of them; groups are merged here, see `merge_groups`.
+        fraction: Share of bytes for validation, between 0 and 1.
+        seed: Draws the groups.
+
+    Raises:
+        ValueError: If there are fewer than two groups, or nothing of validation is left after dropping.
+    """
+    documents = merge_groups(documents)
+    sizes: dict[str, int] = defaultdict(int)
+    for document in documents:
+        sizes[document.group] += len(document.content.encode())
+    if len(sizes) < 2:
+        raise ValueError(
+            f"{len(documents)} document(s) in {len(sizes)} group(s) cannot be parted into training and validation; at least "
+            "two groups are needed: add files, or name groups in the rows."
+        )
+    chosen = _choose(sizes, fraction=fraction, seed=seed)
+    train = [document for document in documents if document.group not in chosen]
+    held_out = [document for document in documents if document.group in chosen]
+    return _checked(train, held_out)
+
+
+def _choose(sizes: dict[str, int], *, fraction: float, seed: int) -> set[str]:
+    wanted = fraction * sum(sizes.values())
+    order = ordered_groups(sizes, seed=seed)
+    chosen: set[str] = set()
+    size = 0
+    for group in order:
+        if size >= wanted:
+            break
+        if size + sizes[group] <= _OVERSHOOT * wanted:
+            chosen.add(group)
+            size += sizes[group]
+    return chosen or {min(order, key=lambda group: sizes[group])}
+
+
+def _checked(train: list[Document], held_out: list[Document]) -> Split:
+    known = {line for document in train for line in _lines(document)}
+    validation = [kept for document in held_out if (kept := _without(document, known))]
+    lines = sum(len(_lines(document)) for document in held_out)
+    left = sum(len(_lines(document)) for document in validation)
+    if not validation:
+        raise ValueError(
+            f"every one of the {lines} validation lines also occurs in training: the documents are copies of each other; "
+            "add different ones, or name groups so that copies stay together."
+        )
+    if common := {line for document in validation for line in _lines(document)} & known:
+        raise RuntimeError(f"{len(common)} validation lines are still in training; this is a defect of this module.")
+    if common := {document.group for document in validation} & {document.group for document in train}:
+        raise RuntimeError(f"groups {sorted(common)[:3]} are on both sides; this is a defect of this module.")
+    before = sum(len(document.content.encode()) for document in held_out)
+    return Split(
+        train=train,
+        validation=validation,
+        validation_lines=lines,
+        dropped_lines=lines - left,
+        validation_bytes=before,
+        dropped_bytes=before - sum(len(document.content.encode()) for document in validation),
+    )
+
+
+def _lines(document: Document) -> list[str]:
+    """Return what may not be on both sides: lines of a text that are not blank; what a record says of symptom, cause and cure."""
+    if document.record is None:
+        return [words for line in document.text.splitlines() if (words := " ".join(line.split()))]
+    record = document.record
+    return [" ".join(f"{record.symptom} | {record.probable_cause} | {record.solution}".lower().split())]
+
+
+def _without(document: Document, known: set[str]) -> Document | None:
+    """Return the document without its known lines, or None if nothing is left."""
+    if document.record is not None:
+        return None if _lines(document)[0] in known else document
+    kept: list[str] = []
+    for line in document.text.splitlines():
+        words = " ".join(line.split())
+        if words not in known and (words or (kept and kept[-1])):
+            kept.append(line)
+    text = "\n".join(kept).strip("\n")
+    return replace(document, text=text) if text.strip() else None

@@ -1,0 +1,94 @@
+"""Byte-level BPE: every text has tokens, and its tokens give it back exactly.
+
+The alphabet is all 256 bytes, so `<unk>` never occurs; nothing is lowered, stripped or normalised. The nine special tokens
+have the ids of `models.gearhead.layout`, 0 to 8, and bytes follow. Merges are learnt from the training split only.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS
+
+__all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "train_tokenizer"]
+
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+
+
+def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer with at most `vocab_size` tokens, learnt from `texts`; a small text gives fewer merges.
+
+    Raises:
+        ValueError: If `vocab_size` does not hold the special tokens and the bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size={vocab_size} does not hold the {len(SPECIAL_TOKENS)} special tokens and the 256 bytes; "
+            f"give at least {SMALLEST_VOCABULARY}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    with _serial():
+        tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a `tokenizer.json`, for continuing with a vocabulary that is already learnt.
+
+    Raises:
+        FileNotFoundError: If the file is not there.
+        ValueError: If it is no tokenizer, or one whose special tokens have other ids.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"data.tokenizer_file={path} does not exist; give the tokenizer.json of a run, or null."
+        )
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    if any(tokenizer.token_to_id(token) != place for place, token in enumerate(SPECIAL_TOKENS)):
+        raise ValueError(f"{path} does not have {' '.join(SPECIAL_TOKENS)} as ids 0 to {len(SPECIAL_TOKENS) - 1}.")
+    return tokenizer
+
+
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Return the ids of plain texts; a `<s>` that stands in a text is four characters, not the special token."""
+    tokenizer.encode_special_tokens = True
+    try:
+        with _serial():
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        tokenizer.encode_special_tokens = False
+
+
+def encode_records(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
+    """Return ids and character offsets of texts of `layout.render`, whose tags are special tokens."""
+    with _serial():
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _serial() -> Iterator[None]:
+    """Keep the library's threads out: once used, they make every forked loader worker print a warning about deadlocks."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
