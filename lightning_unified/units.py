@@ -26,7 +26,9 @@ def parse_bytes(text: str | int) -> int:
         match = _QUANTITY.fullmatch(str(text))
         unit = match.group(2).upper() if match else ""
         if match is None or (unit and unit not in _UNITS):
-            raise BudgetError(f"{text!r} is not an amount of memory; write a number and a unit, as in 28GiB, 512MiB or 30GB.")
+            raise BudgetError(
+                f"{text!r} is not an amount of memory; write a number and a unit, as in 28GiB, 512MiB or 30GB."
+            )
         count = int(float(match.group(1)) * _UNITS[unit or "B"])
     if count <= 0:
         raise BudgetError(f"{text!r} is not a positive amount of memory; write for example 4GiB.")

@@ -9,4 +9,11 @@ from lightning_unified.precision.gate import (
     verify_plugin,
 )
 
-__all__ = ["GatedMixedPrecision", "PrecisionChoice", "build_plugin", "choose_precision", "plugin_precision", "verify_plugin"]
+__all__ = [
+    "GatedMixedPrecision",
+    "PrecisionChoice",
+    "build_plugin",
+    "choose_precision",
+    "plugin_precision",
+    "verify_plugin",
+]

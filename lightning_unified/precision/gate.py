@@ -5,16 +5,30 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import PrecisionError
 
-__all__ = ["GatedMixedPrecision", "PrecisionChoice", "build_plugin", "choose_precision", "plugin_precision", "verify_plugin"]
+__all__ = [
+    "GatedMixedPrecision",
+    "PrecisionChoice",
+    "build_plugin",
+    "choose_precision",
+    "plugin_precision",
+    "verify_plugin",
+]
 
 _CHOICES = ("trainer", "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-_ALIASES = {"32": "32-true", "fp32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed", "64": "64-true"}
+_ALIASES = {
+    "32": "32-true",
+    "fp32": "32-true",
+    "bf16": "bf16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "64": "64-true",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +40,9 @@ class PrecisionChoice:
     reason: str
 
 
-def choose_precision(requested: str, *, backend: str, native_bf16: bool, torch_version: tuple[int, int]) -> PrecisionChoice:
+def choose_precision(
+    requested: str, *, backend: str, native_bf16: bool, torch_version: tuple[int, int]
+) -> PrecisionChoice:
     """Return the precision to run, by rule R3: what the device, the scaler and the torch version can really do.
 
     Args:
@@ -50,7 +66,9 @@ def choose_precision(requested: str, *, backend: str, native_bf16: bool, torch_v
     if name == "64-true" and backend == "mps":
         raise PrecisionError("precision='64-true' on mps: Metal has no float64; use 32-true, or hardware=cpu.")
     if name == "16-mixed" and backend == "cpu":
-        raise PrecisionError("precision='16-mixed' on cpu: there is no float16 autocast with a gradient scaler there; use bf16-mixed or 32-true.")
+        raise PrecisionError(
+            "precision='16-mixed' on cpu: there is no float16 autocast with a gradient scaler there; use bf16-mixed or 32-true."
+        )
     if name == "16-mixed" and backend == "mps" and torch_version < (2, 8):
         raise PrecisionError(
             f"precision='16-mixed' on mps needs torch 2.8 for its gradient scaler, and this is torch {torch_version[0]}.{torch_version[1]}; "
@@ -61,11 +79,19 @@ def choose_precision(requested: str, *, backend: str, native_bf16: bool, torch_v
 
 def _automatic(backend: str, *, native_bf16: bool, torch_version: tuple[int, int]) -> PrecisionChoice:
     if backend == "cpu":
-        return PrecisionChoice(precision="32-true", scaler=False, reason="bfloat16 autocast on a CPU costs time and saves little memory")
+        return PrecisionChoice(
+            precision="32-true", scaler=False, reason="bfloat16 autocast on a CPU costs time and saves little memory"
+        )
     if native_bf16:
-        return PrecisionChoice(precision="bf16-mixed", scaler=False, reason=f"{backend} computes in bfloat16 natively; no gradient scaler is needed")
+        return PrecisionChoice(
+            precision="bf16-mixed",
+            scaler=False,
+            reason=f"{backend} computes in bfloat16 natively; no gradient scaler is needed",
+        )
     if backend == "mps" and torch_version >= (2, 6):
-        return PrecisionChoice(precision="bf16-mixed", scaler=False, reason="bfloat16 is emulated on this chip, but halves the activations")
+        return PrecisionChoice(
+            precision="bf16-mixed", scaler=False, reason="bfloat16 is emulated on this chip, but halves the activations"
+        )
     return PrecisionChoice(precision="32-true", scaler=False, reason=f"this {backend} device only emulates bfloat16")
 
 
@@ -85,7 +111,9 @@ class GatedMixedPrecision(MixedPrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the scaler; a checkpoint made without one (bf16, fp32) starts it anew instead of raising."""
         if self.scaler is not None and not state_dict:
-            rank_zero_warn("The checkpoint holds no gradient-scaler state (it was made in another precision); the scaler starts anew.")
+            rank_zero_warn(
+                "The checkpoint holds no gradient-scaler state (it was made in another precision); the scaler starts anew."
+            )
             return
         super().load_state_dict(state_dict)
 
@@ -120,14 +148,18 @@ def verify_plugin(plugin: Precision, *, device_type: str, optimizers: list[Optim
         )
     if plugin.precision == "16-mixed" and (plugin.scaler is None or not plugin.scaler.is_enabled()):
         raise PrecisionError("precision='16-mixed' has no live gradient scaler here; use bf16-mixed or 32-true.")
-    fused = [type(optimizer).__name__ for optimizer in optimizers if getattr(optimizer, "_step_supports_amp_scaling", False)]
+    fused = [
+        type(optimizer).__name__ for optimizer in optimizers if getattr(optimizer, "_step_supports_amp_scaling", False)
+    ]
     if plugin.scaler is not None and fused and clips:
         raise PrecisionError(
             f"gradient_clip_val with the fused {fused[0]} and 16-mixed: a fused optimizer unscales inside its step, so there is nothing to "
             "clip before; use fused=False, bf16-mixed, or no clipping."
         )
     if device_type == "mps" and plugin.scaler is not None and fused and _torch_version() < (2, 13):
-        raise PrecisionError("a fused optimizer with 16-mixed on mps applies scaled gradients before torch 2.13 (issue 186360); use fused=False.")
+        raise PrecisionError(
+            "a fused optimizer with 16-mixed on mps applies scaled gradients before torch 2.13 (issue 186360); use fused=False."
+        )
 
 
 def _torch_version() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`Trainer(strategy="unified")`: one device, one memory budget, the batch the user asked for."""
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_unified.callbacks.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, PrecisionError, SplitError
 from lightning_unified.hardware import (
     Budget,
@@ -26,7 +27,6 @@ from lightning_unified.hardware import (
 from lightning_unified.hardware.peak import reset_peak
 from lightning_unified.planning import Plan, describe_bytes, static_bytes
 from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
-from lightning_unified.callbacks.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.sizes import MicroBatchSize
@@ -149,7 +149,9 @@ class UnifiedStrategy(SingleDeviceStrategy):
         follows = asked == "trainer" or (asked == "auto" and flag != "32-true")
         backend, native = self._bfloat16()
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        choice = choose_precision(flag if follows else asked, backend=backend, native_bf16=native, torch_version=(version[0], version[1]))
+        choice = choose_precision(
+            flag if follows else asked, backend=backend, native_bf16=native, torch_version=(version[0], version[1])
+        )
         self.precision_choice = choice
         self._precision_plugin = build_plugin(choice, device_type=self.root_device.type)
 
@@ -177,7 +179,10 @@ class UnifiedStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         self._refuse_if_too_small(module)
         verify_plugin(
-            self.precision_plugin, device_type=self.root_device.type, optimizers=self.optimizers, clips=bool(trainer.gradient_clip_val)
+            self.precision_plugin,
+            device_type=self.root_device.type,
+            optimizers=self.optimizers,
+            clips=bool(trainer.gradient_clip_val),
         )
         reset_peak(self.root_device)
         loop = trainer.fit_loop.epoch_loop
@@ -249,7 +254,11 @@ class UnifiedStrategy(SingleDeviceStrategy):
                 "raise the budget or the micro-batch size, or use a smaller batch."
             )
         if self._batch_norm == "refuse":
-            norms = [key for key, child in module.named_modules() if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and child.training]
+            norms = [
+                key
+                for key, child in module.named_modules()
+                if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and child.training
+            ]
             if norms:
                 raise SplitError(
                     f"{name} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run at once, so a "
@@ -284,7 +293,9 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self.recoveries += 1
         what_next = f"with {self.sizes.limit} at once" if shrunk else "after clearing caches"
         self.events.append(f"out of memory in {phase} with {failed} rows at once; repeated {what_next}")
-        log.warning("Memory ran out in %s with %s rows at once (%s). The step is repeated %s.", phase, failed, reason, what_next)
+        log.warning(
+            "Memory ran out in %s with %s rows at once (%s). The step is repeated %s.", phase, failed, reason, what_next
+        )
 
     def micro_batch_now(self, rows: int | None) -> int | None:
         """Return the rows that a batch of `rows` runs at once under the present limit."""
@@ -295,7 +306,9 @@ class UnifiedStrategy(SingleDeviceStrategy):
         if rows is not None:
             self.effective_batch_size = max(rows, self.effective_batch_size or 0)
         self._batches += 1
-        if self.root_device.type == "cpu" and (self._batches <= _BATCHES_WATCHED_AT_FIRST or self._batches % _WATCH_EVERY == 0):
+        if self.root_device.type == "cpu" and (
+            self._batches <= _BATCHES_WATCHED_AT_FIRST or self._batches % _WATCH_EVERY == 0
+        ):
             self._shrink_if_over_budget()
 
     def measured_peak(self) -> Figure:
@@ -314,15 +327,26 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self._earlier_peak = max(peak, self._earlier_peak or 0)
         shrunk = self.sizes.shrink(size)
         self._peak_told = 0 if shrunk and reset_peak(self.root_device) else peak
-        what_next = f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "one row at once already: nothing left to shrink"
-        self.events.append(f"peak {format_bytes(peak)} above the budget of {format_bytes(self.budget.bytes)}; {what_next}")
+        what_next = (
+            f"micro-batches of {self.sizes.limit} rows from here on"
+            if shrunk
+            else "one row at once already: nothing left to shrink"
+        )
+        self.events.append(
+            f"peak {format_bytes(peak)} above the budget of {format_bytes(self.budget.bytes)}; {what_next}"
+        )
         log.warning("%s", self.events[-1])
 
     def _does_not_fit(self, *, phase: str, reason: str, rows: int | None) -> str:
-        assert self.lightning_module is not None and self.budget is not None
+        assert self.lightning_module is not None
+        assert self.budget is not None
         need = static_bytes(self.lightning_module, self.optimizers)
         left = self.budget.bytes - sum(need.values())
-        what = "the optimizer's temporaries" if phase == "optimizer step" else f"the activations of {rows} row{'s' * (rows != 1)}"
+        what = (
+            "the optimizer's temporaries"
+            if phase == "optimizer step"
+            else f"the activations of {rows} row{'s' * (rows != 1)}"
+        )
         return (
             f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
             f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(self.budget.bytes)} leaves {format_bytes(max(left, 0))}.\n"

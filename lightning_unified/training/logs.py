@@ -53,11 +53,11 @@ class LogRecorder:
     @contextmanager
     def recording(self, results: _ResultCollection) -> Iterator[None]:
         """Stand in for `results.log` inside the block."""
-        results.log = self._record  # type: ignore[method-assign]
+        results.__dict__["log"] = self._record
         try:
             yield
         finally:
-            del results.log  # type: ignore[method-assign]
+            del results.__dict__["log"]
 
     def flush(self, results: _ResultCollection) -> None:
         """Log every recorded name once, with the value of the whole batch."""
@@ -85,9 +85,15 @@ class LogRecorder:
             return call.values[0], batch_size
         values = torch.stack(call.values)
         if how in ("sum", "max", "amax", "min", "amin"):
-            return {"sum": values.sum, "max": values.max, "amax": values.max, "min": values.min, "amin": values.min}[how](), batch_size
-        if given:
-            weights = values.new_tensor(call.batch_sizes) if values.is_floating_point() else torch.tensor(call.batch_sizes, device=values.device)
+            return {"sum": values.sum, "max": values.max, "amax": values.max, "min": values.min, "amin": values.min}[
+                how
+            ](), batch_size
+        if batch_size is not None:
+            weights = (
+                values.new_tensor(call.batch_sizes)
+                if values.is_floating_point()
+                else torch.tensor(call.batch_sizes, device=values.device)
+            )
             return (values * weights).sum() / batch_size, batch_size
         return self._average(call.values, call.parts), None
 
@@ -148,4 +154,9 @@ def _join(metric: Metric, before: dict[str, Any]) -> None:
     metric._update_count = before["_update_count"] + 1
     with torch.no_grad():
         metric._reduce_states({name: before[name] for name in metric._defaults})
-    metric._is_synced, metric._should_unsync, metric._to_sync, metric._computed = False, True, metric.sync_on_compute, None
+    metric._is_synced, metric._should_unsync, metric._to_sync, metric._computed = (
+        False,
+        True,
+        metric.sync_on_compute,
+        None,
+    )

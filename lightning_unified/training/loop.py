@@ -43,6 +43,7 @@ class SplitPolicy(Protocol):
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
         """Run one micro-batch's backward, without what follows the batch's last; return the loss as the scaler made it."""
+        ...
 
     def after_backward(self, loss: Tensor) -> None:
         """Run what follows the last backward of a batch."""
@@ -76,7 +77,9 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
-        if "any" in kwargs and len(kwargs) == 1:  # training_step(dataloader_iter) draws its own batches: nothing to cut or repeat
+        if (
+            "any" in kwargs and len(kwargs) == 1
+        ):  # training_step(dataloader_iter) draws its own batches: nothing to cut or repeat
             return super().run(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
@@ -106,7 +109,9 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._metrics = _metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
         return outputs
 
-    def _attempt(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> tuple[dict[str, Any], str | None]:
+    def _attempt(
+        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]"
+    ) -> tuple[dict[str, Any], str | None]:
         """Return the outputs and None, or nothing and why memory ran out; the error and its frames are gone on return."""
         try:
             return super().run(optimizer, batch_idx, OrderedDict(kwargs)), None
@@ -151,7 +156,14 @@ class UnifiedOptimization(_AutomaticOptimization):
         return self._split_closure(kwargs, optimizer, zero_grad, batch=batch, rows=rows, sizes=sizes)
 
     def _split_closure(
-        self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Callable[[], None] | None, *, batch: Any, rows: int, sizes: list[int]
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        optimizer: Optimizer,
+        zero_grad: Callable[[], None] | None,
+        *,
+        batch: Any,
+        rows: int,
+        sizes: list[int],
     ) -> Closure:
         key, module = next(iter(kwargs)), self.trainer.lightning_module
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -233,7 +245,9 @@ class _MicroBatchClosure(Closure):
             if output.closure_loss is not None and self._backward is not None:
                 scaled = self._backward[0](output.closure_loss, first=scaled is None).detach()
             elif output.closure_loss is None and len(self._steps) == 1:
-                self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+                self.warning_cache.warn(
+                    "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+                )
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
         if scaled is not None and self._backward is not None:
@@ -254,12 +268,16 @@ class _Weighting:
         self._sizes = sizes
         reduction = getattr(module, "loss_reduction", "mean")
         if reduction not in ("mean", "sum"):
-            raise ConfigurationError(f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".')
+            raise ConfigurationError(
+                f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".'
+            )
         self._adds = reduction == "sum"
         weigh = getattr(module, "loss_weight", None)
         weights = list(sizes) if weigh is None or self._adds else _on_host([weigh(part) for part in parts])
         if min(weights) < 0 or not sum(weights):
-            raise SplitError(f"{type(module).__name__}.loss_weight gave {weights}: numbers of loss terms, at least one of them positive, are needed.")
+            raise SplitError(
+                f"{type(module).__name__}.loss_weight gave {weights}: numbers of loss terms, at least one of them positive, are needed."
+            )
         self._weights = weights
 
     def apply(self, output: ClosureResult, index: int) -> ClosureResult:
@@ -327,5 +345,7 @@ def _detached(value: Any) -> Any:
 def _micro_batch_unit(module: L.LightningModule) -> int:
     unit = getattr(module, "micro_batch_unit", 1)
     if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
-        raise ConfigurationError(f"{type(module).__name__}.micro_batch_unit is {unit!r}; it must be a positive number of rows.")
+        raise ConfigurationError(
+            f"{type(module).__name__}.micro_batch_unit is {unit!r}; it must be a positive number of rows."
+        )
     return unit

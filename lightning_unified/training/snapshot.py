@@ -10,8 +10,8 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -45,7 +45,12 @@ class StepSnapshot:
         self._results = {key: dict(result.__dict__) for key, result in loop._results.items()}
         self._batch_size = loop._results.batch_size
         optimizer = loop.automatic_optimization.optim_progress.optimizer
-        trackers = (optimizer.step.total, optimizer.step.current, optimizer.zero_grad.total, optimizer.zero_grad.current)
+        trackers = (
+            optimizer.step.total,
+            optimizer.step.current,
+            optimizer.zero_grad.total,
+            optimizer.zero_grad.current,
+        )
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
 
@@ -149,7 +154,9 @@ class HeldGradients:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters: list[Tensor] = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self._held: list[tuple[Tensor, Tensor]] | None = None
 
     def hold(self) -> None:

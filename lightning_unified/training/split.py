@@ -101,7 +101,9 @@ def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequ
         merged = {key: merge([part[key] for part in parts], sizes=sizes, average=average) for key in first}
         return _with_items(first, merged)
     if _is_sequence(first):
-        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)) and not _holds_batched_tensor(first, sizes[0]):
+        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)) and not _holds_batched_tensor(
+            first, sizes[0]
+        ):
             return type(first)(value for part in parts for value in part)  # type: ignore[call-arg]
         values = [merge(list(column), sizes=sizes, average=average) for column in zip(*parts, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)  # type: ignore[call-arg]

@@ -1,5 +1,6 @@
 """Weights and optimizer state around `optimizer.step()`: never left half-updated."""
 
+import heapq
 import inspect
 from typing import Any
 
@@ -14,9 +15,12 @@ class WeightsWatch:
     """Tells, after `optimizer.step()` failed, whether it had begun to write; costs no memory and no copy.
 
     Every in-place write moves a tensor's version counter. If none moved, the failed step changed nothing and can be repeated once
-    the optimizer state that it had begun to create is dropped (torch's optimizers create all state before they write any weight,
-    and their foreach kernels allocate in between). Writes through `.data` do not move the counter, so an optimizer
-    that uses it is never vouched for.
+    the optimizer state that it had begun to create is dropped (torch's optimizers create a group's state before they write any of
+    its weights; their foreach kernels allocate in between).
+
+    Two kinds of write do not move the counter. Fused kernels (torch 2.13) write a whole parameter group and allocate nothing, so
+    memory can only run out between groups: copies of a group's smallest parameters tell whether it was written. Writes through
+    `.data`, as older optimizers do, cannot be told, so such an optimizer is never vouched for.
 
     Args:
         optimizer: The optimizer about to step.
@@ -26,10 +30,21 @@ class WeightsWatch:
         self._optimizer = optimizer
         self._known = set(optimizer.state)
         self._versions = [(tensor, tensor._version) for tensor in _tensors(optimizer)]
+        self._samples = [
+            (sample, sample.detach().clone())
+            for group in optimizer.param_groups
+            if group.get("fused")
+            for sample in _smallest(group)
+        ]
 
     def restore(self) -> bool:
         """Drop the optimizer state created since; return False if something was written and the step cannot be repeated."""
-        if _writes_through_data(type(self._optimizer)) or any(tensor._version != version for tensor, version in self._versions):
+        written = any(tensor._version != version for tensor, version in self._versions)
+        if (
+            written
+            or _writes_through_data(type(self._optimizer))
+            or not all(torch.equal(*pair) for pair in self._samples)
+        ):
             return False
         for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._known]:
             del self._optimizer.state[parameter]
@@ -67,11 +82,20 @@ class WeightsCopy:
         return True
 
 
+def _smallest(group: dict[str, Any]) -> list[Tensor]:
+    """Return the three smallest parameters of `group` that a step will write."""
+    return heapq.nsmallest(
+        3, (parameter for parameter in group["params"] if parameter.grad is not None), key=Tensor.numel
+    )
+
+
 def _tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return every tensor that `optimizer.step()` may write: its parameters and its state."""
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
-        found.extend(value for value in (state.values() if isinstance(state, dict) else ()) if isinstance(value, Tensor))
+        found.extend(
+            value for value in (state.values() if isinstance(state, dict) else ()) if isinstance(value, Tensor)
+        )
     return found
 
 
@@ -82,7 +106,11 @@ def _writes_through_data(kind: type[Optimizer]) -> bool:
     """Return whether the source of `kind`'s step mentions `.data`, or cannot be read; torch's own optimizers do not use it."""
     if kind not in _VOUCHED:
         try:
-            sources = [inspect.getsource(base) for base in kind.__mro__ if base not in (Optimizer, object) and not base.__module__.startswith("torch.")]
+            sources = [
+                inspect.getsource(base)
+                for base in kind.__mro__
+                if base not in (Optimizer, object) and not base.__module__.startswith("torch.")
+            ]
             _VOUCHED[kind] = not any(".data" in source for source in sources)
         except (OSError, TypeError):
             _VOUCHED[kind] = False

@@ -33,7 +33,9 @@ class Recorder(L.Callback):
         self.callback_metrics.append({key: float(value) for key, value in trainer.callback_metrics.items()})
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]))
+        self.gradients.append(
+            torch.cat([p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None])
+        )
 
     def on_after_backward(self, trainer, pl_module):
         self.after_backward += 1
@@ -65,17 +67,29 @@ class MLP(L.LightningModule):
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("f1", self.f1, on_step=True, on_epoch=True)
         self.log("error", self.error, on_step=False, on_epoch=True)
-        return {"loss": loss, "logits": logits, "confidence": logits.softmax(-1).max(-1).values.mean(), "names": batch["name"]}
+        return {
+            "loss": loss,
+            "logits": logits,
+            "confidence": logits.softmax(-1).max(-1).values.mean(),
+            "names": batch["name"],
+        }
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"},
+        }
 
     @staticmethod
     def loader(rows: int = 22, batch_size: int = 8, dtype: torch.dtype = torch.float64) -> DataLoader:
         generator = torch.Generator().manual_seed(1)
         data = [
-            {"x": torch.randn(6, generator=generator, dtype=dtype), "y": int(torch.randint(4, (), generator=generator)), "name": f"row {row}"}
+            {
+                "x": torch.randn(6, generator=generator, dtype=dtype),
+                "y": int(torch.randint(4, (), generator=generator)),
+                "name": f"row {row}",
+            }
             for row in range(rows)
         ]
         return DataLoader(Rows(data), batch_size=batch_size)
@@ -114,10 +128,14 @@ class RaggedTokens(L.LightningModule):
         labels = tokens.roll(-1, 1)
         for row in range(rows):
             labels[row, row % 10 :] = -100
-        return DataLoader(Rows([{"tokens": t, "labels": l} for t, l in zip(tokens, labels)]), batch_size=batch_size)
+        return DataLoader(
+            Rows([{"tokens": t, "labels": l} for t, l in zip(tokens, labels, strict=True)]), batch_size=batch_size
+        )
 
 
-def fit(module: L.LightningModule, loader: DataLoader, *, strategy="auto", callbacks=(), **options) -> tuple[Recorder, L.Trainer]:
+def fit(
+    module: L.LightningModule, loader: DataLoader, *, strategy="auto", callbacks=(), **options
+) -> tuple[Recorder, L.Trainer]:
     """Train `module` in float64 from seed 3 without any output; return what a callback saw."""
     torch.manual_seed(3)
     recorder = Recorder()

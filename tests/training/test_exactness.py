@@ -54,7 +54,9 @@ def test_every_logged_value_is_the_whole_batchs(size):
     names = {"loss_epoch", "sum_epoch", "max_epoch", "min_epoch", "given_epoch", "accuracy_epoch", "f1_epoch", "error"}
     assert names <= set(trainer.callback_metrics)
     for name in names:
-        assert float(trainer.callback_metrics[name]) == pytest.approx(float(plain_trainer.callback_metrics[name]), rel=1e-6), name
+        assert float(trainer.callback_metrics[name]) == pytest.approx(
+            float(plain_trainer.callback_metrics[name]), rel=1e-6
+        ), name
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,7 +77,11 @@ def test_hooks_run_once_a_batch_whatever_the_number_of_micro_batches():
     plain, _ = fit(whole, whole.loader(), accumulate_grad_batches=2)
     seen, _ = fit(parts, parts.loader(), strategy=UnifiedStrategy(micro_batch_size=1), accumulate_grad_batches=2)
 
-    assert (seen.after_backward, seen.zeroed, len(seen.outputs)) == (plain.after_backward, plain.zeroed, len(plain.outputs))
+    assert (seen.after_backward, seen.zeroed, len(seen.outputs)) == (
+        plain.after_backward,
+        plain.zeroed,
+        len(plain.outputs),
+    )
 
 
 def test_an_undivided_batch_is_bit_for_bit_plain_lightning():

@@ -100,7 +100,10 @@ def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, 
     for mine, other in zip(module.buffers(), twin.buffers(), strict=True):
         assert torch.equal(mine, other)
     assert seen.callback_metrics == twin_seen.callback_metrics
-    assert (len(seen.gradients), len(seen.outputs)) == (len(twin_seen.gradients) + (phase == "optimizer.step"), len(twin_seen.outputs))
+    assert (len(seen.gradients), len(seen.outputs)) == (
+        len(twin_seen.gradients) + (phase == "optimizer.step"),
+        len(twin_seen.outputs),
+    )
     assert torch.equal(seen.gradients[-1], twin_seen.gradients[-1])
 
 
@@ -119,8 +122,8 @@ def test_a_batch_is_halved_until_it_fits():
                 raise RuntimeError(TEXT)
             return super().training_step(batch, batch_idx)
 
-    module, seen, trainer = run(Large)
-    reference, plain, _ = run(MLP)
+    _, seen, trainer = run(Large)
+    _, plain, _ = run(MLP)
 
     assert trainer.strategy.micro_batch_size == 2
     assert trainer.strategy.effective_batch_size == 8
@@ -182,6 +185,36 @@ class HalfWriter(MLP):
 def test_half_updated_weights_stop_the_run_instead_of_being_kept():
     with pytest.raises(HalfUpdatedError, match="optimizer_rollback=True"):
         run(HalfWriter)
+
+
+class TwoGroups(MLP):
+    """A fused optimizer whose second group finds no memory for its state after the first group has been written."""
+
+    def configure_optimizers(self):
+        first, last = self.net[0], self.net[-1]
+        optimizer = torch.optim.AdamW([{"params": first.parameters()}, {"params": last.parameters()}], 0.05, fused=True)
+        create_state = optimizer._init_group
+        calls = []
+
+        def fails_in_the_second_group(group, *args, **kwargs):
+            calls.append(group)
+            if len(calls) == 2:
+                raise RuntimeError(TEXT)
+            return create_state(group, *args, **kwargs)
+
+        optimizer._init_group = fails_in_the_second_group
+        return optimizer
+
+
+def test_a_fused_group_that_was_written_is_noticed_though_no_version_counter_moved():
+    with pytest.raises(HalfUpdatedError, match="some are written already"):
+        run(TwoGroups)
+
+
+def test_a_fused_group_that_was_written_is_rolled_back_if_a_copy_was_asked_for():
+    _, _, trainer = run(TwoGroups, optimizer_rollback=True)
+
+    assert (trainer.strategy.recoveries, trainer.global_step) == (1, 6)
 
 
 def test_half_updated_weights_are_rolled_back_if_a_copy_was_asked_for():

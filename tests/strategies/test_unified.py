@@ -1,0 +1,228 @@
+"""`Trainer(strategy="unified")` as a user meets it: any module, one line, budgets that are meant."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import BudgetError, ConfigurationError
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "order", ["import lightning as L, lightning_unified", "import lightning_unified, lightning as L"]
+)
+def test_the_name_is_registered_in_either_import_order(order):
+    result = python(
+        f"{order}\nprint(type(L.Trainer(strategy='unified', accelerator='cpu', logger=False).strategy).__name__)"
+    )
+
+    assert result.stdout.strip() == "UnifiedStrategy", result.stderr
+
+
+def test_importing_the_package_imports_neither_torch_nor_lightning():
+    result = python("import sys, lightning_unified\nprint(sorted({'torch', 'lightning'} & set(sys.modules)))")
+
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+class PlainCNN(L.LightningModule):
+    """Somebody else's module: knows nothing of this package, has BatchNorm, logs torchmetrics in training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        )
+        self.train_accuracy, self.val_accuracy = MulticlassAccuracy(3), MulticlassAccuracy(3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self.net(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.train_accuracy(logits, y)
+        self.log("train/accuracy", self.train_accuracy, on_step=True, on_epoch=True)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.val_accuracy(self.net(x), y)
+        self.log("val/accuracy", self.val_accuracy)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def images(rows: int = 48):
+    generator = torch.Generator().manual_seed(5)
+    y = torch.randint(3, (rows,), generator=generator)
+    x = torch.randn(rows, 1, 8, 8, generator=generator) + y[:, None, None, None]
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+
+
+def test_a_third_party_cnn_with_batch_norm_trains_as_under_plain_lightning():
+    results = []
+    for strategy in ("auto", "unified"):
+        torch.manual_seed(0)
+        module = PlainCNN()
+        trainer = L.Trainer(strategy=strategy, max_epochs=3, **QUIET)
+        trainer.fit(module, images(), images())
+        results.append((trainer.callback_metrics, module.state_dict()))
+
+    assert {name: float(value) for name, value in results[0][0].items()} == {
+        name: float(value) for name, value in results[1][0].items()
+    }
+    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+
+
+def test_lightnings_boring_model_runs_every_stage():
+    trainer = L.Trainer(strategy="unified", max_steps=3, **QUIET)
+    module = BoringModel()
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.test(module, verbose=False)
+
+    assert trainer.global_step == 3
+    assert len(trainer.predict(module)) == 64
+
+
+def test_manual_optimization_passes_through():
+    trainer = L.Trainer(strategy="unified", max_steps=3, **QUIET)
+    trainer.fit(ManualOptimBoringModel())
+
+    assert trainer.global_step == 3
+
+
+def test_a_training_step_that_draws_its_own_batches_passes_through():
+    class Draws(BoringModel):
+        def training_step(self, dataloader_iter):
+            batch, _, _ = next(dataloader_iter)
+            return self.step(batch)
+
+    trainer = L.Trainer(strategy="unified", max_steps=3, **QUIET)
+    trainer.fit(Draws())
+
+    assert trainer.global_step == 3
+
+
+def test_a_skipped_step_is_skipped():
+    class Skips(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    module = Skips()
+    before = module.layer.weight.detach().clone()
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        L.Trainer(strategy="unified", max_steps=2, **QUIET).fit(module)
+
+    assert torch.equal(module.layer.weight, before)
+
+
+def test_a_budget_that_cannot_hold_the_weights_is_refused_before_training():
+    with pytest.raises(BudgetError, match=r"cannot hold Large: weights 64\.00 MiB .* before any activation"):
+        L.Trainer(strategy=UnifiedStrategy(budget="100MiB"), max_steps=1, **QUIET).fit(large())
+    L.Trainer(strategy=UnifiedStrategy(budget="2GiB"), max_steps=1, **QUIET).fit(BoringModel())
+
+
+def large() -> L.LightningModule:
+    class Large(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(4096, 4096, bias=False)
+
+    return Large()
+
+
+def test_a_budget_above_the_pool_is_refused():
+    with pytest.raises(BudgetError, match=r"above the pool of cpu.*the largest tier that fits"):
+        L.Trainer(strategy=UnifiedStrategy(budget="900000GiB"), max_steps=1, **QUIET).fit(BoringModel())
+
+
+def test_a_process_that_outgrows_its_budget_on_a_cpu_runs_smaller_micro_batches():
+    class Hungry(BoringModel):
+        def training_step(self, batch, batch_idx):
+            ballast = torch.ones(len(batch), 2**22)  # 16 MiB a row
+            return super().training_step(batch, batch_idx)["loss"] + 0 * ballast.sum()
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16)
+
+    resident = UnifiedStrategy().reading().allocated.bytes
+    strategy = UnifiedStrategy(budget=resident + 150 * 2**20)
+    trainer = L.Trainer(strategy=strategy, max_steps=4, **QUIET)
+    trainer.fit(Hungry())
+
+    assert strategy.effective_batch_size == 16
+    assert strategy.micro_batch_size < 16
+    assert "above the budget" in strategy.events[0]
+    assert strategy.measured_peak().bytes > resident
+
+
+def test_two_devices_are_refused_with_what_to_write():
+    with pytest.raises(ConfigurationError, match="pass devices=1"):
+        L.Trainer(strategy="unified", devices=2, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size=0: give a number of rows"),
+        ({"micro_batch_size": "many"}, "micro_batch_size='many'"),
+        ({"recompute": "yes"}, "recompute='yes'"),
+        ({"batch_norm": "ignore"}, "batch_norm='ignore'"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(options, text):
+    with pytest.raises(ConfigurationError, match=text):
+        UnifiedStrategy(**options)
+
+
+def test_recompute_sets_the_modules_own_switch_and_refuses_where_there_is_none():
+    class Switch(BoringModel):
+        recompute = False
+
+    module = Switch()
+    L.Trainer(strategy=UnifiedStrategy(recompute=True), max_steps=1, **QUIET).fit(module)
+    assert module.recompute is True
+    with pytest.raises(ConfigurationError, match="has no `recompute` attribute"):
+        L.Trainer(strategy=UnifiedStrategy(recompute=True), max_steps=1, **QUIET).fit(BoringModel())
+
+
+def test_the_plan_tells_what_was_chosen_and_why():
+    trainer = L.Trainer(strategy=UnifiedStrategy(micro_batch_size=4, budget="60%"), max_steps=2, **QUIET)
+    trainer.fit(BoringModel())
+    plan = trainer.strategy.plan.to_dict()
+
+    assert plan["precision"] == "32-true"
+    assert plan["budget_bytes"] == trainer.strategy.budget.bytes
+    assert plan["reasons"]["micro_batch_size"] == "as asked"
+    assert trainer.strategy.effective_batch_size == 1 and plan["micro_batch_size"] == 1
