@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -63,7 +63,7 @@ class LogRecorder:
         """Log every recorded name once, with the value of the whole batch."""
         for call in self._calls.values():
             value, batch_size = self._reduced(call)
-            results.log(call.fx, call.name, value, **call.options, batch_size=batch_size)
+            cast("Any", results).log(call.fx, call.name, value, **call.options, batch_size=batch_size)
 
     def _record(self, fx: str, name: str, value: Any, *, batch_size: Any = None, **options: Any) -> None:
         # a name logged twice in one training_step is two streams: each occurrence is merged with its like
