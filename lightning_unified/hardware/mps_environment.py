@@ -143,7 +143,8 @@ def _write(sources: Sources, high: float) -> Cap:
         _check_pair(own_high, own_low)
         reason = f"your own pair stays: {HIGH}={own_high:g}, {LOW}={own_low:g}"
         return Cap(applied=False, fraction=own_high, bytes=None, reason=reason)
-    if mps_allocator_initialized(sources):
+    initialized = mps_allocator_initialized(sources)
+    if initialized:
         return _cap(
             None, f"too late: Metal's allocator exists and has read {HIGH} and {LOW}; only HIGH can still change"
         )
@@ -159,7 +160,11 @@ def _write(sources: Sources, high: float) -> Cap:
     environ[HIGH] = f"{high:.4f}" if own_low is None else f"{high:g}"
     environ[WRITTEN] = f"{HIGH}={environ[HIGH]}" + ("" if own_low is not None else f" {LOW}={environ[LOW]}")
     kept = "" if own_low is None else f"; your {LOW} stays"
-    return _cap(high, f"wrote {HIGH}={environ[HIGH]} with {LOW}={environ[LOW]} before Metal's allocator exists{kept}")
+    when = (
+        "before Metal's allocator exists" if initialized is False else "; this torch cannot say whether it is in time"
+    )
+    when = f"{when}{kept}".removeprefix("; ")
+    return _cap(high, f"wrote {HIGH}={environ[HIGH]} with {LOW}={environ[LOW]}, {when}")
 
 
 def _complete(environ: MutableMapping[str, str], high: float) -> Cap:

@@ -189,6 +189,19 @@ def test_a_v1_cgroup_limits_the_pool_and_its_page_cache_is_free(machine):
     assert reading.total.source == "memory.limit_in_bytes of cgroup /docker/abc"
 
 
+def test_the_number_v1_writes_for_no_limit_is_no_limit(machine, tmp_path):
+    sources = machine("bare", proc=tmp_path / "proc", sys=tmp_path / "sys")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/job\n")
+    (tmp_path / "sys/fs/cgroup/memory/job").mkdir(parents=True)
+    limit = tmp_path / "sys/fs/cgroup/memory/job/memory.limit_in_bytes"
+
+    limit.write_text("9223372036854771712\n")
+    assert read(sources=sources).total.bytes is None
+    limit.write_text(f"{gib(3)}\n")
+    assert read(sources=sources).total.bytes == gib(3)
+
+
 def test_nested_v2_cgroups_give_the_lowest_limit_and_the_tightest_headroom(machine):
     """memory.high of the job is lowest (8), but its parent's siblings leave only 10 - 9 + 0.5."""
     reading = read(sources=machine("cgroup_v2"))
