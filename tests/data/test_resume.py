@@ -178,7 +178,7 @@ def test_a_resume_between_epochs_with_another_batch_size_is_accepted(tmp_path):
     fit(Reader(), text_data(), callbacks=[Save("on_train_epoch_end", 1, tmp_path / "a.ckpt")])
     data = text_data(batch_size=3)
     data.train_dataloader().load_state_dict(
-        torch.load(tmp_path / "a.ckpt", weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+        torch.load(tmp_path / "a.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
     )
 
 
