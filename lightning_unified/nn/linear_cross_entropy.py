@@ -38,12 +38,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(linear(hidden, weight, bias), labels)`; labels of -100 are not scored.
 
-    The backward pass computes the chunks again instead of keeping gradients from the forward pass: a quarter more time in
-    this layer, and nothing the size of `weight` lives between the two passes, where the rest of the network is.
+    The backward pass computes the chunks again instead of keeping gradients from the forward pass: about a quarter more
+    time in this layer, and nothing the size of `weight` lives between the two passes, where the rest of the network is.
 
     Where torch has `linear_cross_entropy` (2.13) and computes in fp32 or fp64, that does the work, with reduction
-    "none": its "sum" and "mean" hold two copies of the weight's gradient, whatever the chunk. Under autocast and
-    in half precision the function below does: torch's takes no notice of autocast, and rounds each loss to bf16.
+    "none": its "sum" and "mean" hold two copies of the weight's gradient from the forward pass on, whatever the chunk. Only
+    where such a copy is no larger than a chunk of logits is "sum" taken, which computes no chunk twice. Under autocast and
+    in half precision the function below does the work: torch's takes no notice of autocast, and rounds each loss to bf16.
 
     Shapes:
         hidden (..., D), labels (...), weight (V, D), bias (V). The chunks run over the flattened leading dimensions.
@@ -94,9 +95,16 @@ def _torch_does_it(hidden: Tensor) -> bool:
 def _torch_sum(hidden: Tensor, *, weight: Tensor, labels: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions  # new in torch 2.13
 
-    options = LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="compact")
+    small = weight.nbytes <= _CHUNK_BYTES
+    options = LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="compact", allow_retain_graph=small)
     losses = functional.linear_cross_entropy(
-        hidden, weight, labels, linear_bias=bias, reduction="none", ignore_index=IGNORED, options=options
+        hidden,
+        weight,
+        labels,
+        linear_bias=bias,
+        reduction="sum" if small else "none",
+        ignore_index=IGNORED,
+        options=options,
     )
     return losses.sum()
 

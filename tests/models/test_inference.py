@@ -114,7 +114,8 @@ def test_the_probability_does_not_depend_on_the_codes(checkpoint):
 
 def test_a_text_model_continues_text_and_refuses_records(text_checkpoint):
     diagnoser = Diagnoser.from_checkpoint(text_checkpoint, device="cpu")
-    assert diagnoser.generate(["<s>the valve"], sampling=GREEDY) == [" is closed before the pump starts"]
+    answers = diagnoser.generate(["the valve", "<s>the valve", ""], sampling=GREEDY)
+    assert answers == [" is closed before the pump starts"] * 2 + ["the valve is closed before the pump starts"]
     with pytest.raises(ValueError, match="trained on plain text"):
         diagnoser.diagnose("pump", "leak")
 
@@ -180,8 +181,8 @@ def test_a_batch_file_gives_a_list(checkpoint, tmp_path, capsys):
 
 
 def test_a_prompt_is_continued(text_checkpoint, capsys):
-    assert _main("--checkpoint", text_checkpoint, "--prompt", "<s>the valve", "--max-new-tokens", 3) == 0
-    assert capsys.readouterr().out == "<s>the valve is\n"
+    assert _main("--checkpoint", text_checkpoint, "--prompt", "the valve", "--max-new-tokens", 3) == 0
+    assert capsys.readouterr().out == "the valve is\n"
 
 
 @pytest.mark.parametrize("leave", ["quit", "EXIT"])

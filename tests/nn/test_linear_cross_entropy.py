@@ -22,11 +22,13 @@ def _plain(hidden, weight, bias, labels, reduction):
     )
 
 
-@pytest.fixture(params=["torch's", "own"])
+@pytest.fixture(params=["torch's, large weight", "torch's, small weight", "own"])
 def path(request, monkeypatch):
-    """Both ways of computing: torch's operator where it exists, and the function for torch without it."""
+    """All ways of computing: torch's operator where it exists, and the function for torch without it."""
     if request.param == "own":
         monkeypatch.setattr(subject, "_torch_does_it", lambda hidden: False)
+    if request.param == "torch's, large weight":
+        monkeypatch.setattr(subject, "_CHUNK_BYTES", 64 * 37)
     return request.param
 
 
@@ -45,6 +47,13 @@ def test_value_and_gradients_equal_plain_cross_entropy(path, reduction, rows, bi
         torch.autograd.grad(actual * scale, inputs), torch.autograd.grad(expected * scale, inputs), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_pass_gives_the_same_gradient(path):
+    hidden, weight, _, labels = _problem(bias=False)
+    loss = linear_cross_entropy(hidden, weight=weight, labels=labels)
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0].clone()
+    assert torch.equal(first, torch.autograd.grad(loss, weight)[0])
 
 
 def test_a_sum_over_no_scored_label_is_zero_with_zero_gradients(path):

@@ -23,6 +23,7 @@ Codes of the listed ranges never share a row. The mapping is arithmetic: the sam
 
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,17 +120,18 @@ def find(text: str) -> list[tuple[int, int, int]]:
 
 
 def align(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each token of `text` the id of the code it is part of, 0 where it is part of none.
+    """Return the row of the error table at each token of `text`: a code's at its last token, 0 everywhere else.
+
+    The last, where all of the code has been read: at its first token, the row would give away the tokens still to come.
 
     Args:
         text: The text that was tokenized.
         offsets: Of each token its first character and one past its last, as a tokenizer gives them.
     """
     rows = [0] * len(offsets)
-    for first, last, row in find(text):
-        for index, (start, end) in enumerate(offsets):
-            if start < last and end > first:
-                rows[index] = row
+    starts = [start for start, _ in offsets]
+    for _, end, row in find(text):
+        rows[bisect_right(starts, end - 1) - 1] = row
     return rows
 
 

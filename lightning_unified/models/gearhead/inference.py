@@ -17,6 +17,7 @@ from lightning_unified.models.gearhead.presets import GearHeadConfig
 __all__ = ["Diagnoser"]
 
 _PREFIX = "network."
+_BEGIN = layout.SPECIAL_TOKENS[layout.BOS_ID]
 
 
 class Diagnoser:
@@ -121,11 +122,15 @@ class Diagnoser:
     ) -> list[str]:
         """Return what the model writes after each text, tags included; `</s>` ends it and is left out.
 
+        Each text is taken as the beginning of a document: `<s>` is put before it where it is missing. An empty text lets the
+        model begin by itself.
+
         Raises:
-            ValueError: If a prompt is empty or too long.
+            ValueError: If a prompt is too long.
         """
-        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        rows = [codes.align(prompt, item.offsets) for prompt, item in zip(prompts, encoded, strict=True)]
+        texts = [prompt if prompt.startswith(_BEGIN) else _BEGIN + prompt for prompt in prompts]
+        encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        rows = [codes.align(text, item.offsets) for text, item in zip(texts, encoded, strict=True)]
         return self._generate([item.ids for item in encoded], rows, sampling=sampling, seed=seed)
 
     def _generate(

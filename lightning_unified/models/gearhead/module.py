@@ -178,7 +178,7 @@ class GearHead(LightningModule):
             diagnosis_loss = sums["diagnosis_loss"] / batch["scored_diagnoses"].clamp(min=1)
             loss = loss + self.hparams["diagnosis_weight"] * diagnosis_loss
         if self._trainer is not None:
-            self.log("train/loss", loss.detach(), on_step=True, prog_bar=True, batch_size=len(batch["input_ids"]))
+            self.log("train/loss", loss.detach(), on_step=True, prog_bar=True)
         return loss
 
     @override
