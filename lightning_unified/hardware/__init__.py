@@ -5,6 +5,7 @@ from lightning_unified.hardware.capabilities import Capability, capabilities, ca
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment import Finding, lint_environment
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
+from lightning_unified.hardware.peak import read_peak, reset_peak
 from lightning_unified.hardware.reading import Figure, Reading, Sources, read
 from lightning_unified.hardware.settings import HardwareSettings, host_threads
 from lightning_unified.hardware.watermarks import Cap, Watermarks, cap_allocator, set_mps_environment, watermarks
@@ -31,7 +32,9 @@ __all__ = [
     "mps_allocator_initialized",
     "parse_spec",
     "read",
+    "read_peak",
     "require",
+    "reset_peak",
     "resolve_budget",
     "set_mps_environment",
     "watermarks",

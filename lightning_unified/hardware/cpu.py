@@ -4,7 +4,7 @@ from lightning_unified.hardware.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 
-__all__ = ["cpu_name", "host_available", "host_total", "read_cpu"]
+__all__ = ["cpu_name", "host_available", "host_total", "peak_resident", "read_cpu"]
 
 # Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
 _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
@@ -28,7 +28,7 @@ def read_cpu(sources: Sources, index: int | None = None) -> Reading:
         available=available,
         allocated=_process(sources, "VmRSS"),
         reserved=Figure(None, "unknown: the CPU allocator reports no reserve of its own"),
-        peak=_peak(sources),
+        peak=peak_resident(sources),
         host=host_total(sources),
     )
 
@@ -87,7 +87,8 @@ def _process(sources: Sources, field: str) -> Figure:
     return Figure(None, f"unknown: {field} needs /proc/self/status, which is not here")
 
 
-def _peak(sources: Sources) -> Figure:
+def peak_resident(sources: Sources) -> Figure:
+    """Return the most bytes this process has had resident; one small read, cheap enough for every step."""
     peak = _process(sources, "VmHWM")
     if peak.bytes is None and (resident := sources.max_resident()) is not None:
         return Figure(resident, "ru_maxrss")

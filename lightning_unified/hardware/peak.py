@@ -1,13 +1,21 @@
-"""Starting a new peak: the counters that remember the highest use are set back to the present one."""
+"""The peak alone: read cheaply enough for every step, and set back to the present use where the counter allows it."""
 
 from typing import TYPE_CHECKING
 
+from lightning_unified.hardware.cpu import peak_resident
+from lightning_unified.hardware.reading import Figure, read
 from lightning_unified.hardware.sources import Sources
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["reset_peak"]
+__all__ = ["read_peak", "reset_peak"]
+
+
+def read_peak(device: "str | torch.device", *, sources: Sources | None = None) -> Figure:
+    """Return the highest use of `device`'s pool by this process since the counter began, in bytes."""
+    sources = sources or Sources.live()
+    return peak_resident(sources) if str(device).startswith("cpu") else read(device, sources=sources).peak
 
 
 def reset_peak(device: "str | torch.device", *, sources: Sources | None = None) -> bool:

@@ -21,10 +21,11 @@ from lightning_unified.hardware import (
     cap_allocator,
     capabilities,
     read,
+    read_peak,
+    reset_peak,
     resolve_budget,
     set_mps_environment,
 )
-from lightning_unified.hardware.peak import reset_peak
 from lightning_unified.planning import Plan, describe_bytes, static_bytes
 from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
 from lightning_unified.training.loop import UnifiedOptimization
@@ -35,8 +36,6 @@ from lightning_unified.units import format_bytes
 __all__ = ["UnifiedStrategy"]
 
 log = logging.getLogger("lightning_unified")
-
-_BATCHES_WATCHED_AT_FIRST, _WATCH_EVERY = 16, 16
 
 
 class UnifiedStrategy(SingleDeviceStrategy):
@@ -100,7 +99,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self.effective_batch_size: int | None = None
         self.recoveries = 0
         self.events: list[str] = []
-        self._batches = 0
         self._earlier_peak: int | None = None
         self._peak_told = 0
 
@@ -305,15 +303,12 @@ class UnifiedStrategy(SingleDeviceStrategy):
         """Note the batch, and on a CPU, whose allocator has no cap, whether the process has outgrown the budget."""
         if rows is not None:
             self.effective_batch_size = max(rows, self.effective_batch_size or 0)
-        self._batches += 1
-        if self.root_device.type == "cpu" and (
-            self._batches <= _BATCHES_WATCHED_AT_FIRST or self._batches % _WATCH_EVERY == 0
-        ):
+        if self.root_device.type == "cpu":
             self._shrink_if_over_budget()
 
     def measured_peak(self) -> Figure:
         """Return the highest use of this fit so far, in bytes, and which counter says so."""
-        now = self.reading().peak
+        now = read_peak(self.root_device)
         if now.bytes is None or self._earlier_peak is None or now.bytes >= self._earlier_peak:
             return now
         return Figure(self._earlier_peak, now.source)
@@ -321,7 +316,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
     def _shrink_if_over_budget(self) -> None:
         """Halve the size once for each new peak above the budget; the peak then counts anew."""
         assert self.budget is not None
-        peak, size = self.reading().peak.bytes, self.micro_batch_size
+        peak, size = read_peak(self.root_device).bytes, self.micro_batch_size
         if peak is None or size is None or peak <= max(self.budget.bytes, self._peak_told):
             return
         self._earlier_peak = max(peak, self._earlier_peak or 0)

@@ -1,0 +1,28 @@
+"""The peak is read cheaply and can be set back, where the machine allows it."""
+
+import dataclasses
+
+import torch
+
+from lightning_unified.hardware import Sources, read, read_peak, reset_peak
+
+
+def test_the_cheap_peak_is_the_readings():
+    before = read_peak("cpu")
+    peak = read("cpu").peak
+
+    assert before.source == peak.source
+    assert 0 < before.bytes <= peak.bytes
+
+
+def test_a_peak_set_back_forgets_what_was_freed():
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    high = read_peak("cpu").bytes
+    del block
+
+    assert reset_peak("cpu")
+    assert read_peak("cpu").bytes < high - 32 * 2**20
+
+
+def test_a_counter_that_cannot_be_set_back_says_so(tmp_path):
+    assert not reset_peak("cpu", sources=dataclasses.replace(Sources.live(), proc=tmp_path))
