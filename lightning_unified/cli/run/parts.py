@@ -10,6 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
@@ -66,6 +67,7 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
     data = _make("data", config.data)
     module = _make("model", config.model)
     callbacks = {name: _make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
+    callbacks = {name: callback for name, callback in callbacks.items() if not _switched_off(callback, config.trainer)}
     for callback in callbacks.values():
         if getattr(callback, "resume_command", ...) is None:
             callback.resume_command = resume_command
@@ -101,6 +103,12 @@ def compiled(module: LightningModule, *, wanted: bool) -> Any:
 def _resolved(node: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(node, resolve=True)
     return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+
+
+def _switched_off(callback: Callback, trainer: DictConfig) -> bool:
+    """Return whether a switch of the Trainer means `callback`; Lightning refuses the pair instead of choosing."""
+    bars = isinstance(callback, ProgressBar) and trainer.enable_progress_bar is False
+    return bars or (isinstance(callback, Checkpoint) and trainer.enable_checkpointing is False)
 
 
 def _nodes(group: Any) -> list[tuple[str, DictConfig]]:

@@ -44,7 +44,11 @@ def finish(
         (directory / "samples.txt").write_text("\n\n---\n\n".join(samples) + "\n", encoding="utf-8")
     plots = draw_plots(directory / "metrics.csv", directory / "plots")
     show_summary(
-        summary, baselines=_named(baselines), samples=samples, saved=_saved(directory, plots=len(plots), parts=parts)
+        summary,
+        baselines=_named(baselines),
+        samples=samples,
+        saved=_saved(directory, plots=len(plots), parts=parts),
+        first_step=parts.throughput.first_step,
     )
     return float(validation.get("loss", math.nan))
 

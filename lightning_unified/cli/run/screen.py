@@ -77,9 +77,14 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def show_summary(
-    summary: Mapping[str, Any], *, baselines: Mapping[str, float], samples: Sequence[str], saved: Sequence[str]
+    summary: Mapping[str, Any],
+    *,
+    baselines: Mapping[str, float],
+    samples: Sequence[str],
+    saved: Sequence[str],
+    first_step: int = 0,
 ) -> None:
-    """Print what came of the run."""
+    """Print what came of the run, which began at `first_step`."""
     table = Table(
         title="Summary",
         title_justify="left",
@@ -89,7 +94,7 @@ def show_summary(
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    for name, text in _rows(summary, baselines):
+    for name, text in _rows(summary, baselines, first_step):
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     _CONSOLE.print()
     _CONSOLE.print(table)
@@ -104,7 +109,7 @@ def show_summary(
     _CONSOLE.print(f"[bold]Go on with[/bold] {escape(str(summary['resume_command']))}")
 
 
-def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float]) -> Iterable[tuple[str, str]]:
+def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
     effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
     cut = (
         "the whole batch at once"
@@ -123,8 +128,13 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float]) -> Iterabl
         f"peak {format_bytes(peak['measured'])} ({peak['source']}) of a budget of {format_bytes(summary['budget_bytes'])}",
     )
     tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
+    since = f" since step {first_step}" if first_step else ""
     speed = [f"{tokens:,.0f} tokens/s"] * (tokens is not None) + [f"{rows:,.1f} samples/s"] * (rows is not None)
-    yield "speed", f"{summary['steps']} steps in {summary['seconds']:.0f} s" + "".join(f", {text}" for text in speed)
+    yield (
+        "speed",
+        f"{summary['steps'] - first_step} steps{since} in {summary['seconds']:.0f} s"
+        + "".join(f", {text}" for text in speed),
+    )
     validation = summary["validation"]
     if "loss" in validation:
         perplexity = validation.get("perplexity")

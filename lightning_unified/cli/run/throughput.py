@@ -17,6 +17,7 @@ class Throughput(Callback):
     stays on the device until it is asked for, so that no step waits for it.
 
     Attributes:
+        first_step: The optimizer step this process began at.
         samples: Rows trained on.
         seconds: Time between the first and the last training batch, validation left out.
         duration: Time from the start of training to its end, everything included.
@@ -24,6 +25,7 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
+        self.first_step = 0
         self.samples = 0
         self.seconds = 0.0
         self.duration = 0.0
@@ -39,7 +41,7 @@ class Throughput(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = time.monotonic()
+        self._began, self.first_step = time.monotonic(), trainer.global_step
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,0 +1,45 @@
+"""Commands run inside the test's process, in a folder of their own, and small enough for that."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lightning_unified.cli.train import train
+
+CONF = str(Path(__file__).resolve().parents[2] / "conf")
+TINY = (
+    "hardware=cpu",
+    "data=builtin",
+    "model.width=16",
+    "model.heads=2",
+    "model.layers=1",
+    "model.feed_forward=16",
+    "trainer.enable_progress_bar=false",
+)
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self):
+        return (self.out + self.err).splitlines()
+
+
+def call(monkeypatch, capfd, *arguments, config_path=CONF):
+    """Run `train` as a process of its own would, as far as this one allows."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    capfd.readouterr()
+    code = train(list(arguments), config_path=config_path)
+    return Done(code, *capfd.readouterr())
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments, **options: call(monkeypatch, capfd, *arguments, **options)

@@ -1,0 +1,175 @@
+"""The shipped configuration: every leaf fits its target, every combination composes, precedence is as written."""
+
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf, open_dict
+
+from lightning_unified.cli.request.binding import arguments_of, check_binding, target_of, targets
+from lightning_unified.cli.request.composition import composed, groups, searching
+from lightning_unified.errors import ConfigurationError
+
+TIERS = {
+    "debug": ("4GiB", 4, 4),
+    "small": ("8GiB", 8, 4),
+    "medium": ("16GiB", 16, 4),
+    "large": ("28GiB", 32, 4),
+    "optimal": ("32GiB", 64, 8),
+}
+HARDWARE = ("auto", "cpu", "cuda", "dgx_spark", "jetson", "mps", "rocm", "strix_halo")
+MODELS = ("gearhead", "gearhead-118m", "gearhead-34m", "gearhead-small")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _search_path():
+    with searching(str(Path(__file__).resolve().parent.parent / "conf")):
+        yield
+
+
+def compose(*overrides):
+    config = composed(overrides).config
+    with open_dict(config):
+        config["run_dir"] = "runs/here"
+    return config
+
+
+def test_the_groups_offer_what_the_documentation_says():
+    offered = groups()
+
+    assert set(offered["memory"]) == {*TIERS, "auto"}
+    assert tuple(offered["hardware"]) == HARDWARE
+    assert tuple(offered["model"]) == MODELS
+    assert {"builtin", "botocore", "dtc", "files", "pydoc"} <= set(offered["data"])
+
+
+def test_every_model_brings_data_of_its_own_name():
+    assert set(MODELS) <= set(groups()["data"])
+
+
+@pytest.mark.parametrize("group", ["memory", "hardware", "model", "data", "trainer", "callbacks", "logger"])
+def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
+    for choice in groups()[group]:
+        node = OmegaConf.to_container(compose(f"{group}={choice}")[group], resolve=False)
+        for name, leaf in targets(node, name=group):
+            arguments = {
+                key
+                for key, parameter in arguments_of(target_of(leaf["_target_"])).items()
+                if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            }
+
+            assert {key for key in leaf if key != "_target_"} == arguments, (
+                f"{name} ({choice}) and {leaf['_target_']} differ"
+            )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_combination_composes_and_round_trips(model):
+    for memory, hardware in itertools.product(groups()["memory"], HARDWARE):
+        config = compose(f"memory={memory}", f"hardware={hardware}", f"model={model}")
+        OmegaConf.resolve(config)
+
+        assert OmegaConf.create(OmegaConf.to_yaml(config)) == config
+        assert config.hardware.name == hardware
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [("data", name) for name in ("builtin", "botocore", "dtc", "pydoc")] + [("model", name) for name in MODELS],
+    ids="=".join,
+)
+def test_what_composes_binds_to_the_signatures(choice):
+    check_binding(
+        compose(
+            "=".join(choice),
+            "hardware=cpu",
+            "hardware.num_workers=0",
+            "hardware.persistent_workers=false",
+            "hardware.prefetch_factor=null",
+            "hardware.start_method=null",
+        )
+    )
+
+
+@pytest.mark.parametrize("experiment", ["diagnostics", "gearhead-34m-cuda", "gearhead-34m-mps", "gearhead-34m-rocm"])
+def test_every_experiment_composes_under_its_own_name(experiment):
+    assert compose(f"experiment={experiment}").name == experiment
+
+
+def test_the_experiments_tested_are_all_there_are():
+    assert groups()["experiment"] == ["diagnostics", "gearhead-34m-cuda", "gearhead-34m-mps", "gearhead-34m-rocm"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_tier_is_the_budget_batch_and_micro_batch_of_the_table(tier):
+    config = compose(f"memory={tier}")
+
+    assert (config.memory.budget, config.data.batch_size, config.memory.micro_batch_size) == TIERS[tier]
+
+
+def test_the_automatic_tier_has_no_batch_of_its_own():
+    assert compose("memory=auto").data.batch_size == compose("memory=auto", "data=builtin").data.batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("hardware", "rows", "length", "recompute"),
+    [
+        ("cuda", 8, 1024, False),
+        ("rocm", 2, 512, True),
+        ("mps", 4, 512, True),
+        ("dgx_spark", 8, 1024, False),
+        ("strix_halo", 2, 512, True),
+    ],
+)
+def test_hardware_decides_how_the_34m_model_cuts_its_batch_of_32(hardware, rows, length, recompute):
+    config = compose("model=gearhead-34m", f"hardware={hardware}")
+
+    assert (
+        config.data.batch_size,
+        config.memory.micro_batch_size,
+        config.data.sequence_length,
+        config.memory.recompute,
+    ) == (32, rows, length, recompute)
+
+
+def test_the_command_line_beats_an_experiment_which_beats_memory_which_beats_hardware():
+    hardware = compose("model=gearhead-34m", "hardware=cuda")
+    memory = compose("model=gearhead-34m", "hardware=cuda", "memory=small")
+    experiment = compose("experiment=gearhead-34m-cuda", "memory=small")
+    line = compose("experiment=gearhead-34m-cuda", "memory=small", "trainer.max_steps=7", "data.batch_size=6")
+
+    assert (hardware.data.batch_size, memory.data.batch_size, line.data.batch_size) == (32, 8, 6)
+    assert (memory.trainer.max_steps, experiment.trainer.max_steps, line.trainer.max_steps) == (400, 5000, 7)
+
+
+def test_precision_follows_the_hardware():
+    assert compose("hardware=cpu", "hardware.precision=bf16-mixed").memory.precision == "bf16-mixed"
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest():
+    with pytest.raises(ConfigurationError, match=r"model\.learning_rat: .*did you mean learning_rate\?"):
+        check_binding(compose("hardware=cpu", "+model.learning_rat=0.1"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.learning_rate=fast", r"model\.learning_rate=fast: it must be a number"),
+        ("model.layers=2.5", r"model\.layers=2\.5: it must be a whole number or null"),
+        ("model.recompute=7", r"model\.recompute=7: it must be true or false"),
+        ("model.schedule=linea", r"one of linear, cosine, constant; did you mean linear\?"),
+        ("model._target_=lightning_unified.models.gearhead.GearHed", r"GearHed cannot be imported"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(override, message):
+    plain = (
+        "hardware.num_workers=0",
+        "hardware.persistent_workers=false",
+        "hardware.prefetch_factor=null",
+        "hardware.start_method=null",
+    )
+
+    check_binding(compose("hardware=cpu", *plain))
+    with pytest.raises(ConfigurationError, match=message):
+        check_binding(compose("hardware=cpu", *plain, override))

@@ -1,0 +1,59 @@
+"""What is built holds everything, and claims only what is tested."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCK = dict(
+    line.split("==")
+    for line in (ROOT / "requirements.lock").read_text().splitlines()
+    if "==" in line and not line.startswith("#")
+)
+
+
+def name_of(requirement):
+    return re.split(r"[<>=!~\[; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_every_package_of_the_tree_is_listed():
+    packages = {"lightning_unified.conf"}
+    for folder in [ROOT / "lightning_unified", *(ROOT / "lightning_unified").rglob("*")]:
+        if folder.is_dir() and any(folder.glob("*.py")):
+            packages.add(".".join(folder.relative_to(ROOT).parts))
+
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_the_lock_pins_torch_exactly_and_names_no_build_or_index():
+    text = (ROOT / "requirements.lock").read_text()
+
+    assert LOCK["torch"] == "2.13.0"
+    assert "+" not in "".join(LOCK.values())
+    assert not re.search(r"^(--|nvidia|triton)|https?://", text, re.MULTILINE)
+
+
+def test_the_lock_holds_every_dependency_and_every_extra():
+    asked = [
+        *PROJECT["project"]["dependencies"],
+        *(each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra),
+    ]
+    locked = {name.lower().replace("_", "-") for name in LOCK}
+
+    assert {name_of(each) for each in asked} - {"lightning-unified"} <= locked
+
+
+def test_only_what_is_tested_is_claimed():
+    project = PROJECT["project"]
+
+    assert project["requires-python"] == ">=3.11,<3.13"
+    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert "lightning>=2.6,<2.7" in project["dependencies"]
+    assert {"models", "data", "sweep", "dev", "all"} == set(project["optional-dependencies"])
+
+
+def test_the_configuration_is_shipped_from_its_folder():
+    assert PROJECT["tool"]["setuptools"]["package-dir"]["lightning_unified.conf"] == "conf"
+    assert (ROOT / "conf" / "__init__.py").is_file()
+    assert "**/*.yaml" in PROJECT["tool"]["setuptools"]["package-data"]["lightning_unified.conf"]
