@@ -179,9 +179,9 @@ def _read(path: Path) -> dict[str, Any]:
         AttributeError,
         UnicodeDecodeError,
     ) as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        # torch's own text is left to the chained error: it advises to load the file as code, which a damaged file is no reason for.
         raise RuntimeError(
-            f"{path} cannot be read as a checkpoint ({reason}); it is damaged or something else."
+            f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
         ) from error
     if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
         raise RuntimeError(f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one.")
