@@ -1,3 +1,4 @@
+# ruff: noqa: INP001
 """Run from another folder with the wheel installed: the configuration composes, and every module can be imported."""
 
 import importlib

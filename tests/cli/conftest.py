@@ -40,6 +40,11 @@ def call(monkeypatch, capfd, *arguments, config_path=CONF):
 
 
 @pytest.fixture
+def tiny():
+    return TINY
+
+
+@pytest.fixture
 def command(monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
     return lambda *arguments, **options: call(monkeypatch, capfd, *arguments, **options)

@@ -40,13 +40,13 @@ class Parts:
 
 
 class _Start(Callback):
-    """Call back when strategy and data are set up: what they refuse is then said without anything before it."""
+    """Call back when strategy, data and checkpoint are in place: what they refuse is then said without anything before it."""
 
     def __init__(self, then: Callable[[LightningModule], None]) -> None:
         self._then = then
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._then(pl_module)
 
 
@@ -75,7 +75,7 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
     throughput = Throughput()
     arguments = _resolved(config.trainer)
     taken = {
-        "callbacks": [*callbacks.values(), throughput, ValidateAtEnd(), _Start(on_start)],
+        "callbacks": [_Start(on_start), *callbacks.values(), throughput, ValidateAtEnd()],
         "logger": loggers or False,
     }
     partial = _make(

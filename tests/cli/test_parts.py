@@ -1,0 +1,95 @@
+"""The pieces of the command line, each for itself."""
+
+import json
+import math
+
+from omegaconf import OmegaConf
+
+from lightning_unified.cli.failure import explain, report_failure
+from lightning_unified.cli.main import main
+from lightning_unified.cli.request.nearest import nearest
+from lightning_unified.cli.request.resume import apply_changes, merged_overrides
+from lightning_unified.cli.run.plots import draw_plots, read_metrics
+from lightning_unified.cli.run.record import versions, write_json
+from lightning_unified.errors import BudgetError, CheckpointError
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(capfd):
+    assert main(["docter"]) == 2
+    assert "did you mean doctor?" in capfd.readouterr().err
+
+
+def test_the_help_names_the_commands_there_are(capfd):
+    assert main(["--help"]) == 0
+    out = capfd.readouterr().out
+    assert "doctor" in out
+    assert "watch" not in out
+
+
+def test_the_help_of_training_shows_groups_overrides_and_configuration(command):
+    done = command("--help", "memory=small")
+
+    assert done.code == 0
+    for text in ("memory     auto, debug, large", "data.batch_size=64", "resume=", "budget: 8GiB", "max_steps: 400"):
+        assert text in done.out
+
+
+def test_the_configuration_can_be_printed_without_a_run(command, tmp_path):
+    done = command("--cfg", "job", "--package", "memory", "memory=medium")
+
+    assert done.code == 0
+    assert "budget: 16GiB" in done.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_errors_of_the_request_are_two_and_those_of_the_run_one():
+    assert explain(BudgetError("too much")) == (2, "too much")
+    assert explain(CheckpointError("gone"))[0] == 1
+    assert explain(RuntimeError("odd")) == (1, "RuntimeError: odd")
+
+
+def test_a_long_error_is_cut_to_a_dozen_lines(capfd):
+    report_failure(RuntimeError("\n".join(f"line {number}" for number in range(50))))
+
+    assert len(capfd.readouterr().err.splitlines()) <= 12
+
+
+def test_the_nearest_name_is_found_by_its_last_part():
+    assert nearest("batchsize", ["data.batch_size", "trainer.max_steps"]) == "data.batch_size"
+    assert nearest("zzz", ["data.batch_size"]) is None
+
+
+def test_overrides_given_again_replace_the_saved_ones():
+    assert merged_overrides(["memory=small", "seed=1", "run_dir=a"], ["seed=2", "resume=a", "trainer.max_steps=3"]) == [
+        "memory=small",
+        "seed=2",
+        "trainer.max_steps=3",
+    ]
+
+
+def test_only_what_the_new_overrides_change_is_changed():
+    saved = OmegaConf.create({"memory": {"budget": "8GiB"}, "data": {"batch_size": 6}, "seed": 1})
+    before = OmegaConf.create({"memory": {"budget": "8GiB"}, "data": {"batch_size": 8}, "seed": 42})
+    after = OmegaConf.create({"memory": {"budget": "4GiB"}, "data": {"batch_size": 8}, "seed": 42})
+    changes = apply_changes(saved, before, after)
+
+    assert saved == {"memory": {"budget": "4GiB"}, "data": {"batch_size": 6}, "seed": 1}
+    assert [(change.key, change.old, change.new) for change in changes] == [("memory.budget", "8GiB", "4GiB")]
+
+
+def test_what_is_not_finite_is_written_as_null(tmp_path):
+    write_json(tmp_path / "a.json", {"loss": math.nan, "list": [math.inf, 1.5], "none": None})
+
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "list": [None, 1.5], "none": None}
+
+
+def test_versions_name_torch_and_this_python():
+    assert {"python", "torch", "lightning", "lightning-unified"} <= set(versions())
+
+
+def test_plots_are_drawn_for_the_columns_there_are(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,2.5,\n1,,2.0\n2,2.0,\n")
+
+    assert read_metrics(tmp_path / "metrics.csv") == {"train/loss": [(0, 2.5), (2, 2.0)], "val/loss": [(1, 2.0)]}
+    assert [path.name for path in draw_plots(tmp_path / "metrics.csv", tmp_path / "plots")] == ["loss.png"]
+    assert draw_plots(tmp_path / "nowhere.csv", tmp_path / "plots") == []
