@@ -134,8 +134,9 @@ class RunCheckpoint(Checkpoint):
         self._continuation.before_epoch(trainer)
         if self._resumed:
             # files of steps that this run takes anew, because it goes on from an older one, are the first to go
-            newer = {path.name for path in self._folder.glob("step_*.ckpt")} - set(self._kept)
-            self._kept = [*sorted(name for name in newer if name > _name(trainer.global_step)), *self._kept]
+            here = {path.name for path in self._folder.glob("step_*.ckpt")}
+            newer = sorted(name for name in here - set(self._kept) if name > _name(trainer.global_step))
+            self._kept = [*newer, *(name for name in self._kept if name in here)]
             self._resumed = False
         self._saved = (trainer.global_step, trainer.fit_loop.total_batch_idx)
         self._deferred = False

@@ -3,7 +3,9 @@
 import errno
 import os
 import pickle
+import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +64,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:
-            if "weights_only" not in str(error).lower() and "weights only" not in str(error).lower():
+            if not zipfile.is_zipfile(path):
                 raise _damaged(path, error) from error
+            foreign = re.search(r"GLOBAL (\S+)", str(error))
             raise CheckpointError(
-                f"{path} holds more than tensors and plain values, which torch loads only from a trusted source "
-                f"({str(error).splitlines()[0]}). If you trust the file, pass weights_only=False to fit or validate."
+                f"{path} holds {foreign.group(1) if foreign else 'objects'} beside tensors and plain values, and torch loads "
+                "such things only from a trusted source. If you trust the file, pass weights_only=False to fit or validate."
             ) from error
         except FileNotFoundError:
             raise

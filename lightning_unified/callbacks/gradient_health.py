@@ -75,32 +75,31 @@ class GradientHealth(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         watch = self._watches.setdefault(id(optimizer), _Watch(self.check_every))
-        step = trainer.global_step
+        step = trainer.global_step + 1  # counted as checkpoints are: step_000050.ckpt is written after step 50
         watch.note(step, optimizer)
-        if (step + 1) % self.check_every == 0:
-            self._read(trainer, pl_module)
+        if step % self.check_every == 0:
+            self._read(trainer, pl_module, elements=watch.elements())
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read(trainer, pl_module)
+        self._read(trainer, pl_module, elements=[])  # gradients are clipped by now: their elements say nothing
 
     def _count(self) -> int:
         self.nonfinite_steps = self._before + sum(watch.history().bad_steps for watch in self._watches.values())
         return self.nonfinite_steps
 
-    def _read(self, trainer: Trainer, module: LightningModule) -> None:
+    def _read(self, trainer: Trainer, module: LightningModule, *, elements: list["_Elements"]) -> None:
         metrics: dict[str, float] = {"gradients/nonfinite_steps": self._count()}
         histories = [watch.history() for watch in self._watches.values()]
         worst = max(histories, key=lambda history: history.longest.length, default=_History())
-        elements = [count for watch in self._watches.values() for count in watch.elements()]
         if elements:
-            metrics["gradients/nan_elements"] = sum(nan for _, nan, _ in elements)
-            metrics["gradients/inf_elements"] = sum(inf for _, _, inf in elements)
+            metrics["gradients/nan_elements"] = sum(each.nan for each in elements)
+            metrics["gradients/inf_elements"] = sum(each.inf for each in elements)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logged_step(trainer))
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scales = scaler is not None and scaler.is_enabled()
-        if scales:
+        if scaler is not None and scales:
             self._look_at_scale(float(scaler.get_scale()))
         spoilt = worst.longest.length >= (self.scaler_patience if scales else self.patience)
         if trainer.strategy.reduce_boolean_decision(spoilt, all=False):
@@ -113,6 +112,15 @@ class GradientHealth(Callback):
                 f"the gradient scaler has come down to {scale:g}: gradients overflow float16 even unscaled. "
                 "Use precision bf16-mixed or 32-true, or lower the learning rate."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Elements:
+    """How many elements of a parameter's gradient are NaN and Inf."""
+
+    parameter: Tensor
+    nan: int
+    inf: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +161,9 @@ class _Watch:
 
     def note(self, step: int, optimizer: Optimizer) -> None:
         """Keep the magnitudes of `step`; a second call for the same step replaces the first."""
-        parameters = [p for p in _parameters(optimizer) if p.grad is not None and p.grad.numel() > 0]
-        row = (parameters, _magnitudes([_dense(p.grad) for p in parameters]))
+        gradients = [(p, _dense(p.grad)) for p in _parameters(optimizer) if p.grad is not None]
+        gradients = [(p, gradient) for p, gradient in gradients if gradient.numel() > 0]
+        row = ([p for p, _ in gradients], _magnitudes([gradient for _, gradient in gradients]))
         if self._steps and self._steps[-1] == step:
             self._rows[-1] = row
             return
@@ -167,7 +176,8 @@ class _Watch:
         """Return the history up to now; this waits for the device."""
         if not self._steps:
             return self._read
-        values = torch.cat([magnitudes for _, magnitudes in self._rows]).tolist()
+        rows = [magnitudes for _, magnitudes in self._rows if len(magnitudes)]
+        values = torch.cat(rows).tolist() if rows else []
         history, start = self._read, 0
         for step, (parameters, _) in zip(self._steps, self._rows, strict=True):
             self._read = history  # the last step stays open: it may be done again
@@ -182,20 +192,14 @@ class _Watch:
         self._steps, self._rows = self._steps[-1:], self._rows[-1:]
         return history
 
-    def elements(self) -> list[tuple[Tensor, int, int]]:
-        """Return (parameter, NaN elements, Inf elements) of the last step's bad gradients, before they are clipped or zeroed."""
-        history = self.history()
-        if not self._steps or history.current.last != self._steps[-1]:
+    def elements(self) -> list[_Elements]:
+        """Return the counts of the last step's bad gradients; to be asked before these are clipped or zeroed."""
+        streak = self.history().current
+        if not self._steps or streak.last != self._steps[-1] or not streak.length:
             return []
-        counts = []
-        for parameter in self._rows[-1][0]:
-            gradient = None if parameter.grad is None else _dense(parameter.grad)
-            if gradient is None:
-                continue
-            nan, inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-            if nan or inf:
-                counts.append((parameter, nan, inf))
-        return counts
+        gradients = [(p, _dense(p.grad)) for p in self._rows[-1][0] if p.grad is not None]
+        counts = (_Elements(parameter=p, nan=int(g.isnan().sum()), inf=int(g.isinf().sum())) for p, g in gradients)
+        return [each for each in counts if each.nan or each.inf]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -206,8 +210,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 def _dense(gradient: Tensor) -> Tensor:
     """Return the numbers of this rank's part of `gradient`, without the zeros that a sparse one leaves out."""
     gradient = gradient.detach()
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()  # pyright: ignore[reportCallIssue]: DTensor's
+    to_local = getattr(gradient, "to_local", None)  # a DTensor's
+    gradient = gradient if to_local is None else to_local()
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -221,7 +225,9 @@ def _magnitudes(gradients: list[Tensor]) -> Tensor:
         chosen = [i for i, g in enumerate(gradients) if (g.dtype in {torch.float16, torch.bfloat16}) == half]
         if chosen:
             dtype = torch.float32 if half else None
-            found = torch._foreach_norm([gradients[i] for i in chosen], math.inf, dtype)
+            found = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+                [gradients[i] for i in chosen], math.inf, dtype
+            )
             for i, norm in zip(chosen, found, strict=True):
                 norms[i] = norm
     if not norms:
@@ -230,14 +236,15 @@ def _magnitudes(gradients: list[Tensor]) -> Tensor:
     return torch.stack([norm if norm.device == device else norm.to(device, non_blocking=True) for norm in norms])
 
 
-def _message(streak: _Streak, elements: list[tuple[Tensor, int, int]], *, module: LightningModule, scales: bool) -> str:
+def _message(streak: _Streak, elements: list[_Elements], *, module: LightningModule, scales: bool) -> str:
     if not streak.length:
         return "gradients were not finite for too long on another process; its message says where."
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     first = [f"{names.get(id(p), 'an unnamed parameter')} ({kind})" for p, kind in streak.parameters]
     rest = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
     now = [
-        f"{names.get(id(p), '?')} {nan} NaN and {inf} Inf of {p.numel()} elements" for p, nan, inf in elements[:_NAMED]
+        f"{names.get(id(each.parameter), '?')} {each.nan} NaN and {each.inf} Inf of {each.parameter.numel()} elements"
+        for each in elements[:_NAMED]
     ]
     skipped = "; the gradient scaler skipped these steps" if scales else "; the weights were updated with them"
     return (

@@ -1,7 +1,7 @@
 """A run of seconds with everything that a resume can get wrong: dropout, AdamW, a scheduler, a stateful shuffling loader.
 
 Imported by the tests through the `small_run` fixture, and run as a script where a test needs a process of its own:
-    python small_run.py FOLDER [--steps N] [--kill-at N [--signals N]] [--signal NAME] [--accumulate N] [--resume FILE]
+    python small_run.py FOLDER [--kill-at N [--signals N] [--signal NAME]] [--accumulate N] [--resume FILE] [--devices N]
 """
 
 import argparse
@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from lightning_unified.callbacks import AtomicCheckpointIO, GracefulInterrupt, RunCheckpoint
 
 BATCHES = 5
 
@@ -124,7 +124,7 @@ def build(folder, *, callbacks=(), **options):
 def fit(folder, *, callbacks=(), seed=1, resume=None, loader=None, **options):
     """Train and return (module, trainer); `seed` is the state of the world when fit begins, which a resume must not feel."""
     module, trainer = build(folder, callbacks=callbacks, **options)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + 1000 * trainer.global_rank)
     trainer.fit(module, loader or StatefulLoader(), validation_loader(), ckpt_path=resume)
     return module, trainer
 
@@ -133,35 +133,35 @@ def same_weights(a, b):
     return all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
+SCRIPT_OPTIONS = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--signals", type=int, default=1)
     parser.add_argument("--signal", default="SIGTERM")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--resume")
+    parser.add_argument("--devices", type=int, default=1)
     given = parser.parse_args()
 
     def kill(trainer):
-        for _ in range(given.signals):
-            os.kill(os.getpid(), signal.Signals[given.signal])
+        if trainer.global_rank == given.devices - 1:
+            for _ in range(given.signals):
+                os.kill(os.getpid(), signal.Signals[given.signal])
 
     torch.set_num_threads(1)
     interrupt = GracefulInterrupt(resume_command="python small_run.py --resume")
-    callbacks = [StopAfterBatch(given.kill_at, act=kill), interrupt, RunCheckpoint(given.folder, every_n_steps=50)]
-    module, trainer = fit(
-        given.folder,
-        callbacks=callbacks,
-        resume=given.resume,
-        max_steps=given.steps,
-        accumulate_grad_batches=given.accumulate,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-    )
-    print(f"step={trainer.global_step} validations={module.validations} signal={interrupt.signal!r}")
-    torch.save(module.state_dict(), given.folder / "weights.pt")
+    callbacks = [StopAfterBatch(given.kill_at, act=kill), interrupt, RunCheckpoint(given.folder)]
+    options = {**SCRIPT_OPTIONS, "accumulate_grad_batches": given.accumulate}
+    if given.devices > 1:
+        options |= {"devices": given.devices, "strategy": "ddp", "plugins": [AtomicCheckpointIO()]}
+    module, trainer = fit(given.folder, callbacks=callbacks, resume=given.resume, **options)
+    print(f"rank={trainer.global_rank} step={trainer.global_step} validations={module.validations}")
+    if trainer.is_global_zero:
+        torch.save(module.state_dict(), given.folder / "weights.pt")
     sys.exit(143 if interrupt.signal == signal.SIGTERM else 0)
 
 

@@ -1,0 +1,43 @@
+"""What the tests of callbacks share: a small exact run, and a machine whose memory readings are made up."""
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_unified.hardware.reading import Figure, Reading
+
+
+@pytest.fixture(scope="session")
+def small_run():
+    """The module `small_run.py`, which is also a script."""
+    spec = importlib.util.spec_from_file_location("small_run", Path(__file__).with_name("small_run.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["small_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def reading():
+    """Make a `Reading` from bytes; a figure left out is unknown."""
+
+    def make(**figures):
+        known = {
+            name: Figure(figures.get(name), f"fake {name}" if name in figures else "unknown: not given")
+            for name in ("total", "available", "allocated", "reserved", "peak")
+        }
+        return Reading(device="cpu", backend="cpu", name="fake", pool="unified", **known)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)

@@ -1,0 +1,100 @@
+"""The states of all random streams, on machines with other accelerators too."""
+
+import io
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from lightning_unified.callbacks import random_state
+
+
+class Generators:
+    """Stands for `torch.cuda`, `torch.xpu` or `torch.mps`: `count` generators whose states can be read and set."""
+
+    def __init__(self, count):
+        self.states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
+
+    def device_count(self):
+        return len(self.states)
+
+    def get_rng_state(self):
+        return self.states[0].clone()
+
+    def get_rng_state_all(self):
+        return [state.clone() for state in self.states]
+
+    def set_rng_state(self, state, index=0):
+        self.states[index] = state
+
+
+def machine(**accelerators):
+    return SimpleNamespace(get_rng_state=torch.get_rng_state, set_rng_state=torch.set_rng_state, **accelerators)
+
+
+def draws():
+    return torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()
+
+
+def test_every_stream_of_the_cpu_goes_on_where_it_was():
+    random.gauss(0, 1)  # leaves a second value in store
+    np.random.randn()
+    state = random_state.capture("cpu")
+    expected = draws()
+    draws()
+
+    assert random_state.restore(state, device_type="cpu") == []
+    assert draws() == expected
+
+
+def test_a_state_passes_through_a_file_of_plain_values():
+    file = io.BytesIO()
+    state = random_state.capture("cpu")
+    expected = draws()
+    torch.save(state, file)
+    file.seek(0)
+    random_state.restore(torch.load(file, weights_only=True), device_type="cpu")
+
+    assert draws() == expected
+
+
+def test_mps_goes_on_where_it_was():
+    mps = Generators(1)
+    state = random_state.capture("mps", namespace=machine(mps=mps))
+    mps.states[0] = torch.tensor([77], dtype=torch.uint8)
+
+    assert random_state.restore(state, device_type="mps", namespace=machine(mps=mps)) == []
+    assert mps.states[0].item() == 0
+
+
+def test_all_devices_of_cuda_and_xpu_go_on_where_they_were():
+    for kind in ("cuda", "xpu"):
+        before = machine(**{kind: Generators(2)})
+        after = machine(**{kind: Generators(2)})
+        getattr(after, kind).states = [torch.tensor([9], dtype=torch.uint8)] * 2
+
+        assert (
+            random_state.restore(random_state.capture(kind, namespace=before), device_type=kind, namespace=after) == []
+        )
+        assert [state.item() for state in getattr(after, kind).states] == [0, 1]
+
+
+def test_other_accelerators_of_the_machine_are_left_alone():
+    assert set(random_state.capture("cpu", namespace=machine(mps=None, cuda=None))) == {"torch", "python", "numpy"}
+
+
+def test_a_generator_that_is_not_here_is_named():
+    two, one = machine(cuda=Generators(2)), machine(cuda=Generators(1))
+    state = random_state.capture("cuda", namespace=two)
+
+    assert random_state.restore(state, device_type="cuda", namespace=one) == [
+        "cuda generators 1 to 1: 1 devices are here"
+    ]
+    assert random_state.restore(state, device_type="mps", namespace=machine(mps=Generators(1))) == [
+        "the mps generator: the checkpoint was written without one"
+    ]
+
+
+def test_one_process_gathers_its_own_state():
+    assert random_state.gather({"a": 1}) == [{"a": 1}]
