@@ -6,7 +6,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_unified.callbacks import random_state
-from lightning_unified.callbacks.loops import window_is_open
+from lightning_unified.callbacks.loops import align_logged_step, window_is_open
 
 __all__ = ["Continuation"]
 
@@ -23,6 +23,7 @@ class Continuation:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._resumes = False
         self._skips_validation = False
         self._limit: int | float | None = None
 
@@ -48,6 +49,7 @@ class Continuation:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep what `checkpoint` holds until its time comes."""
+        self._resumes = True
         self._loaded = checkpoint.get(_KEY)
         if self._loaded is None:
             rank_zero_warn(
@@ -59,7 +61,7 @@ class Continuation:
 
     def forget(self) -> None:
         """Drop what a load that no training followed has left (`validate`, then `fit` from new weights)."""
-        self._loaded, self._skips_validation = None, False
+        self._loaded, self._resumes, self._skips_validation = None, False, False
 
     def before_loaders(self, trainer: Trainer) -> None:
         """Restore what was noted at an epoch's end."""
@@ -77,6 +79,9 @@ class Continuation:
         """Restore what was noted in the middle of an epoch, and undo `before_epoch`."""
         if self._limit is not None:
             trainer.limit_val_batches, self._limit = self._limit, None
+        if self._resumes:
+            align_logged_step(trainer)
+            self._resumes = False
         if self._loaded is None:
             return
         loaded, self._loaded = self._loaded, None

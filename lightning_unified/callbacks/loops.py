@@ -6,6 +6,7 @@ Read in lightning 2.6.6: `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `l
 from lightning import Trainer
 
 __all__ = [
+    "align_logged_step",
     "call_off_validation",
     "is_trial",
     "logged_step",
@@ -24,6 +25,16 @@ def is_trial(trainer: Trainer) -> bool:
 def logged_step(trainer: Trainer) -> int:
     """Return the step that Lightning's own metrics of this batch are logged under, so that a row of ours meets theirs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def align_logged_step(trainer: Trainer) -> None:
+    """Make the step that is logged agree with the optimizer steps again, at the first batch of a resumed run.
+
+    Lightning (2.6.6) guesses it from whether the resumed run's schedule has a validation where the file was written, and is one
+    short where only the run that ended there had one.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def window_is_open(trainer: Trainer) -> bool:

@@ -199,3 +199,44 @@ def test_a_stop_by_signal_and_a_stop_by_flag_write_the_same_state(small_run, tmp
     a, b = (torch.load(tmp_path / name / "last.ckpt")["state_dict"] for name in "ab")
 
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def logged_losses():
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    logger = DummyLogger()
+    logger.losses = []
+    logger.log_metrics = lambda metrics, step=None: (
+        logger.losses.append((step, metrics["train/loss"])) if "train/loss" in metrics else None
+    )
+    return logger
+
+
+@pytest.mark.parametrize("batches", [4, 5, 6])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [VALIDATE_EVERY_2, VALIDATE_NEVER], ids=str)
+def test_the_logs_of_a_resumed_run_go_on_where_they_were(small_run, tmp_path, batches, accumulate, options):
+    options = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulate, "max_steps": 9, **options}
+    whole, first, second = logged_losses(), logged_losses(), logged_losses()
+    small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], logger=whole, **options)
+    callbacks = [small_run.StopAfterBatch(batches), RunCheckpoint(tmp_path / "b")]
+    small_run.fit(tmp_path, callbacks=callbacks, logger=first, **options)
+    last = tmp_path / "b/last.ckpt"
+    callbacks = [RunCheckpoint(tmp_path / "b")]
+    small_run.fit(tmp_path, callbacks=callbacks, logger=second, resume=last, seed=99, **options)
+
+    assert [*first.losses, *second.losses] == whole.losses
+
+
+def test_the_logs_go_on_from_a_validation_that_the_longer_run_does_not_have(small_run, tmp_path):
+    options = {"log_every_n_steps": 1, "check_val_every_n_epoch": None}
+    whole, first, second = logged_losses(), logged_losses(), logged_losses()
+    callbacks = [RunCheckpoint(tmp_path / "a")]
+    small_run.fit(tmp_path, callbacks=callbacks, logger=whole, max_steps=9, val_check_interval=9, **options)
+    callbacks = [RunCheckpoint(tmp_path / "b")]
+    small_run.fit(tmp_path, callbacks=callbacks, logger=first, max_steps=4, val_check_interval=4, **options)
+    last = tmp_path / "b/last.ckpt"
+    options |= {"max_steps": 9, "val_check_interval": 9}
+    small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "b")], logger=second, resume=last, **options)
+
+    assert [*first.losses, *second.losses] == whole.losses
