@@ -1,6 +1,7 @@
 """`python train.py`: check what was asked, then let Hydra run it once or as a sweep."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,20 +110,31 @@ def _run(
         return outcome.objective
 
     flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
-    code = _hydra([*flags, *overrides, *(_sweep_folder(overrides) if multirun else [])], config_path, task)
-    return code or sweep.exit_code
-
-
-def _sweep_folder(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that put a sweep under `run_dir` and name each run by what the sweep varies."""
-    parsed = parse_overrides(overrides)
-    fixed = [key_of(override) for override in parsed if not override.is_sweep_override()]
-    folder = [
-        f"hydra.sweep.dir={_quoted(Path(str(override.value())))}"
-        for override in parsed
-        if key_of(override) == "run_dir"
+    folder = _sweep_folder(overrides)
+    named = [
+        f"hydra.sweep.dir={_quoted(folder)}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(_fixed_keys(overrides))}]",
     ]
-    return [*folder, f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"]
+    code = _hydra([*flags, *overrides, *(named if multirun else [])], config_path, task)
+    return code or sweep.exit_code or int(multirun and not _all_finished(folder))
+
+
+def _sweep_folder(overrides: Sequence[str]) -> Path:
+    """Return where a sweep's runs go: under `run_dir` if it was given, else under a time of its own."""
+    for override in parse_overrides(overrides):
+        if key_of(override) in {"run_dir", "hydra.sweep.dir"}:
+            return Path(str(override.value()))
+    return Path("runs", "sweep", time.strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def _fixed_keys(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that a sweep does not vary, and that its runs' folders therefore do not name."""
+    return [key_of(override) for override in parse_overrides(overrides) if not override.is_sweep_override()]
+
+
+def _all_finished(folder: Path) -> bool:
+    """Return whether every run of a sweep left its summary: runs in other processes have no other way to say so."""
+    return all((path.parent / "summary.json").is_file() for path in folder.rglob(".hydra"))
 
 
 def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:

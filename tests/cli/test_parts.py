@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
 from lightning_unified.cli.request.nearest import nearest
+from lightning_unified.cli.request.overrides import parse_overrides, single_run, swept_values
 from lightning_unified.cli.request.resume import apply_changes, merged_overrides
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
 from lightning_unified.cli.run.record import versions, write_json
@@ -57,6 +58,13 @@ def test_a_long_error_is_cut_to_a_dozen_lines(capfd):
 def test_the_nearest_name_is_found_by_its_last_part():
     assert nearest("batchsize", ["data.batch_size", "trainer.max_steps"]) == "data.batch_size"
     assert nearest("zzz", ["data.batch_size"]) is None
+
+
+def test_a_sweep_is_checked_by_its_values_and_an_interval_by_its_start():
+    choices, interval = parse_overrides(["memory=debug,small", "model.learning_rate=interval(0.1,0.2)"])
+
+    assert swept_values(choices) == ["debug", "small"]
+    assert single_run(interval) == "model.learning_rate=0.1"
 
 
 def test_overrides_given_again_replace_the_saved_ones():

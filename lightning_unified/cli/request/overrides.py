@@ -12,7 +12,7 @@ from lightning_unified.cli.request.composition import Composed, composed, flat, 
 from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["check_overrides", "key_of", "parse_overrides", "single_run"]
+__all__ = ["check_overrides", "key_of", "parse_overrides", "single_run", "swept_values"]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -43,8 +43,15 @@ def single_run(override: Override) -> str:
     """Return `override` as one run would see it: the first value of a sweep."""
     if not override.is_sweep_override():
         return str(override.input_line)
-    value = next(iter(override.sweep_string_iterator()))
-    return f"{override.get_key_element()}={value}"
+    return f"{override.get_key_element()}={swept_values(override)[0]}"
+
+
+def swept_values(override: Override) -> list[str]:
+    """Return the values that a sweep names; of an interval, which only some sweepers can draw from, its start."""
+    if override.is_interval_sweep():
+        interval = override.value()
+        return [str(interval.start)]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    return [str(value) for value in override.sweep_string_iterator()]
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool) -> Composed:
@@ -77,7 +84,7 @@ def _check_choice(override: Override, choices: Sequence[str]) -> None:
     if override.is_delete():
         return
     if override.is_sweep_override():
-        values = [str(value).strip("'\"") for value in override.sweep_string_iterator()]
+        values = [value.strip("'\"") for value in swept_values(override)]
     else:
         value = override.value()
         values = [str(each) for each in value] if isinstance(value, list) else [] if value is None else [str(value)]
