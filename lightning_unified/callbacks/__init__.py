@@ -1,7 +1,6 @@
 """F4: Lightning callbacks that work under any strategy: memory figures, gradient health, clean stops, checkpoints."""
 
 from lightning_unified.callbacks.checkpoint import RunCheckpoint
-from lightning_unified.callbacks.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.callbacks.csv_logger import RunCSVLogger
 from lightning_unified.callbacks.gradient_health import GradientHealth
 from lightning_unified.callbacks.interrupt import GracefulInterrupt
@@ -9,7 +8,6 @@ from lightning_unified.callbacks.monitor import MemoryMonitor
 from lightning_unified.callbacks.progress import MemoryProgressBar, RichMemoryProgressBar
 
 __all__ = [
-    "AtomicCheckpointIO",
     "GracefulInterrupt",
     "GradientHealth",
     "MemoryMonitor",

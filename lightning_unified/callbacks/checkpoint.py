@@ -11,10 +11,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_unified.callbacks import random_state
-from lightning_unified.callbacks.checkpoint_io import PARTIAL, publish, remove, remove_partial_files, share
 from lightning_unified.callbacks.continuation import Continuation
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
 from lightning_unified.errors import CheckpointError, ConfigurationError
+from lightning_unified.training.checkpoint_io import PARTIAL, publish, remove, remove_partial_files, share
 
 __all__ = ["RunCheckpoint"]
 

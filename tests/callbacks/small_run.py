@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_unified.callbacks import AtomicCheckpointIO, GracefulInterrupt, RunCheckpoint
+from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 
 BATCHES = 5
 

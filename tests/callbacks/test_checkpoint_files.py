@@ -8,8 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_unified.callbacks import AtomicCheckpointIO, RunCheckpoint
+from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import CheckpointError, ConfigurationError
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,9 +7,8 @@ import tracemalloc
 import pytest
 import torch
 
-from lightning_unified.callbacks import AtomicCheckpointIO
-from lightning_unified.callbacks.checkpoint_io import publish, remove_partial_files, share
 from lightning_unified.errors import CheckpointError
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO, publish, remove_partial_files, share
 
 
 def names(folder):
