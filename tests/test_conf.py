@@ -109,7 +109,8 @@ def test_a_tier_is_the_budget_batch_and_micro_batch_of_the_table(tier):
 
 
 def test_the_automatic_tier_has_no_batch_of_its_own():
-    assert compose("memory=auto").data.batch_size == compose("memory=auto", "data=dtc").data.batch_size == 32
+    assert compose("memory=auto").data.batch_size == 8
+    assert compose("memory=auto", "data=dtc").data.batch_size == 32
 
 
 @pytest.mark.parametrize(
