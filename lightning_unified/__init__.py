@@ -10,19 +10,32 @@ from typing import TYPE_CHECKING, Any
 from lightning_unified import _registration
 
 if TYPE_CHECKING:
-    from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor
+    from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint
     from lightning_unified.hardware import Reading, read
     from lightning_unified.planning import Plan
     from lightning_unified.strategies import UnifiedStrategy
+    from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 
-__all__ = ["GracefulInterrupt", "GradientHealth", "MemoryMonitor", "Plan", "Reading", "UnifiedStrategy", "read"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "GracefulInterrupt",
+    "GradientHealth",
+    "MemoryMonitor",
+    "Plan",
+    "Reading",
+    "RunCheckpoint",
+    "UnifiedStrategy",
+    "read",
+]
 
 _HOMES = {
+    "AtomicCheckpointIO": "training.checkpoint_io",
     "GracefulInterrupt": "callbacks",
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",
     "Plan": "planning",
     "Reading": "hardware",
+    "RunCheckpoint": "callbacks",
     "UnifiedStrategy": "strategies",
     "read": "hardware",
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.callbacks.checkpoint_io import AtomicCheckpointIO
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, PrecisionError, SplitError
 from lightning_unified.hardware import (
     Budget,

@@ -231,3 +231,12 @@ def test_a_tokenizer_with_other_special_ids_is_refused(build, tokenizer):
     text = tokenizer.to_str().replace('"<pad>"', '"<gap>"')
     with pytest.raises(ValueError, match="<pad> has id None"):
         build().attach_tokenizer(type(tokenizer).from_str(text))
+
+
+def test_recompute_can_be_switched_from_outside(build):
+    """A strategy that turns recomputation on must reach the blocks."""
+    module = build()
+    module.recompute = True
+
+    assert module.network.recompute
+    assert module.recompute

@@ -126,6 +126,15 @@ class GearHead(LightningModule):
         self.tokenizer: Tokenizer | None = None
         self._validation = _Sums()
 
+    @property
+    def recompute(self) -> bool:
+        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        return self.network.recompute
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        self.network.recompute = bool(value)
+
     @override
     def setup(self, stage: str) -> None:
         """Take the data's tokenizer along, so that the checkpoint holds it."""
