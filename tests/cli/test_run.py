@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 
 import pytest
 import torch
@@ -107,7 +108,11 @@ def test_a_sweep_names_its_runs_and_goes_on_past_a_failing_one(command, tiny, tm
         "memory.micro_batch_size=2",
     ]
     assert not (tmp_path / "sweep/memory.micro_batch_size=0/summary.json").exists()
-    assert (tmp_path / "sweep/memory.micro_batch_size=2/summary.json").exists()
+    summary = json.loads((tmp_path / "sweep/memory.micro_batch_size=2/summary.json").read_text())
+    resumed = command(*shlex.split(summary["resume_command"])[2:], "trainer.max_steps=3")
+
+    assert resumed.code == 0
+    assert "1 steps since step 2" in resumed.out
 
 
 def test_the_hardware_is_found_where_none_is_named(command, tiny):

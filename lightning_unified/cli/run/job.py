@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import signal
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_unified.cli.run.parts import Parts
 
 __all__ = ["Job", "Outcome", "Sweep"]
+
+_PLAIN = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +98,7 @@ class Job:
         from lightning_unified.cli.run.screen import show_changes, show_start
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
-        resume_command = f"{self.program} resume={shlex.quote(_short(directory))}"
+        resume_command = f"{self.program} {_resume_override(directory)}"
 
         def begin(module: "LightningModule") -> None:
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
@@ -156,6 +159,12 @@ class Job:
             if parts.trainer.global_step == 0:
                 raise ConfigurationError(str(error)) from error
             raise
+
+
+def _resume_override(directory: Path) -> str:
+    """Return `resume=…` as it is typed in a shell; a sweep's folders hold `=`, which Hydra wants within quotes of its own."""
+    path = _short(directory)
+    return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
 
 
 def _short(path: Path) -> str:
