@@ -33,7 +33,10 @@ class Net(L.LightningModule):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)]
+        layers = [
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(depth)
+        ]
         self.net = nn.Sequential(*layers)
 
     def training_step(self, batch, batch_idx):

@@ -16,7 +16,7 @@ __all__ = ["HardwareSettings", "host_threads"]
 _CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps"),
     "start_method": ("auto", "fork", "forkserver", "spawn", None),
-    "optimizer_kernel": ("auto", "fused", "foreach", "for-loop"),
+    "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
     "attention": ("auto", "flash", "efficient", "math"),
 }
 _ROOMY_HOST = 16 * GIB  # below this a second interpreter with torch loaded costs more than it brings
@@ -36,7 +36,7 @@ class HardwareSettings:
         pin_memory: Whether batches are copied into page-locked memory first.
         start_method: How loader processes start; None without them.
         host_threads: Threads of one operator on the CPU: `torch.set_num_threads` and, for children, `OMP_NUM_THREADS`.
-        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"forloop"`.
         attention: `"flash"`, `"efficient"` or `"math"`: what a plan reckons with; only the last keeps the scores.
         compile: Whether the module is compiled.
     """
@@ -141,7 +141,7 @@ def _kernel(precision: str, known: list[Capability]) -> str:
     # Fused kernels unscale by themselves, which Lightning refuses together with clipping: fp16 goes without.
     if capability("fused_adamw", known) and not precision.removeprefix("fp").startswith("16"):
         return "fused"
-    return "foreach" if capability("foreach", known) else "for-loop"
+    return "foreach" if capability("foreach", known) else "forloop"
 
 
 def _attention(reading: Reading, known: list[Capability]) -> str:

@@ -1,10 +1,12 @@
 """Which precision may run where, and the Lightning plugin that runs it: nothing is disabled in silence."""
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -60,7 +62,9 @@ def choose_precision(
     """
     name = _ALIASES.get(str(requested), str(requested))
     if name not in _CHOICES:
-        raise PrecisionError(f"precision={requested!r} is not known; choose one of {', '.join(_CHOICES)}.")
+        near = difflib.get_close_matches(name, _CHOICES, n=1)
+        hint = f" did you mean {near[0]}?" if near else ""
+        raise PrecisionError(f"precision={requested!r} is not known;{hint} choose one of {', '.join(_CHOICES)}.")
     if name == "auto":
         return _automatic(backend, native_bf16=native_bf16, torch_version=torch_version)
     if name == "64-true" and backend == "mps":
@@ -106,6 +110,17 @@ class GatedMixedPrecision(MixedPrecision):
                 "use bf16-mixed or 32-true."
             )
         super().__init__(precision, device=device_type, scaler=scaler)  # type: ignore[arg-type]
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip; only with a scaler does a fused optimizer forbid it, and Lightning 2.6.6 refuses it without one as well (amp.py)."""
+        plugin = MixedPrecision if self.scaler is not None else Precision
+        plugin.clip_gradients(self, optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, PrecisionError, SplitError
 from lightning_unified.hardware import (
     Budget,
@@ -28,6 +27,7 @@ from lightning_unified.hardware import (
 )
 from lightning_unified.planning import Plan, describe_bytes, static_bytes
 from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.sizes import MicroBatchSize
@@ -36,6 +36,8 @@ from lightning_unified.units import format_bytes
 __all__ = ["UnifiedStrategy"]
 
 log = logging.getLogger("lightning_unified")
+
+_WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
 
 
 class UnifiedStrategy(SingleDeviceStrategy):
@@ -99,6 +101,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self.effective_batch_size: int | None = None
         self.recoveries = 0
         self.events: list[str] = []
+        self._batches = 0
         self._earlier_peak: int | None = None
         self._peak_told = 0
 
@@ -303,7 +306,8 @@ class UnifiedStrategy(SingleDeviceStrategy):
         """Note the batch, and on a CPU, whose allocator has no cap, whether the process has outgrown the budget."""
         if rows is not None:
             self.effective_batch_size = max(rows, self.effective_batch_size or 0)
-        if self.root_device.type == "cpu":
+        self._batches += 1
+        if self.root_device.type == "cpu" and (self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0):
             self._shrink_if_over_budget()
 
     def measured_peak(self) -> Figure:

@@ -87,7 +87,7 @@ def test_what_is_written_is_kept(machine):
         "pin_memory": False,
         "start_method": "spawn",
         "host_threads": 1,
-        "optimizer_kernel": "for-loop",
+        "optimizer_kernel": "forloop",
         "attention": "math",
         "compile": True,
     }
@@ -104,7 +104,7 @@ def test_without_loader_processes_what_needs_them_goes(machine):
     assert (settings.persistent_workers, settings.prefetch_factor, settings.start_method) == (False, None, None)
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("rtx4090", "foreach"), ("m4_pro", "for-loop")])
+@pytest.mark.parametrize(("name", "kernel"), [("rtx4090", "foreach"), ("m4_pro", "forloop")])
 @pytest.mark.parametrize("precision", ["16-mixed", "fp16-mixed"])
 def test_fp16_goes_without_fused_kernels(machine, name, kernel, precision):
     """Lightning refuses gradient clipping beside a fused optimizer with a scaler."""
@@ -130,7 +130,7 @@ def test_host_threads_are_never_below_one(machine):
     [
         ("accelerator", "gpu0", "use one of auto, cpu, cuda, mps"),
         ("start_method", "thread", "use one of auto, fork, forkserver, spawn"),
-        ("optimizer_kernel", "quick", "use one of auto, fused, foreach, for-loop"),
+        ("optimizer_kernel", "quick", "use one of auto, fused, foreach, forloop"),
         ("attention", "fast", "use one of auto, flash, efficient, math"),
         ("num_workers", -1, "a whole number of at least 0, or auto"),
         ("num_workers", 1.5, "a whole number of at least 0, or auto"),

@@ -49,7 +49,8 @@ def test_fp16_always_comes_with_a_scaler(backend):
         ("64-true", "mps", (2, 13), "Metal has no float64"),
         ("16-mixed", "cpu", (2, 13), "use bf16-mixed or 32-true"),
         ("16-mixed", "mps", (2, 7), "needs torch 2.8"),
-        ("fp8", "cuda", (2, 13), "not known; choose one of"),
+        ("fp8", "cuda", (2, 13), "not known;.* choose one of"),
+        ("bf16-mixd", "cuda", (2, 13), "did you mean bf16-mixed"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(requested, backend, version, text):
@@ -87,6 +88,20 @@ def test_clipping_a_fused_optimizer_under_a_scaler_is_refused_before_the_first_s
         verify_plugin(plugin, device_type="cpu", optimizers=[fused], clips=True)
     verify_plugin(plugin, device_type="cpu", optimizers=[unfused], clips=True)
     verify_plugin(plugin, device_type="cpu", optimizers=[fused], clips=False)
+
+
+def test_bf16_clips_a_fused_optimizer_which_lightning_alone_refuses():
+    class Fused(BoringModel):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 0.1, fused=True)
+
+    options = {"accelerator": "cpu", "precision": "bf16-mixed", "gradient_clip_val": 0.1}
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        trainer("auto", **options).fit(Fused())
+    made = trainer("unified", **options)
+    made.fit(Fused())
+
+    assert made.global_step == 1
 
 
 def test_a_checkpoint_without_scaler_state_starts_the_scaler_anew():
