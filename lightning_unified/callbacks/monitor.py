@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from lightning_unified.callbacks.loops import logged_step
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.hardware.reading import Reading, read
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.reading import Reading
 
 __all__ = ["MemoryMonitor"]
 

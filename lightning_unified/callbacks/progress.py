@@ -8,7 +8,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from typing_extensions import override
 
-from lightning_unified.hardware.reading import Reading, read
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB
 
 __all__ = ["MemoryProgressBar", "RichMemoryProgressBar"]

@@ -6,8 +6,10 @@ from lightning_unified.hardware.detection import HARDWARE, describe, detect, req
 from lightning_unified.hardware.environment import Finding, lint_environment
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
 from lightning_unified.hardware.peak import read_peak, reset_peak
-from lightning_unified.hardware.reading import Figure, Reading, Sources, read
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.settings import HardwareSettings, host_threads
+from lightning_unified.hardware.sources import Sources
 from lightning_unified.hardware.watermarks import Cap, Watermarks, cap_allocator, set_mps_environment, watermarks
 
 __all__ = [

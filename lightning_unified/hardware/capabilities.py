@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_unified.hardware.mps import mps_name
-from lightning_unified.hardware.reading import Reading, read
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.readers.mps import mps_name
+from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.sources import Sources, read_text, torch_version
 
 if TYPE_CHECKING:

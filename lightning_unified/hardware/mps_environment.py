@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.budget import parse_spec
-from lightning_unified.hardware.cpu import host_available, host_total
+from lightning_unified.hardware.readers.cpu import host_available, host_total
 from lightning_unified.hardware.sources import Sources
 from lightning_unified.units import GIB, MIB
 

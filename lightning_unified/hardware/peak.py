@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_unified.hardware.cpu import peak_resident
-from lightning_unified.hardware.reading import Figure, read
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.readers.cpu import peak_resident
+from lightning_unified.hardware.reading import Figure
 from lightning_unified.hardware.sources import Sources
 
 if TYPE_CHECKING:

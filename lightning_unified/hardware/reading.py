@@ -1,16 +1,12 @@
-"""What a memory pool says now: total, available, allocated, reserved and peak, each with its source."""
+"""The record of what a memory pool says: total, available, allocated, reserved and peak, each with its source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from lightning_unified.errors import HardwareError
-from lightning_unified.hardware.sources import Sources
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Figure", "Reading", "Sources", "backends_here", "choose_index", "figure", "read"]
+__all__ = ["Backend", "Figure", "Reading", "choose_index", "figure"]
 
 Backend = Literal["cpu", "cuda", "rocm", "mps", "xpu"]
 
@@ -59,54 +55,6 @@ def figure(source: str, call: Callable[[], int]) -> Figure:
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         return Figure(None, f"unknown: {source}: {type(error).__name__}: {first_line}"[:160])
-
-
-def read(device: "str | torch.device" = "auto", *, sources: Sources | None = None) -> Reading:
-    """Read the memory pool of `device` without waiting for the device.
-
-    On MPS the first reading constructs Metal's allocator, which freezes both watermark ratios for the life of the
-    process. A run that has a budget therefore calls `set_mps_environment(spec)` before anything here; a reading that
-    comes first writes the safe pair itself.
-
-    Args:
-        device: A torch device or its text; `"auto"` is the accelerator that is here, else the CPU. An Intel GPU is read
-            only by name, because Lightning 2.6 cannot train on it.
-        sources: Where to read from; default this machine.
-
-    Raises:
-        HardwareError: If the device is not here.
-    """
-    from lightning_unified.hardware.cpu import read_cpu
-    from lightning_unified.hardware.cuda import read_cuda
-    from lightning_unified.hardware.mps import read_mps
-    from lightning_unified.hardware.xpu import read_xpu
-
-    sources = sources or Sources.live()
-    here = backends_here(sources)
-    trains = next(kind for kind in here if kind != "xpu")
-    kind, _, index = (trains if str(device) == "auto" else str(device)).partition(":")
-    readers = {"cpu": read_cpu, "cuda": read_cuda, "mps": read_mps, "xpu": read_xpu}
-    if kind not in readers or (index and not index.isdigit()):
-        raise HardwareError(f"device {str(device)!r} has no reader; use auto, cpu, cuda, cuda:<index>, mps or xpu.")
-    if kind not in here:
-        raise HardwareError(
-            f"device {str(device)!r} is not here; this machine has {', '.join(here)}: use one of these or auto."
-        )
-    return readers[kind](sources, int(index) if index else None)
-
-
-def backends_here(sources: Sources) -> list[str]:
-    """Return the torch device types that work here; the CPU is always the last."""
-    torch = sources.torch
-    found = []
-    for kind, module in (
-        ("cuda", getattr(torch, "cuda", None)),
-        ("mps", getattr(getattr(torch, "backends", None), "mps", None)),
-        ("xpu", getattr(torch, "xpu", None)),
-    ):
-        if module is not None and module.is_available():
-            found.append(kind)
-    return [*found, "cpu"]
 
 
 def choose_index(index: int | None, *, kind: str, module: object) -> int:

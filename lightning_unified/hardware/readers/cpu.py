@@ -1,6 +1,6 @@
 """The reader of the CPU's pool: RAM, within the cgroup limit where there is one."""
 
-from lightning_unified.hardware.cgroups import memory_limit
+from lightning_unified.hardware.readers.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 

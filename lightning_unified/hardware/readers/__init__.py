@@ -1,0 +1,59 @@
+"""One reader for each backend, and `read`, which picks the one of a device."""
+
+from typing import TYPE_CHECKING
+
+from lightning_unified.errors import HardwareError
+from lightning_unified.hardware.readers.cpu import read_cpu
+from lightning_unified.hardware.readers.cuda import read_cuda
+from lightning_unified.hardware.readers.mps import read_mps
+from lightning_unified.hardware.readers.xpu import read_xpu
+from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.sources import Sources
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["backends_here", "read"]
+
+
+def read(device: "str | torch.device" = "auto", *, sources: Sources | None = None) -> Reading:
+    """Read the memory pool of `device` without waiting for the device.
+
+    On MPS the first reading constructs Metal's allocator, which freezes both watermark ratios for the life of the
+    process. A run that has a budget therefore calls `set_mps_environment(spec)` before anything here; a reading that
+    comes first writes the safe pair itself.
+
+    Args:
+        device: A torch device or its text; `"auto"` is the accelerator that is here, else the CPU. An Intel GPU is read
+            only by name, because Lightning 2.6 cannot train on it.
+        sources: Where to read from; default this machine.
+
+    Raises:
+        HardwareError: If the device is not here.
+    """
+    sources = sources or Sources.live()
+    here = backends_here(sources)
+    trains = next(kind for kind in here if kind != "xpu")
+    kind, _, index = (trains if str(device) == "auto" else str(device)).partition(":")
+    readers = {"cpu": read_cpu, "cuda": read_cuda, "mps": read_mps, "xpu": read_xpu}
+    if kind not in readers or (index and not index.isdigit()):
+        raise HardwareError(f"device {str(device)!r} has no reader; use auto, cpu, cuda, cuda:<index>, mps or xpu.")
+    if kind not in here:
+        raise HardwareError(
+            f"device {str(device)!r} is not here; this machine has {', '.join(here)}: use one of these or auto."
+        )
+    return readers[kind](sources, int(index) if index else None)
+
+
+def backends_here(sources: Sources) -> list[str]:
+    """Return the torch device types that work here; the CPU is always the last."""
+    torch = sources.torch
+    found = []
+    for kind, module in (
+        ("cuda", getattr(torch, "cuda", None)),
+        ("mps", getattr(getattr(torch, "backends", None), "mps", None)),
+        ("xpu", getattr(torch, "xpu", None)),
+    ):
+        if module is not None and module.is_available():
+            found.append(kind)
+    return [*found, "cpu"]
