@@ -122,16 +122,16 @@ PRESETS: dict[str, Preset] = {
     ),
     "gearhead-text": Preset(
         config=GearHeadConfig(
-            vocabulary=4096,
+            vocabulary=512,
             positions=256,
-            width=192,
-            layers=4,
-            heads=6,
-            feed_forward=768,
+            width=256,
+            layers=3,
+            heads=4,
+            feed_forward=1024,
             num_error_codes=0,
             num_diagnoses=0,
         ),
-        parameters=2_615_424,
+        parameters=2_566_400,
         purpose="plain text in minutes on two cores",
     ),
 }

@@ -1,0 +1,94 @@
+"""On a real CUDA device: a capped allocator raises, the strategy recovers, in every precision; run with -m gpu."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_unified import UnifiedStrategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MIB = 2**20
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cuda",
+    "devices": 1,
+}
+
+
+class Wide(L.LightningModule):
+    """About 24 MiB of activations a row: 64 rows need 1.5 GiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.drop = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.lift(batch)
+        for _ in range(3):
+            hidden = torch.tanh(hidden)
+        loss = (self.drop(hidden) - batch).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+
+    def train_dataloader(self):
+        rows = torch.randn(256, 768, 64, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.DataLoader(rows, batch_size=64)
+
+
+@pytest.fixture(autouse=True)
+def _no_cap_afterwards():
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_plain_lightning_dies_under_the_same_cap():
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(600 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        L.Trainer(max_steps=4, **QUIET).fit(Wide())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_the_budget_caps_the_allocator_and_the_run_goes_on_in_parts(precision):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(0)
+    strategy = UnifiedStrategy(budget=600 * MIB)
+    trainer = L.Trainer(strategy=strategy, max_steps=8, precision=precision, **QUIET)
+    trainer.fit(Wide())
+
+    assert strategy.cap.applied
+    assert trainer.global_step == 8
+    assert strategy.recoveries >= 1
+    assert strategy.micro_batch_size < strategy.effective_batch_size == 64
+    assert torch.cuda.max_memory_reserved() <= 600 * MIB
+    assert torch.isfinite(trainer.callback_metrics["loss"])
+
+
+def test_parts_give_the_gradients_of_the_whole_on_a_gpu():
+    losses = {}
+    for size in (64, 24, 7):
+        torch.manual_seed(0)
+        module = Wide().double()
+        trainer = L.Trainer(strategy=UnifiedStrategy(micro_batch_size=size), max_steps=4, precision="64-true", **QUIET)
+        trainer.fit(module)
+        losses[size] = torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()])
+
+    torch.testing.assert_close(losses[24], losses[64], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(losses[7], losses[64], rtol=1e-9, atol=1e-11)
+
+
+def test_auto_precision_on_this_device_is_bf16_where_it_is_native():
+    trainer = L.Trainer(strategy=UnifiedStrategy(precision="auto"), max_steps=2, gradient_clip_val=1.0, **QUIET)
+    trainer.fit(Wide())
+    native = torch.cuda.get_device_capability() >= (8, 0)
+
+    assert trainer.precision == ("bf16-mixed" if native else "32-true")
