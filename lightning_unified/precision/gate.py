@@ -71,7 +71,7 @@ def choose_precision(
         raise PrecisionError("precision='64-true' on mps: Metal has no float64; use 32-true, or hardware=cpu.")
     if name == "16-mixed" and backend == "cpu":
         raise PrecisionError(
-            "precision='16-mixed' on cpu: there is no float16 autocast with a gradient scaler there; use bf16-mixed or 32-true."
+            "precision='16-mixed' on cpu: Lightning gives a CPU no gradient scaler, and bfloat16 needs none; use bf16-mixed or 32-true."
         )
     if name == "16-mixed" and backend == "mps" and torch_version < (2, 8):
         raise PrecisionError(
@@ -100,10 +100,20 @@ def _automatic(backend: str, *, native_bf16: bool, torch_version: tuple[int, int
 
 
 class GatedMixedPrecision(MixedPrecision):
-    """Lightning's mixed precision, with a scaler that is live or absent, and a state that survives a change of precision on resume."""
+    """Lightning's mixed precision, with a scaler that is live or absent, and a state that survives a change of precision on resume.
 
-    def __init__(self, precision: str, *, device_type: str) -> None:
-        scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
+    Args:
+        precision: `"16-mixed"` or `"bf16-mixed"`.
+        device_type: Where autocast runs.
+        scaler: For 16-mixed; default a new one.
+
+    Raises:
+        PrecisionError: If 16-mixed would run with a disabled scaler.
+    """
+
+    def __init__(self, precision: str, *, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision == "16-mixed" and scaler is None:
+            scaler = torch.amp.GradScaler(device_type)
         if scaler is not None and not scaler.is_enabled():
             raise PrecisionError(
                 f"precision='16-mixed' on {device_type}: torch gave a disabled gradient scaler, so small gradients would vanish unscaled; "
@@ -138,10 +148,19 @@ def plugin_precision(plugin: Precision) -> str:
     return str(getattr(plugin, "precision", "32-true"))
 
 
-def build_plugin(choice: PrecisionChoice, *, device_type: str) -> Precision:
-    """Return the Lightning plugin for `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …)."""
+def build_plugin(choice: PrecisionChoice, *, device_type: str, given: Precision | None = None) -> Precision:
+    """Return the Lightning plugin for `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …).
+
+    Args:
+        choice: What to run.
+        device_type: Where.
+        given: The plugin that this one takes the place of. Its gradient scaler is kept if it is live here, for it may be the
+            user's own, with settings of its own; one for another device is not (the mistake that rule R2 is about).
+    """
     if choice.precision in ("16-mixed", "bf16-mixed"):
-        return GatedMixedPrecision(choice.precision, device_type=device_type)
+        scaler = given.scaler if choice.scaler and isinstance(given, MixedPrecision) else None
+        live = scaler is not None and scaler.is_enabled() and scaler._device == device_type
+        return GatedMixedPrecision(choice.precision, device_type=device_type, scaler=scaler if live else None)
     if choice.precision in ("16-true", "bf16-true"):
         return HalfPrecision(choice.precision)  # type: ignore[arg-type]
     return DoublePrecision() if choice.precision == "64-true" else Precision()

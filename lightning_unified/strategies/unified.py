@@ -52,6 +52,13 @@ class UnifiedStrategy(SingleDeviceStrategy):
     `loss_reduction = "sum"` if it divides by the whole batch's totals itself; `micro_batch_unit`, rows that stay together;
     `splittable = False`.
 
+    What a cut batch cannot give: `training_step` and `on_before_backward` run once a micro-batch, so lists and counters that the
+    module keeps of its own see the parts. With `loss_reduction = "sum"` logged means add up as the loss does; log a figure that is
+    no part of the loss with its `batch_size`, or with `reduce_fx="max"` if it is the same in all parts. A metric's `compute()`
+    inside `training_step` is of the part.
+
+    A strategy object serves one Trainer.
+
     Args:
         budget: What this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else.
         micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less once memory asks for it.
@@ -154,7 +161,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
             flag if follows else asked, backend=backend, native_bf16=native, torch_version=(version[0], version[1])
         )
         self.precision_choice = choice
-        self._precision_plugin = build_plugin(choice, device_type=self.root_device.type)
+        self._precision_plugin = build_plugin(choice, device_type=self.root_device.type, given=given)
 
     def _bfloat16(self) -> tuple[str, bool]:
         found = {capability.name: capability.value for capability in capabilities(self.root_device)}
@@ -186,11 +193,13 @@ class UnifiedStrategy(SingleDeviceStrategy):
             clips=bool(trainer.gradient_clip_val),
         )
         reset_peak(self.root_device)
+        self.effective_batch_size = self._earlier_peak = None
+        self._batches = self._peak_told = 0
+        self.sizes.keep_together(getattr(module, "micro_batch_unit", 1), whose=type(module).__name__)
         loop = trainer.fit_loop.epoch_loop
-        if not isinstance(loop.automatic_optimization, UnifiedOptimization):
-            progress = loop.automatic_optimization.optim_progress
-            loop.automatic_optimization = UnifiedOptimization(trainer, self)
-            loop.automatic_optimization.optim_progress = progress
+        progress = loop.automatic_optimization.optim_progress
+        loop.automatic_optimization = UnifiedOptimization(trainer, self)
+        loop.automatic_optimization.optim_progress = progress
 
     def reading(self) -> Reading:
         """Return what the device's pool says now; never waits for the device."""
@@ -267,11 +276,17 @@ class UnifiedStrategy(SingleDeviceStrategy):
                     "these layers in eval mode, or raise the budget."
                 )
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
-        """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last."""
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+        """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.
+
+        `on_before_backward` sees the micro-batch's own loss, so that what it logs averages to the batch's; what is
+        differentiated is the loss's `share` of the batch.
+        """
         assert self.lightning_module is not None
         self.pre_backward(loss)
         scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
+        if share is not None:
+            scaled = scaled * share
         self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
         return scaled
 
@@ -280,7 +295,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 
-    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, unit: int, attempt: int) -> None:
+    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, attempt: int) -> None:
         """Free memory and choose a smaller size for the batch that failed.
 
         Raises:
@@ -288,7 +303,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         """
         release_cached_memory(self.root_device)
         failed = self.micro_batch_now(rows)
-        shrunk = failed is not None and self.sizes.shrink(failed, unit=unit)
+        shrunk = failed is not None and self.sizes.shrink(failed)
         if not shrunk and (phase != "optimizer step" or attempt > 1):
             raise OutOfMemoryError(self._does_not_fit(phase=phase, reason=reason, rows=failed))
         self.recoveries += 1
@@ -344,6 +359,8 @@ class UnifiedStrategy(SingleDeviceStrategy):
         what = (
             "the optimizer's temporaries"
             if phase == "optimizer step"
+            else "the activations of a batch that cannot be cut"
+            if rows is None
             else f"the activations of {rows} row{'s' * (rows != 1)}"
         )
         return (

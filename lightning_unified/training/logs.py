@@ -1,8 +1,8 @@
 """What `self.log` and torchmetrics say of a batch that ran as micro-batches: the same as if it had run whole."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -84,18 +84,17 @@ class LogRecorder:
         if len(call.values) == 1:
             return call.values[0], batch_size
         values = torch.stack(call.values)
-        if how in ("sum", "max", "amax", "min", "amin"):
-            return {"sum": values.sum, "max": values.max, "amax": values.max, "min": values.min, "amin": values.min}[
-                how
-            ](), batch_size
-        if batch_size is not None:
-            weights = (
-                values.new_tensor(call.batch_sizes)
-                if values.is_floating_point()
-                else torch.tensor(call.batch_sizes, device=values.device)
-            )
-            return (values * weights).sum() / batch_size, batch_size
-        return self._average(call.values, call.parts), None
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()  # as Lightning stores them; a sum of these may not fit 16 bits
+        if how in _REDUCTIONS:
+            return _REDUCTIONS[how](values), batch_size
+        if batch_size is None:
+            return self._average(values.unbind(), call.parts), None
+        counts = torch.as_tensor(call.batch_sizes, device=values.device)
+        return (values * counts).sum() / batch_size, batch_size
+
+
+_REDUCTIONS = {"sum": torch.sum, "max": torch.max, "amax": torch.max, "min": torch.min, "amin": torch.min}
 
 
 class MetricsOverParts:
@@ -104,24 +103,26 @@ class MetricsOverParts:
     The metric is emptied before the first micro-batch, so that what it holds after the last is the batch's own state: its
     value is the step value, and joining it with the state from before is what `Metric.forward` does for a whole batch
     (torchmetrics/metric.py, `_forward_reduce_state_update`). A metric that says its update needs the full state
-    (`full_state_update` not False) is left to accumulate: its epoch value is exact, its step value the rows' average.
+    (`full_state_update` not False) is left to accumulate, and an empty twin beside it gathers the batch: `Metric.forward` too
+    updates such a metric twice. A metric that `training_step` itself asks for its value (`compute`) answers for a micro-batch.
 
     Args:
         metrics: The module's torchmetrics objects.
-        sizes: Rows of each micro-batch.
     """
 
-    def __init__(self, metrics: Sequence[Metric], sizes: Sequence[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, metrics: Sequence[Metric]) -> None:
         self._joined = [(metric, metric_state(metric)) for metric in metrics if _can_join(metric)]
-        self._averaged: list[tuple[Metric, list[Any]]] = [(metric, []) for metric in metrics if not _can_join(metric)]
+        self._twinned = [_Twin(metric) for metric in metrics if not _can_join(metric)]
         for metric, _ in self._joined:
             metric.reset()
 
-    def after_part(self) -> None:
-        """Note the step values of metrics that cannot be joined."""
-        for metric, values in self._averaged:
-            values.append(metric._forward_cache)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let the twins see the updates inside the block."""
+        with ExitStack() as stack:
+            for twin in self._twinned:
+                stack.enter_context(twin.watching())
+            yield
 
     def finish(self) -> None:
         """Set step values and join the batch's state with what was there before."""
@@ -130,15 +131,47 @@ class MetricsOverParts:
                 set_metric_state(metric, before)
             else:
                 _join(metric, before)
-        for metric, values in self._averaged:
-            if len(values) > 1 and all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-                weights = torch.tensor(self._sizes, device=values[0].device).reshape(-1, *[1] * values[0].dim())
-                metric._forward_cache = (torch.stack(values) * weights).sum(0) / sum(self._sizes)
-                warnings.warn(
-                    f"{type(metric).__name__} needs its full state for each update, so its step value is averaged over the "
-                    "micro-batches; its epoch value is exact.",
-                    stacklevel=2,
-                )
+        for twin in self._twinned:
+            twin.finish()
+
+
+class _Twin:
+    """An empty copy of a metric, made when the metric is first called in a batch, and updated with what it is updated with."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._twin: Metric | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Update the copy too, whenever the metric is called inside the block."""
+        forward, attributes = self._metric.forward, vars(cast("Any", self._metric))
+
+        def forward_both(*args: Any, **kwargs: Any) -> Any:
+            if self._twin is None:
+                self._twin = _emptied_copy(self._metric)
+            self._twin.update(*args, **kwargs)
+            return forward(*args, **kwargs)
+
+        attributes["forward"] = forward_both
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+
+    def finish(self) -> None:
+        """Give the metric its step value, if it was called."""
+        if self._twin is not None:
+            self._metric._forward_cache = self._twin.compute()
+
+
+def _emptied_copy(metric: Metric) -> Metric:
+    state = metric_state(metric)
+    metric.reset()  # first, for the state so far may be large
+    try:
+        return deepcopy(metric)
+    finally:
+        set_metric_state(metric, state)
 
 
 def _can_join(metric: Metric) -> bool:

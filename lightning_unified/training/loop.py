@@ -8,6 +8,7 @@ micro-batch's outputs only.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,17 +16,20 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.errors import HalfUpdatedError, SplitError
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.sizes import MicroBatchSize
-from lightning_unified.training.snapshot import BufferWatch, HeldGradients, StepSnapshot
-from lightning_unified.training.split import cut, merge, num_rows
+from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.split import cut, num_rows
+from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 
 __all__ = ["SplitPolicy", "UnifiedOptimization"]
@@ -41,14 +45,14 @@ class SplitPolicy(Protocol):
     def allow_split(self, rows: int) -> None:
         """Raise `SplitError` if the module cannot be cut; called before a batch of `rows` is."""
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
-        """Run one micro-batch's backward, without what follows the batch's last; return the loss as the scaler made it."""
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+        """Run one micro-batch's backward, without what follows the batch's last; return what was differentiated."""
         ...
 
     def after_backward(self, loss: Tensor) -> None:
         """Run what follows the last backward of a batch."""
 
-    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, unit: int, attempt: int) -> None:
+    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, attempt: int) -> None:
         """Free memory and choose a smaller size, or raise if there is none."""
 
     def batch_done(self, rows: int | None) -> None:
@@ -69,7 +73,6 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy = policy
         self._buffers = BufferWatch(module)
         self._metrics = _metrics_of(module)
-        self._unit = _micro_batch_unit(module)
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._phase = "forward"
@@ -94,7 +97,9 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _run_and_recover(
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, rows: int | None
     ) -> dict[str, Any]:
-        snapshot, attempt = StepSnapshot(self.trainer, buffers=self._buffers, metrics=self._metrics), 0
+        key, attempt = next(iter(kwargs)), 0
+        snapshot = StepSnapshot(self.trainer, buffers=self._buffers, metrics=self._metrics)
+        batch = BatchWatch(kwargs[key])
         while True:
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
             outputs, reason = self._attempt(optimizer, batch_idx, kwargs)
@@ -102,7 +107,8 @@ class UnifiedOptimization(_AutomaticOptimization):
                 break
             attempt += 1
             self._step_back(snapshot)
-            self._policy.out_of_memory(phase=self._phase, reason=reason, rows=rows, unit=self._unit, attempt=attempt)
+            kwargs[key] = batch.again()
+            self._policy.out_of_memory(phase=self._phase, reason=reason, rows=rows, attempt=attempt)
         self._gradients = self._weights = None
         self._buffers.learn()
         if self.trainer.global_step <= 1:
@@ -144,79 +150,128 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
-        key = next(iter(kwargs))
-        batch = kwargs[key]
-        rows = num_rows(batch) if self._policy.sizes.limit is not None else None
-        sizes = [0] if rows is None else self._policy.sizes.parts(rows, unit=self._unit)
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        if len(sizes) == 1:
-            return self._closure([self._make_step_fn(kwargs)], optimizer, zero_grad, join=None)
-        assert rows is not None
-        self._policy.allow_split(rows)
-        return self._split_closure(kwargs, optimizer, zero_grad, batch=batch, rows=rows, sizes=sizes)
+        return _MicroBatchClosure(self, self._cut(kwargs), optimizer, zero_grad)
 
-    def _split_closure(
-        self,
-        kwargs: "OrderedDict[str, Any]",
-        optimizer: Optimizer,
-        zero_grad: Callable[[], None] | None,
-        *,
-        batch: Any,
-        rows: int,
-        sizes: list[int],
-    ) -> Closure:
-        key, module = next(iter(kwargs)), self.trainer.lightning_module
+    def _cut(self, kwargs: "OrderedDict[str, Any]") -> "_WholeBatch | _CutBatch":
+        """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
+        key = next(iter(kwargs))
+        batch, whole = kwargs[key], _WholeBatch(self._make_step_fn(kwargs))
+        if self._policy.sizes.limit is None or (_rows_if_any(batch) is None and not self._splittable()):
+            return whole
+        rows = num_rows(batch)
+        sizes = self._policy.sizes.parts(rows)
+        if len(sizes) == 1:
+            return whole
+        self._policy.allow_split(rows)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         parts = [cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
-        weighting = _Weighting(module, parts, sizes)
-        recorder = LogRecorder(weighting.average)
-        results = self.trainer.fit_loop.epoch_loop._results
-        metrics = MetricsOverParts(self._metrics, sizes)
+        return _CutBatch(
+            [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
+            Weighting(self.trainer.lightning_module, parts, sizes),
+            results=self.trainer.fit_loop.epoch_loop._results,
+            metrics=self._metrics,
+        )
 
-        def step(index: int) -> ClosureResult:
-            recorder.next_part(index)
-            with recorder.recording(results):
-                output = self._training_step(OrderedDict(kwargs, **{key: parts[index]}))
-            metrics.after_part()
-            return weighting.apply(output, index)
+    def _splittable(self) -> bool:
+        return getattr(self.trainer.lightning_module, "splittable", True) is not False
 
-        def joined(outputs: Sequence[ClosureResult]) -> ClosureResult:
-            metrics.finish()
-            recorder.flush(results)
-            return weighting.join(outputs)
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+        """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""
+        self._phase = "backward"
+        if first and self._gradients is not None:
+            self._gradients.hold()
+        scaled = call._call_strategy_hook(self.trainer, "backward_part", loss, optimizer, share)
+        self._phase = "forward"
+        return scaled
 
-        steps = [partial(step, index) for index in range(len(parts))]
-        return self._closure(steps, optimizer, zero_grad, join=joined)
+    def after_backward(self, loss: Tensor) -> None:
+        """Run what follows a batch's last backward, on the gradients of the window so far."""
+        self._phase = "backward"
+        if self._gradients is not None:
+            self._gradients.add_back()
+        call._call_strategy_hook(self.trainer, "after_backward", loss)
 
-    def _closure(
+    def before_weights(self, optimizer: Optimizer) -> None:
+        """Note weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
+        if self._policy.recover and not self.trainer.fit_loop._should_accumulate():
+            if self._weights is None:
+                self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
+            self._phase = "optimizer step"
+
+
+class _WholeBatch:
+    """A batch that runs as Lightning runs it."""
+
+    parts = 1
+
+    def __init__(self, step: Callable[[], ClosureResult]) -> None:
+        self._step = step
+
+    def begin(self) -> None:
+        """Nothing is gathered over parts."""
+
+    def step(self, _index: int) -> ClosureResult:
+        """Run `training_step`."""
+        return self._step()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Leave `self.log` alone."""
+        return nullcontext()
+
+    def share(self, _index: int) -> float | None:
+        """Return None: the loss is the batch's own."""
+        return None
+
+    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
+        """Return the one result."""
+        return outputs[0]
+
+
+class _CutBatch:
+    """A batch that runs as micro-batches, and what they come to together: loss, extras, logs and metrics of the whole."""
+
+    def __init__(
         self,
         steps: Sequence[Callable[[], ClosureResult]],
-        optimizer: Optimizer,
-        zero_grad: Callable[[], None] | None,
+        weighting: Weighting,
         *,
-        join: Callable[[Sequence[ClosureResult]], ClosureResult] | None,
-    ) -> Closure:
-        def backward(loss: Tensor, *, first: bool) -> Tensor:
-            self._phase = "backward"
-            if first and self._gradients is not None:
-                self._gradients.hold()
-            scaled = call._call_strategy_hook(self.trainer, "backward_part", loss, optimizer)
-            self._phase = "forward"
-            return scaled
+        results: _ResultCollection,
+        metrics: Sequence[Metric],
+    ) -> None:
+        self.parts = len(steps)
+        self._steps, self._weighting, self._results, self._all_metrics = steps, weighting, results, metrics
+        self._recorder = LogRecorder(weighting.average)
+        self._metrics = MetricsOverParts(())
 
-        def after_backward(loss: Tensor) -> None:
-            self._phase = "backward"
-            if self._gradients is not None:
-                self._gradients.add_back()
-            call._call_strategy_hook(self.trainer, "after_backward", loss)
+    def begin(self) -> None:
+        """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
+        self._recorder = LogRecorder(self._weighting.average)
+        self._metrics = MetricsOverParts(self._all_metrics)
 
-        def before_weights() -> None:
-            if self._policy.recover and not self.trainer.fit_loop._should_accumulate():
-                self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
-                self._phase = "optimizer step"
+    def step(self, index: int) -> ClosureResult:
+        """Run `training_step` on one micro-batch; without a loss term in it there is no loss, and no backward."""
+        self._recorder.next_part(index)
+        with self.recording(), self._metrics.watching():
+            output = self._steps[index]()
+        output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
+        if self.share(index) == 0:
+            output.closure_loss = output.loss = None
+        return output
 
-        hooks = None if self._skip_backward else (backward, after_backward)
-        return _MicroBatchClosure(steps, hooks, zero_grad, before_weights, join)
+    def recording(self) -> AbstractContextManager[None]:
+        """Hold back what is logged inside the block."""
+        return self._recorder.recording(self._results)
+
+    def share(self, index: int) -> float | None:
+        """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""
+        return self._weighting.share(index)
+
+    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
+        """Return the whole batch's result, and log what was held back."""
+        self._metrics.finish()
+        self._recorder.flush(self._results)
+        return self._weighting.join(outputs)
 
 
 class _MicroBatchClosure(Closure):
@@ -224,93 +279,39 @@ class _MicroBatchClosure(Closure):
 
     def __init__(
         self,
-        steps: Sequence[Callable[[], ClosureResult]],
-        backward: tuple[Callable[..., Tensor], Callable[[Tensor], None]] | None,
+        loop: UnifiedOptimization,
+        batch: _WholeBatch | _CutBatch,
+        optimizer: Optimizer,
         zero_grad: Callable[[], None] | None,
-        done: Callable[[], None],
-        join: Callable[[Sequence[ClosureResult]], ClosureResult] | None,
     ) -> None:
-        super().__init__(step_fn=steps[0], backward_fn=None, zero_grad_fn=zero_grad)
-        self._steps, self._backward, self._done, self._join = steps, backward, done, join
+        super().__init__(step_fn=partial(batch.step, 0), backward_fn=None, zero_grad_fn=zero_grad)
+        self._loop, self._batch, self._optimizer = loop, batch, optimizer
 
     @override
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        loop, batch = self._loop, self._batch
         outputs: list[ClosureResult] = []
         scaled: Tensor | None = None
-        for index, step in enumerate(self._steps):
-            output = step()
+        batch.begin()
+        for index in range(batch.parts):
+            output = batch.step(index)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
-            if output.closure_loss is not None and self._backward is not None:
-                scaled = self._backward[0](output.closure_loss, first=scaled is None).detach()
-            elif output.closure_loss is None and len(self._steps) == 1:
-                self.warning_cache.warn(
-                    "`training_step` returned `None`. If this was on purpose, ignore this warning..."
-                )
+            if output.closure_loss is not None and not loop._skip_backward:
+                with batch.recording():
+                    scaled = loop.backward_part(
+                        output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
+                    ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
-        if scaled is not None and self._backward is not None:
-            self._backward[1](scaled)
-        result = outputs[0] if self._join is None else self._join(outputs)
-        self._done()
+        if scaled is not None:
+            loop.after_backward(scaled)
+        result = batch.join(outputs)
+        if result.loss is None:
+            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        loop.before_weights(self._optimizer)
         return result
-
-
-class _Weighting:
-    """The share of each micro-batch in its batch, by the loss's own number of terms.
-
-    If the loss is a mean over terms (samples, tokens), the batch's loss and gradient are those of the micro-batches averaged
-    by their numbers of terms. A module with `loss_reduction = "sum"` divides by the whole batch's totals itself, so its losses add.
-    """
-
-    def __init__(self, module: L.LightningModule, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        self._sizes = sizes
-        reduction = getattr(module, "loss_reduction", "mean")
-        if reduction not in ("mean", "sum"):
-            raise ConfigurationError(
-                f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".'
-            )
-        self._adds = reduction == "sum"
-        weigh = getattr(module, "loss_weight", None)
-        weights = list(sizes) if weigh is None or self._adds else _on_host([weigh(part) for part in parts])
-        if min(weights) < 0 or not sum(weights):
-            raise SplitError(
-                f"{type(module).__name__}.loss_weight gave {weights}: numbers of loss terms, at least one of them positive, are needed."
-            )
-        self._weights = weights
-
-    def apply(self, output: ClosureResult, index: int) -> ClosureResult:
-        """Scale one micro-batch's loss to its share; a micro-batch without a loss term gives no loss and runs no backward."""
-        if output.closure_loss is None or self._adds:
-            return output
-        if self._weights[index] == 0:
-            output.closure_loss = output.loss = None
-            return output
-        scaled = output.closure_loss * (self._weights[index] / sum(self._weights))
-        return ClosureResult(scaled, extra=output.extra)
-
-    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
-        """Return the whole batch's result: losses added (each is its share already), extras merged."""
-        losses = [output.loss for output in outputs if output.loss is not None]
-        if losses and len(losses) != sum(1 for weight in self._weights if weight):
-            raise SplitError(
-                "training_step returned None for some micro-batches of a batch and a loss for others, so the batch was not cut exactly; "
-                "set `splittable = False` on the module to run its batches whole."
-            )
-        loss = torch.stack(losses).sum() if losses else None
-        extra = merge([_detached(output.extra) for output in outputs], sizes=self._sizes, average=self.average)
-        return ClosureResult(loss, extra=extra)
-
-    def average(self, values: Sequence[Any], parts: Sequence[int] | None = None) -> Any:
-        """Average one figure a micro-batch by loss weight; add them if the module's loss adds."""
-        weights = self._weights if parts is None else [self._weights[part] for part in parts]
-        pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-        if not pairs:
-            return values[-1]
-        if self._adds:
-            return sum(value for value, _ in pairs)
-        return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
 def _metrics_of(module: L.LightningModule) -> list[Metric]:
@@ -323,29 +324,3 @@ def _rows_if_any(batch: Any) -> int | None:
         return num_rows(batch)
     except SplitError:
         return None
-
-
-def _on_host(weights: list[Any]) -> list[float]:
-    """Return numbers; weights given as tensors of a device are read in one transfer."""
-    if any(isinstance(weight, Tensor) for weight in weights):
-        return torch.stack([torch.as_tensor(weight).reshape(()) for weight in weights]).tolist()
-    return weights
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_detached(entry) for entry in value)
-    return value
-
-
-def _micro_batch_unit(module: L.LightningModule) -> int:
-    unit = getattr(module, "micro_batch_unit", 1)
-    if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
-        raise ConfigurationError(
-            f"{type(module).__name__}.micro_batch_unit is {unit!r}; it must be a positive number of rows."
-        )
-    return unit

@@ -1,5 +1,7 @@
 """The micro-batch size in use: where it starts, and how it shrinks when memory runs out."""
 
+from typing import Any
+
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.training.split import part_sizes
 
@@ -20,18 +22,38 @@ class MicroBatchSize:
         if start != "auto" and (isinstance(start, bool) or not isinstance(start, int) or start < 1):
             raise ConfigurationError(f'micro_batch_size={start!r}: give a number of rows (1, 2, 3, …) or "auto".')
         self.limit: int | None = None if isinstance(start, str) else start
+        self.unit = 1
         self.last: int | None = None
 
-    def parts(self, rows: int, *, unit: int = 1) -> list[int]:
+    def keep_together(self, unit: Any, *, whose: str) -> None:
+        """Cut between units of `unit` rows only.
+
+        Args:
+            unit: The module's `micro_batch_unit`.
+            whose: The module's name, for messages.
+
+        Raises:
+            ConfigurationError: If `unit` is no positive int, or larger than the limit.
+        """
+        if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
+            raise ConfigurationError(f"{whose}.micro_batch_unit is {unit!r}; it must be a positive number of rows.")
+        if self.limit is not None and self.limit < unit:
+            raise ConfigurationError(
+                f"micro_batch_size={self.limit} is less than the {unit} rows that {whose} keeps together (micro_batch_unit); "
+                f'give {unit} or more, or "auto".'
+            )
+        self.unit = unit
+
+    def parts(self, rows: int) -> list[int]:
         """Return the rows of each micro-batch that a batch of `rows` is cut into; `last` remembers the largest of them."""
-        limit = rows if self.limit is None else max(self.limit // unit, 1) * unit
-        sizes = part_sizes(rows, limit=limit, unit=unit)
+        limit = rows if self.limit is None else max(self.limit // self.unit, 1) * self.unit
+        sizes = part_sizes(rows, limit=limit, unit=self.unit)
         self.last = max(sizes)
         return sizes
 
-    def shrink(self, failed: int, *, unit: int = 1) -> bool:
+    def shrink(self, failed: int) -> bool:
         """Halve below `failed` rows, in whole units; return False if `failed` was the smallest that can be."""
-        if failed <= unit:
+        if failed <= self.unit:
             return False
-        self.limit = max(failed // 2 // unit, 1) * unit
+        self.limit = max(failed // 2 // self.unit, 1) * self.unit
         return True

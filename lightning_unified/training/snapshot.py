@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
+from lightning_unified.training.split import containers_copied, leaves
 
-__all__ = ["BufferWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
+__all__ = ["BatchWatch", "BufferWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
 
 
 class StepSnapshot:
@@ -71,6 +72,35 @@ class StepSnapshot:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
         _forget_unscaled(self._trainer)
+
+
+class BatchWatch:
+    """The batch as a step finds it: a `training_step` may take entries out of its dict, or put others in, and be repeated.
+
+    Containers are copied, tensors are not; one that was written in place is noticed by its version counter.
+
+    Args:
+        batch: What `training_step` is about to be given.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = containers_copied(batch)
+        self._versions = [
+            (leaf, leaf._version) for leaf in leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
+
+    def again(self) -> Any:
+        """Return the batch for another attempt.
+
+        Raises:
+            RunError: If the failed attempt wrote one of its tensors in place.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RunError(
+                "memory ran out in a step that had changed a tensor of its batch in place, so the step cannot be repeated exactly; "
+                "let training_step make new tensors, or change the batch in prepare_batch, which runs once."
+            )
+        return containers_copied(self._batch)
 
 
 class BufferWatch:
@@ -169,12 +199,15 @@ class HeldGradients:
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
         self._held: list[tuple[Tensor, Tensor]] | None = None
+        self._before: list[tuple[Tensor, Tensor]] | None = None
 
     def hold(self) -> None:
         """Set aside what is there now; called after `zero_grad` and before the first backward of a batch."""
         self._held = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in self._held:
             parameter.grad = None
+        if self._before is None:  # an optimizer that runs its closure again finds its first run's gradients here
+            self._before = self._held
 
     def add_back(self) -> None:
         """Add what was held to what this batch made; the sum is what plain accumulation gives, addition by addition."""
@@ -183,11 +216,11 @@ class HeldGradients:
 
     def restore(self) -> None:
         """Drop what this batch made and put back what was held, if the batch had got so far."""
-        if self._held is None:
+        if self._before is None:
             return
         for parameter in self._parameters:
             parameter.grad = None
-        for parameter, earlier in self._held:
+        for parameter, earlier in self._before:
             parameter.grad = earlier
 
 

@@ -2,15 +2,17 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
 
-__all__ = ["cut", "merge", "num_rows", "part_sizes"]
+__all__ = ["containers_copied", "cut", "leaves", "merge", "num_rows", "part_sizes"]
 
 
 def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
@@ -39,110 +41,160 @@ def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
 
 
 def num_rows(batch: Any) -> int:
-    """Return the rows of `batch`: the leading dimension of its first tensor, else the length of its first list of samples.
+    """Return the rows of `batch`: the leading dimension that most of its entries have, the first one's if none is commoner.
+
+    An entry is a tensor, a container of tensors of one leading dimension, or a list of one element a row.
 
     Raises:
         SplitError: If nothing in `batch` has a leading dimension.
     """
-    rows = _first(batch, lambda leaf: leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None)
-    if rows is None:
-        rows = _first(batch, lambda leaf: len(leaf) if _is_list_of_samples(leaf) else None)
-    if rows is None:
+    if isinstance(batch, Tensor) and batch.dim():
+        return batch.shape[0]
+    entries = _entries(batch)
+    votes = Counter(dimension for entry in entries if (dimension := _leading_dimension(entry)) is not None)
+    votes.update(len(entry) for entry in entries if _is_sequence(entry))
+    if not votes and _is_sequence(batch):
+        votes[len(batch)] = 1
+    if not votes:
         raise SplitError(
             f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut; "
             "set `splittable = False` on the module to run it whole."
         )
-    return rows
+    return votes.most_common(1)[0][0]
 
 
 def cut(batch: Any, start: int, stop: int, *, rows: int) -> Any:
     """Return rows `start` to `stop` of `batch` as the same structure, without copying any tensor.
 
     A leaf whose leading dimension is not `rows` is shared by every micro-batch, as are numbers, strings and None.
-    A list or tuple of `rows` elements with no batched tensor inside is one element a sample (strings, boxes, graphs).
+    A list or tuple of `rows` elements is one element a sample (strings, boxes, graphs), unless all tensors inside are batched.
     """
     if isinstance(batch, Tensor):
         return batch[start:stop] if _is_batched(batch, rows) else batch
     if isinstance(batch, Mapping):
         return _with_items(batch, {key: cut(value, start, stop, rows=rows) for key, value in batch.items()})
     if _is_sequence(batch):
-        if len(batch) == rows and not _holds_batched_tensor(batch, rows):
+        if len(batch) == rows and not _holds_columns(batch, rows):
             return batch[start:stop]
         parts = [cut(value, start, stop, rows=rows) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        part = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(part, field.name, cut(getattr(batch, field.name), start, stop, rows=rows))
-        return part
+    if _is_record(batch):
+        return _with_fields(batch, lambda value: cut(value, start, stop, rows=rows))
     return batch
 
 
 def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
     """Put what each micro-batch returned together as the undivided batch would have returned it.
 
+    Whether a tensor has one entry a row is told by its leading dimension, so one that happens to be as long as its micro-batch,
+    in every micro-batch, is taken for that.
+
     Args:
-        parts: One value a micro-batch, all of one structure.
+        parts: One value a micro-batch.
         sizes: Rows of each micro-batch.
         average: How a figure that describes a whole micro-batch (a scalar) becomes one of the whole batch.
 
     Returns:
-        Tensors and lists with one entry a row are concatenated; scalars are averaged; of anything else the last is kept.
+        Tensors, arrays and lists with one entry a row are concatenated; floating-point figures are averaged; of anything else,
+        and of what is not of one kind in all micro-batches, the last is kept.
     """
     first = parts[0]
-    if isinstance(first, Tensor):
-        if all(_is_batched(part, size) for part, size in zip(parts, sizes, strict=True)):
-            return torch.cat(list(parts))
-        same_shape = all(part.shape == first.shape for part in parts)
-        return average(parts) if same_shape and first.is_floating_point() else parts[-1]
+    if any(type(part) is not type(first) for part in parts):
+        return parts[-1]
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _merge_arrays(parts, sizes, average)
     if isinstance(first, float):
         return average(parts)
     if isinstance(first, Mapping):
-        merged = {key: merge([part[key] for part in parts], sizes=sizes, average=average) for key in first}
-        return _with_items(first, merged)
+        keys = [key for key in first if all(key in part for part in parts)]
+        merged = {key: merge([part[key] for part in parts], sizes=sizes, average=average) for key in keys}
+        rest = {key: value for part in parts for key, value in part.items() if key not in merged}
+        return _with_items(first, {**merged, **rest})
     if _is_sequence(first):
-        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)) and not _holds_batched_tensor(
-            first, sizes[0]
-        ):
+        pairs = list(zip(parts, sizes, strict=True))
+        if all(len(part) == size for part, size in pairs) and not all(_holds_columns(*pair) for pair in pairs):
             return type(first)(value for part in parts for value in part)  # type: ignore[call-arg]
+        if len({len(part) for part in parts}) > 1:
+            return parts[-1]
         values = [merge(list(column), sizes=sizes, average=average) for column in zip(*parts, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)  # type: ignore[call-arg]
+    if _is_record(first):
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(first)}
+        merged = iter([merge(column, sizes=sizes, average=average) for column in columns.values()])
+        return _with_fields(first, lambda _: next(merged))
     return parts[-1]
+
+
+def _merge_arrays(parts: Sequence[Any], sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
+    first = parts[0]
+    if all(part.ndim and part.shape[0] == size for part, size in zip(parts, sizes, strict=True)):
+        if all(part.shape[1:] == first.shape[1:] for part in parts):
+            return torch.cat(list(parts)) if isinstance(first, Tensor) else np.concatenate(parts)
+        return parts[-1]
+    same_shape = all(part.shape == first.shape for part in parts)
+    real = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
+    return average(parts) if same_shape and real else parts[-1]
 
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _is_list_of_samples(value: Any) -> bool:
-    return _is_sequence(value) and not any(_is_sequence(entry) or isinstance(entry, Mapping) for entry in value)
-
-
 def _is_batched(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def _holds_batched_tensor(value: Any, rows: int) -> bool:
-    return _first(value, lambda leaf: True if _is_batched(leaf, rows) else None) is not None
+def _holds_columns(value: Any, rows: int) -> bool:
+    """Return whether the tensors inside `value` are all batched, so that its elements are columns of the batch and not its rows."""
+    return _leading_dimension(value) == rows
 
 
-def _first(value: Any, found: Callable[[Any], Any]) -> Any:
-    """Return the first non-None `found(node)` over `value` and what it contains, depth first."""
-    answer = found(value)
-    if answer is not None:
-        return answer
-    children: Sequence[Any] = ()
+def _leading_dimension(value: Any) -> int | None:
+    """Return the leading dimension that all tensors in `value` share; None if they differ or have none."""
+    dimensions = {leaf.shape[0] for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.dim()}
+    return dimensions.pop() if len(dimensions) == 1 else None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in the mappings, lists, tuples and dataclasses of `value`, depth first."""
+    if isinstance(value, Mapping) or _is_sequence(value) or _is_record(value):
+        for entry in _entries(value):
+            yield from leaves(entry)
+    else:
+        yield value
+
+
+def containers_copied(value: Any) -> Any:
+    """Return `value` with its dicts, lists and dataclasses copied and everything in them shared; other kinds are shared too."""
+    if isinstance(value, (dict, UserDict)):
+        return _with_items(value, {key: containers_copied(entry) for key, entry in value.items()})
+    if type(value) is list or type(value) is tuple:
+        return type(value)(containers_copied(entry) for entry in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(containers_copied(entry) for entry in value)  # pyright: ignore[reportAttributeAccessIssue]
+    if _is_record(value):
+        return _with_fields(value, containers_copied)
+    return value
+
+
+def _entries(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
-        children = list(value.values())
-    elif _is_sequence(value):
-        children = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    for child in children:
-        answer = _first(child, found)
-        if answer is not None:
-            return answer
-    return None
+        return list(value.values())
+    if _is_sequence(value):
+        return list(value)
+    return [getattr(value, field.name) for field in dataclasses.fields(value)] if _is_record(value) else []
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _with_fields(record: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass with every field changed; made past `__init__`, which may want other arguments."""
+    part = copy.copy(record)
+    for field in dataclasses.fields(record):
+        object.__setattr__(part, field.name, change(getattr(record, field.name)))
+    return part
 
 
 def _with_items(like: Any, items: dict[Any, Any]) -> Any:

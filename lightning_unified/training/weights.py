@@ -1,5 +1,6 @@
 """Weights and optimizer state around `optimizer.step()`: never left half-updated."""
 
+import copy
 import heapq
 import inspect
 from typing import Any
@@ -28,8 +29,8 @@ class WeightsWatch:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known = set(optimizer.state)
-        self._versions = [(tensor, tensor._version) for tensor in _tensors(optimizer)]
+        self._books = _Books(optimizer)
+        self._versions = [(tensor, tensor._version) for tensor in self._books.tensors]
         self._samples = [
             (sample, sample.detach().clone())
             for group in optimizer.param_groups
@@ -46,8 +47,7 @@ class WeightsWatch:
             or not all(torch.equal(*pair) for pair in self._samples)
         ):
             return False
-        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._known]:
-            del self._optimizer.state[parameter]
+        self._books.restore()
         return True
 
 
@@ -61,25 +61,53 @@ class WeightsCopy:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._known = set(optimizer.state)
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
-        self._numbers = {
-            parameter: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            for parameter, state in optimizer.state.items()
-            if isinstance(state, dict)
-        }
+        self._books = _Books(optimizer)
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in self._books.tensors]
 
     def restore(self) -> bool:
         """Write the copies back and drop optimizer state created since; always True."""
         with torch.no_grad():
-            for tensor, copy in self._copies:
-                tensor.copy_(copy)
-        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._known]:
-            del self._optimizer.state[parameter]
-        for parameter, numbers in self._numbers.items():
-            self._optimizer.state[parameter].update(numbers)
+            for tensor, copied in self._copies:
+                tensor.copy_(copied)
+        self._books.restore()
         return True
+
+
+class _Books:
+    """What an optimizer's state and groups hold, by name: numbers by value, tensors by reference; and the tensors it may write.
+
+    Step counts are plain numbers in many optimizers, in the state or in the group (`group["k"] += 1`), and are counted on before
+    the first weight is written.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.tensors: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._state: dict[Any, Any] = {}
+        for key, state in optimizer.state.items():
+            self._state[key] = noted = dict(state) if isinstance(state, dict) else state
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor):
+                    self.tensors.append(value)
+                elif isinstance(value, (list, dict)):
+                    noted[name] = copy.copy(value)
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        """Put every entry back, and drop those made since."""
+        for key in list(self._optimizer.state):
+            if key not in self._state:
+                del self._optimizer.state[key]
+        for key, noted in self._state.items():
+            if isinstance(noted, dict):
+                self._optimizer.state[key].clear()
+                self._optimizer.state[key].update(noted)
+            else:
+                self._optimizer.state[key] = noted
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(options)
 
 
 def _smallest(group: dict[str, Any]) -> list[Tensor]:
@@ -87,16 +115,6 @@ def _smallest(group: dict[str, Any]) -> list[Tensor]:
     return heapq.nsmallest(
         3, (parameter for parameter in group["params"] if parameter.grad is not None), key=Tensor.numel
     )
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return every tensor that `optimizer.step()` may write: its parameters and its state."""
-    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for state in optimizer.state.values():
-        found.extend(
-            value for value in (state.values() if isinstance(state, dict) else ()) if isinstance(value, Tensor)
-        )
-    return found
 
 
 _VOUCHED: dict[type[Any], bool] = {}

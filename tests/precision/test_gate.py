@@ -11,7 +11,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import PrecisionError
-from lightning_unified.precision import GatedMixedPrecision, build_plugin, choose_precision, verify_plugin
+from lightning_unified.precision import (
+    GatedMixedPrecision,
+    PrecisionChoice,
+    build_plugin,
+    choose_precision,
+    verify_plugin,
+)
 
 
 def choose(requested, backend="cuda", native=True, torch_version=(2, 13)):
@@ -163,3 +169,13 @@ def test_an_accelerator_given_as_an_object_does_not_turn_autocast_off():
     made.fit(BoringModel())
 
     assert made.precision_plugin.device == "cpu"
+
+
+def test_a_scaler_of_the_users_own_is_kept_and_one_for_another_device_is_not():
+    choice = PrecisionChoice(precision="16-mixed", scaler=True, reason="as asked")
+    own = torch.amp.GradScaler("cpu", init_scale=4.0)
+    given = MixedPrecision("16-mixed", device="cpu", scaler=own)
+    elsewhere = MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler("cuda", enabled=False))
+
+    assert build_plugin(choice, device_type="cpu", given=given).scaler is own
+    assert build_plugin(choice, device_type="cpu", given=elsewhere).scaler.is_enabled()
