@@ -207,8 +207,8 @@ class UnifiedStrategy(SingleDeviceStrategy):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Rows that go through forward and backward at once, as last used; None before the first batch."""
-        return self.sizes.last if self.sizes.last is not None else self.effective_batch_size
+        """Rows of an effective batch that go through forward and backward at once; None before the first batch is done."""
+        return None if self.effective_batch_size is None else self.sizes.at_once(self.effective_batch_size)
 
     @property
     def plan(self) -> Plan:
@@ -302,7 +302,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
             OutOfMemoryError: If the smallest unit of rows has failed already.
         """
         release_cached_memory(self.root_device)
-        failed = self.micro_batch_now(rows)
+        failed = None if rows is None else self.sizes.at_once(rows)
         shrunk = failed is not None and self.sizes.shrink(failed)
         if not shrunk and (phase != "optimizer step" or attempt > 1):
             raise OutOfMemoryError(self._does_not_fit(phase=phase, reason=reason, rows=failed))
@@ -312,10 +312,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
         log.warning(
             "Memory ran out in %s with %s rows at once (%s). The step is repeated %s.", phase, failed, reason, what_next
         )
-
-    def micro_batch_now(self, rows: int | None) -> int | None:
-        """Return the rows that a batch of `rows` runs at once under the present limit."""
-        return rows if self.sizes.limit is None or rows is None else min(self.sizes.last or rows, rows)
 
     def batch_done(self, rows: int | None) -> None:
         """Note the batch, and on a CPU, whose allocator has no cap, whether the process has outgrown the budget."""

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import BudgetError, ConfigurationError
+from lightning_unified.hardware import Figure
 
 QUIET = {
     "logger": False,
@@ -185,6 +186,19 @@ def test_a_process_that_outgrows_its_budget_on_a_cpu_runs_smaller_micro_batches(
     assert strategy.micro_batch_size < 16
     assert "above the budget" in strategy.events[0]
     assert strategy.measured_peak().bytes > resident
+
+
+def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
+    """Nine rows in batches of eight: what outgrew the budget were four rows at once, not the last batch's one."""
+    strategy = UnifiedStrategy(micro_batch_size=4)
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(9, 32), batch_size=8))
+    assert strategy.micro_batch_size == 4
+    monkeypatch.setattr("lightning_unified.strategies.unified.read_peak", lambda _: Figure(2**60, "made up"))
+    strategy.batch_done(8)
+
+    assert strategy.sizes.limit == 2
+    assert "micro-batches of 2 rows from here on" in strategy.events[-1]
 
 
 def test_two_devices_are_refused_with_what_to_write():

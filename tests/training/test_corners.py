@@ -362,3 +362,14 @@ def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cu
     _, _, trainer = run(Whole, UnifiedStrategy(micro_batch_size=3), lambda: loader)
 
     assert trainer.global_step == 6
+
+
+def test_a_size_that_recovery_came_down_to_does_not_refuse_a_module_with_larger_units():
+    strategy = UnifiedStrategy()
+    strategy.sizes.limit = 2
+    torch.manual_seed(0)
+    module = MLP().double()
+    module.micro_batch_unit = 4
+    fit(module, module.loader(rows=16), strategy=strategy)
+
+    assert strategy.micro_batch_size == 4
