@@ -82,7 +82,8 @@ def _with_own_group(document: Document, number: int) -> Document:
 
 
 def _jsonl(file: Path, text: str) -> Iterator[Document]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not splitlines(): JSON leaves U+2028, U+0085 and their like as they are within a text
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{file}:{number}"

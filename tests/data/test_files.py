@@ -132,3 +132,11 @@ def test_paths_with_nothing_to_read_are_named(tmp_path):
         read(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"holds no \.jsonl or \.txt file"):
         read(tmp_path)
+
+
+def test_a_row_may_hold_the_line_ends_that_json_leaves_as_they_are(tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = ['{"text": "one\u2028two\u0085three"}', '{"text": "four"}']
+    file.write_text("\r\n".join(rows), encoding="utf-8")
+
+    assert [document.text for document in read(file)] == ["one\u2028two\u0085three", "four"]
