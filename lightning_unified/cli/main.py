@@ -19,7 +19,7 @@ python -m lightning_unified doctor [--json]         what this machine has, what 
 def _train(arguments: Sequence[str]) -> int:
     from lightning_unified.cli.train import train
 
-    return train(arguments, config_path=PACKAGED, program="python -m lightning_unified train")
+    return train(arguments, config_path=PACKAGED, program="-m lightning_unified train")
 
 
 def _doctor(arguments: Sequence[str]) -> int:

@@ -1,10 +1,14 @@
 """`python train.py`: check what was asked, then let Hydra run it once or as a sweep."""
 
+import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hydra
 from hydra._internal.utils import get_args_parser  # the one description of Hydra's own flags
@@ -21,30 +25,36 @@ from lightning_unified.errors import ConfigurationError
 __all__ = ["train"]
 
 
-def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str = "python train.py") -> int:
+def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str = "train.py") -> int:
     """Train as `arguments` ask and return the exit code.
 
     Args:
         arguments: Overrides and Hydra's flags, as given on the command line.
         config_path: Where the configuration lies: a folder or `pkg://package.name`.
-        program: How the user calls this, for the help and the resume command.
+        program: What the user gives to Python to call this, for the help and the resume command.
     """
+    program = f"{_interpreter()} {program}"
     try:
         flags, unknown = get_args_parser().parse_known_args(list(arguments))
         if unknown:
             raise ConfigurationError(
-                f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir'])} Overrides are written key=value, without dashes."
+                f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir'])} "
+                "Overrides are written key=value, without dashes."
             )
-        if flags.cfg or flags.info or flags.shell_completion or flags.hydra_help:
+        if flags.info or flags.shell_completion or flags.hydra_help:
             return _hydra(list(arguments), config_path, lambda _: None)
+        if flags.config_dir and not Path(flags.config_dir).is_dir():
+            raise ConfigurationError(f"--config-dir {flags.config_dir}: there is no such directory.")
         extra = [f"hydra.searchpath=[file://{Path(flags.config_dir).absolute()}]"] if flags.config_dir else []
         with searching(config_path):
             if flags.help:
-                sys.stdout.write(help_text(program, [*extra, *flags.overrides]))
+                sys.stdout.write(help_text(program, [*extra, *flags.overrides], multirun=flags.multirun))
                 return 0
             saved = _run_to_resume(flags.overrides, multirun=flags.multirun)
             overrides = _with_run(flags.overrides, saved)
             check_overrides([*extra, *overrides], multirun=flags.multirun)
+        if flags.cfg:
+            return _hydra(list(arguments), config_path, lambda _: None)
         return _run(
             overrides,
             given=flags.overrides,
@@ -56,6 +66,14 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
         )
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
+
+
+def _interpreter() -> str:
+    """Return how this Python is called from here: an environment that is not activated is named."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    relative = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
 def _run_to_resume(overrides: Sequence[str], *, multirun: bool) -> SavedRun | None:
@@ -98,25 +116,27 @@ def _run(
     config_dir: str | None,
     program: str,
 ) -> int:
-    from lightning_unified.cli.run.job import Job, Sweep
+    from lightning_unified.cli.run.job import Job
 
-    sweep = Sweep()
+    codes = [0]
 
     def task(config: DictConfig) -> float:
         outcome = Job(config=config, given=list(given), saved=saved, program=program).run()
-        sweep.add(outcome)
+        codes.append(outcome.exit_code)
         if outcome.stops_sweep:
             raise SystemExit(outcome.exit_code)
         return outcome.objective
 
     flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
+    # a resumed run writes its overrides itself, when it has begun: one that is refused leaves the saved run as it was
+    flags += [] if saved is None else ["hydra.output_subdir=null"]
     folder = _sweep_folder(overrides)
     named = [
         f"hydra.sweep.dir={_quoted(folder)}",
         f"hydra.job.config.override_dirname.exclude_keys=[{','.join(_fixed_keys(overrides))}]",
     ]
     code = _hydra([*flags, *overrides, *(named if multirun else [])], config_path, task)
-    return code or sweep.exit_code or int(multirun and not _all_finished(folder))
+    return code or max(codes) or int(multirun and not _all_finished(folder))
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:
@@ -138,13 +158,19 @@ def _all_finished(folder: Path) -> bool:
 
 
 def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:
-    """Run `task` in Hydra's application, as if `arguments` had been given, and return the exit code."""
+    """Run `task` in Hydra's application, as if `arguments` had been given, and return the exit code.
+
+    Raises:
+        ConfigurationError: If Hydra cannot compose what was asked or make the folder for it.
+    """
     application = hydra.main(version_base="1.3", config_path=config_path, config_name=CONFIG_NAME)(task)
-    saved, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    try:
-        application()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    finally:
-        sys.argv = saved
+    with patch.object(sys, "argv", [sys.argv[0], *arguments]), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
+        try:
+            application()
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except OSError as error:  # not the task's: it reports its own
+            raise ConfigurationError(
+                f"run_dir: {error.filename} cannot be written ({error.strerror}); give a run_dir that can."
+            ) from error
     return 0

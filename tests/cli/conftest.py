@@ -33,6 +33,7 @@ class Done(NamedTuple):
 def call(monkeypatch, capfd, *arguments, config_path=CONF):
     """Run `train` as a process of its own would, as far as this one allows."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr("lightning_unified.cli.train._interpreter", lambda: "python")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     capfd.readouterr()
     code = train(list(arguments), config_path=config_path)

@@ -20,6 +20,22 @@ MISTAKES = {
         ["-m", "memory=debug,smal"],
         r"memory=smal: there is no such choice; did you mean small\?",
     ),
+    "a choice of nothing": (["memory=null"], r"memory=null: there is no such choice\. memory is one of auto, debug"),
+    "a group left out": (["~memory"], r"~memory: a run needs one; memory is one of auto, debug"),
+    "a choice that is far from all": (
+        ["experiment=zzz"],
+        r"experiment=zzz: there is no such choice\. experiment is one of",
+    ),
+    "a misspelt choice beside --help": (["--help", "memory=smal"], r"did you mean small\?"),
+    "a misspelt choice beside --cfg": (["--cfg", "job", "memory=smal"], r"did you mean small\?"),
+    "a folder of settings that is not there": (["--config-dir", "nowhere"], r"--config-dir nowhere: there is no such"),
+    "a run directory that is a file": (
+        ["run_dir=/dev/null", *TINY],
+        r"run_dir: /dev/null cannot be written \(File exists\)",
+    ),
+    "a seed in words": (["seed=abc"], r"seed=abc: it is a whole number from 0"),
+    "a negative seed": (["seed=-1"], r"seed=-1: it is a whole number from 0"),
+    "loader workers in words": (["hardware.num_workers=lots"], r"hardware\.num_workers='lots' is not a count"),
     "a misspelt group": (["memry=small"], r"memry: there is no such key; did you mean memory\?"),
     "a misspelt key": (
         ["trainer.max_stepz=3"],
@@ -54,7 +70,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_in_one_clear_message(command, name):
+def test_a_mistake_is_refused_in_one_clear_message_and_leaves_nothing(command, name, tmp_path):
     arguments, message = MISTAKES[name]
     done = command(*arguments)
 
@@ -62,6 +78,7 @@ def test_a_mistake_is_refused_in_one_clear_message(command, name):
     assert "Traceback" not in done.out + done.err
     assert len(done.lines) <= 12
     assert re.search(message, done.err), done.err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_tier_that_the_machine_does_not_have_names_the_largest_that_it_has(command, monkeypatch):

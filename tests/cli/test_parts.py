@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 
+import torch
+from lightning import LightningModule
 from omegaconf import OmegaConf
 
 from lightning_unified.cli.failure import explain, report_failure
@@ -10,8 +13,11 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.request.nearest import nearest
 from lightning_unified.cli.request.overrides import parse_overrides, single_run, swept_values
 from lightning_unified.cli.request.resume import apply_changes, merged_overrides
+from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
 from lightning_unified.cli.run.record import versions, write_json
+from lightning_unified.cli.run.samples import printable
+from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
 
 
@@ -31,7 +37,7 @@ def test_the_help_of_training_shows_groups_overrides_and_configuration(command):
     done = command("--help", "memory=small")
 
     assert done.code == 0
-    for text in ("memory     auto, debug, large", "data.batch_size=64", "resume=", "budget: 8GiB", "max_steps: 400"):
+    for text in ("memory     auto, debug, large", "data.batch_size=64", "resume=", "budget: 8GiB", "max_steps: "):
         assert text in done.out
 
 
@@ -101,3 +107,40 @@ def test_plots_are_drawn_for_the_columns_there_are(tmp_path):
     assert read_metrics(tmp_path / "metrics.csv") == {"train/loss": [(0, 2.5), (2, 2.0)], "val/loss": [(1, 2.0)]}
     assert [path.name for path in draw_plots(tmp_path / "metrics.csv", tmp_path / "plots")] == ["loss.png"]
     assert draw_plots(tmp_path / "nowhere.csv", tmp_path / "plots") == []
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    assert printable("a\x1b[2Jb\x08\x9b\n\tc") == "a\ufffd[2Jb\ufffd\ufffd\n\tc"
+
+
+def test_the_summary_of_data_without_tokens_or_steps_is_printed(capsys):
+    summary = {
+        "model": "net",
+        "parameters": 3,
+        "precision": "32-true",
+        "effective_batch_size": 4,
+        "micro_batch_size": None,
+        "recoveries": 0,
+        "peak_bytes": {"measured": None, "source": "unknown"},
+        "budget_bytes": None,
+        "steps": 0,
+        "seconds": 0.25,
+        "samples_per_second": None,
+        "tokens_per_second": None,
+        "validation": {},
+        "resume_command": "python train.py resume=run",
+    }
+    show_summary(summary, baselines={}, samples=[], saved=["run"])
+
+    assert "0 steps in 0.25 s\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
+
+
+def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
+    module = LightningModule()
+    module.net = torch.nn.Linear(2, 2)
+    with compiled(module, wanted=False):
+        assert module.net._compiled_call_impl is None
+    with compiled(module, wanted=True):
+        assert module.net._compiled_call_impl is not None
+        assert module._compiled_call_impl is None
+    assert module.net._compiled_call_impl is None

@@ -8,8 +8,27 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_unified.cli.run.record import SUMMARY_KEYS
-
+SUMMARY_KEYS = (
+    "model",
+    "parameters",
+    "device",
+    "pool",
+    "budget_bytes",
+    "effective_batch_size",
+    "micro_batch_size",
+    "recompute",
+    "precision",
+    "steps",
+    "seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "peak_bytes",
+    "recoveries",
+    "validation",
+    "checkpoint",
+    "resume_command",
+    "versions",
+)
 FILES = (
     "config.yaml",
     "plan.json",
@@ -130,3 +149,32 @@ def test_another_strategy_of_lightning_can_be_compared_with(command, tiny, tmp_p
 
     assert done.code == 0
     assert (summary["micro_batch_size"], summary["recoveries"]) == (None, None)
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(command, tiny, tmp_path):
+    steady = ("memory=debug", "data.drop_last=false", "model.schedule=constant", *tiny)
+    assert command("trainer.max_steps=2", "run_dir=run", *steady).code == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    refused = command("resume=run", "trainer.max_steps=4", "memory=small")
+
+    assert refused.code == 2
+    assert "an order that this loader does not have (batch_size 4 -> 8)" in refused.err
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+    assert command("resume=run", "trainer.max_steps=4").code == 0
+
+
+def test_a_resumed_run_writes_where_it_is_now_and_no_run_is_written_over(command, tiny, tmp_path):
+    assert command("memory=small", "trainer.max_steps=2", "run_dir=run", *tiny).code == 0
+    again = command("memory=small", "trainer.max_steps=2", "run_dir=run", *tiny)
+    before = (tmp_path / "run/checkpoints/last.ckpt").read_bytes()
+    other = command("resume=run", "trainer.max_steps=3", "run_dir=other")
+    (tmp_path / "other").rename(tmp_path / "moved")
+    moved = command("resume=moved", "trainer.max_steps=4")
+    summary = json.loads((tmp_path / "moved/summary.json").read_text())
+
+    assert again.code == 2
+    assert "run_dir=run holds the checkpoints of another run; resume=run goes on with it" in again.err
+    assert (other.code, moved.code) == (0, 0)
+    assert (tmp_path / "run/checkpoints/last.ckpt").read_bytes() == before
+    assert not (tmp_path / "other").exists()
+    assert (summary["steps"], summary["checkpoint"]) == (4, str(tmp_path / "moved/checkpoints/last.ckpt"))

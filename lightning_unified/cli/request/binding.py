@@ -9,9 +9,9 @@ from typing import Any, Literal, Union
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_unified.cli.request.nearest import did_you_mean
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
-__all__ = ["arguments_of", "check_binding", "target_of", "targets"]
+__all__ = ["arguments_of", "check_binding", "make", "target_of", "targets"]
 
 
 def targets(node: Any, *, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -47,6 +47,28 @@ def arguments_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
+def make(name: str, node: Any, **objects: Any) -> Any:
+    """Return what `node` describes, with `objects` as further arguments, and turn its refusals into one of ours.
+
+    Raises:
+        ConfigurationError: With the refusal's own words, or with `name` before them.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        try:
+            return instantiate(node, _convert_="all", _partial_=True)(**objects)
+        except InstantiationException as error:
+            raise (error.__cause__ or error) from None
+    except LightningUnifiedError:
+        raise
+    except (ValueError, TypeError, FileNotFoundError, ImportError, MisconfigurationException) as error:
+        text = str(error)
+        raise ConfigurationError(text if text.startswith(f"{name}.") else f"{name}: {text}") from error
+
+
 def check_binding(config: DictConfig) -> None:
     """Check every `_target_` node of `config`, resolved, against its target.
 
@@ -68,7 +90,7 @@ def _check_node(name: str, node: Mapping[str, Any]) -> None:
     for key in given:
         if key not in arguments and not open_ended:
             raise ConfigurationError(
-                f"{name}.{key}: {node['_target_']} takes no such argument{did_you_mean(key, arguments) or '.'}"
+                f"{name}.{key}: {node['_target_']} takes no such argument{did_you_mean(key, arguments)}"
             )
     missing = [key for key, parameter in arguments.items() if parameter.default is parameter.empty and key not in given]
     if missing and not node.get("_partial_") and not open_ended:
@@ -137,5 +159,7 @@ def _wanted(value: Any, hint: Any) -> str:
         for member in _members(hint)
         if typing.get_origin(member) is not Literal
     ]
-    text = "it must be " + " or ".join([*words, *([f"one of {', '.join(choices)}"] if choices else [])])
-    return text + (did_you_mean(str(value), choices) or ".")
+    if choices:
+        words.append(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}")
+    text = "it must be " + " or ".join(words)
+    return text + did_you_mean(str(value), choices)

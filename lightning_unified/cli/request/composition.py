@@ -1,17 +1,16 @@
 """Hydra's composition, used without its application: a configuration from overrides, and the choices it was made of."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-__all__ = ["CONFIG_NAME", "PACKAGED", "Composed", "composed", "config_loader", "flat", "groups", "searching"]
+__all__ = ["CONFIG_NAME", "PACKAGED", "Composed", "composed", "flat", "groups", "searching"]
 
 CONFIG_NAME = "train"
 PACKAGED = "pkg://lightning_unified.conf"
@@ -32,8 +31,7 @@ def searching(config_path: str) -> Iterator[None]:
     Inside a running Hydra application its own search path is used and left as it is.
     """
     if GlobalHydra.instance().is_initialized():
-        with nullcontext():
-            yield
+        yield
     elif config_path.startswith("pkg://"):
         with initialize_config_module(config_path.removeprefix("pkg://"), version_base="1.3"):
             yield
@@ -42,12 +40,12 @@ def searching(config_path: str) -> Iterator[None]:
             yield
 
 
-def composed(overrides: Sequence[str], *, config_name: str = CONFIG_NAME) -> Composed:
+def composed(overrides: Sequence[str]) -> Composed:
     """Return what `overrides` compose to; call it inside `searching`.
 
     The run's name, which Hydra's own resolver would give only inside a job, is filled in.
     """
-    config = compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    config = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
         del config["hydra"]
@@ -56,14 +54,9 @@ def composed(overrides: Sequence[str], *, config_name: str = CONFIG_NAME) -> Com
     return Composed(config=config, choices=choices)
 
 
-def config_loader() -> ConfigLoader:
-    """Return the loader of the search path now in force."""
-    return GlobalHydra.instance().config_loader()
-
-
 def groups() -> dict[str, list[str]]:
     """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`)."""
-    loader = config_loader()
+    loader = GlobalHydra.instance().config_loader()
     found: dict[str, list[str]] = {}
 
     def walk(parent: str) -> None:

@@ -25,6 +25,6 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return `"; did you mean X?"` for the nearest valid name, or an empty string."""
+    """Return `"; did you mean X?"` for the nearest valid name, or the full stop that ends the sentence without one."""
     found = nearest(name, valid)
-    return f"; did you mean {found}?" if found else ""
+    return f"; did you mean {found}?" if found else "."

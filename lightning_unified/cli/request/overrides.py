@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_unified.cli.request.composition import Composed, composed, flat, groups
-from lightning_unified.cli.request.nearest import did_you_mean
+from lightning_unified.cli.request.nearest import did_you_mean, nearest
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["check_overrides", "key_of", "parse_overrides", "single_run", "swept_values"]
@@ -29,7 +29,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         except HydraException as error:
             message = str(error).splitlines()[0]
             raise ConfigurationError(
-                f"{text!r} is not an override ({message}); write key=value, as in memory=small or data.batch_size=64."
+                f"{text!r} is not an override ({message}); write key=value, as in memory=small or data.batch_size=64, and "
+                "a value with unusual characters within quotes of its own, as in 'run_dir=\"été\"'."
             ) from error
     return parsed
 
@@ -82,12 +83,14 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool) -> Composed:
 def _check_choice(override: Override, choices: Sequence[str]) -> None:
     group = key_of(override)
     if override.is_delete():
+        if group in _composed([]).config:
+            raise ConfigurationError(f"~{group}: a run needs one; {group} is one of {', '.join(choices)}.")
         return
     if override.is_sweep_override():
         values = [value.strip("'\"") for value in swept_values(override)]
     else:
         value = override.value()
-        values = [str(each) for each in value] if isinstance(value, list) else [] if value is None else [str(value)]
+        values = [str(each) for each in value] if isinstance(value, list) else ["null" if value is None else str(value)]
     for value in values:
         if value not in choices:
             raise ConfigurationError(
@@ -100,7 +103,7 @@ def _check_key(override: Override, config: DictConfig, known: dict[str, list[str
     if key == "hydra" or key.startswith(("hydra.", "hydra/")) or _exists(config, key):
         return
     valid = [*flat(config), *(str(name) for name in config), *(name for name in known if not name.startswith("hydra/"))]
-    hint = did_you_mean(key, valid) or "; see python train.py --help."
+    hint = did_you_mean(key, valid) if nearest(key, valid) else "; see python train.py --help."
     raise ConfigurationError(f"{key}: there is no such key{hint}")
 
 

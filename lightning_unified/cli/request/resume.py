@@ -1,5 +1,6 @@
 """Continue a run: its saved configuration is the base, overrides given beside `resume=` win and are reported."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,21 @@ from lightning_unified.cli.request.composition import Composed, composed, flat
 from lightning_unified.cli.request.overrides import key_of, parse_overrides
 from lightning_unified.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Change", "SavedRun", "apply_changes", "check_steps_left", "find_run", "joined", "merged_overrides"]
+__all__ = [
+    "LAST",
+    "OVERRIDES",
+    "Change",
+    "SavedRun",
+    "apply_changes",
+    "check_steps_left",
+    "find_run",
+    "joined",
+    "merged_overrides",
+    "relocated",
+]
 
+OVERRIDES = Path(".hydra", "overrides.yaml")
+LAST = Path("checkpoints", "last.ckpt")
 _OF_THIS_RUN = ("resume", "run_dir")
 
 
@@ -51,13 +65,9 @@ def find_run(directory: str | Path) -> SavedRun:
     path = Path(directory).expanduser().absolute()
     if not path.is_dir():
         raise ConfigurationError(
-            f"resume={directory}: there is no such directory; give a run directory, as in resume=runs/gearhead/2026-01-31_12-00-00."
+            f"resume={directory}: {'that is a file' if path.exists() else 'there is no such directory'}; give a run directory, as in resume=runs/gearhead/2026-01-31_12-00-00."
         )
-    config, overrides, checkpoint = (
-        path / "config.yaml",
-        path / ".hydra" / "overrides.yaml",
-        path / "checkpoints" / "last.ckpt",
-    )
+    config, overrides, checkpoint = path / "config.yaml", path / OVERRIDES, path / LAST
     for needed in (config, overrides):
         if not needed.is_file():
             raise ConfigurationError(
@@ -92,12 +102,8 @@ def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]
     difference. A group that is chosen anew comes in whole.
     """
     hardware = f"hardware={run.config.hardware.name}"
-    before = composed(
-        merged_overrides([hardware], run.overrides)
-        if _chose(run.overrides)
-        else [hardware, *merged_overrides(run.overrides, [])]
-    )
-    after = composed(merged_overrides([hardware, *merged_overrides(run.overrides, [])], given))
+    own = merged_overrides([hardware], run.overrides)
+    before, after = composed(own), composed(merged_overrides(own, given))
     config = run.config.copy()
     OmegaConf.set_struct(config, False)
     for group, choice in after.choices.items():
@@ -105,10 +111,6 @@ def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]
             config[group] = after.config[group]
     changes = apply_changes(config, before.config, after.config)
     return Composed(config=config, choices=after.choices), changes
-
-
-def _chose(overrides: Sequence[str]) -> bool:
-    return any(key_of(override) == "hardware" for override in parse_overrides(overrides))
 
 
 def apply_changes(config: DictConfig, before: DictConfig, after: DictConfig) -> list[Change]:
@@ -135,6 +137,21 @@ def _resolved(config: DictConfig) -> DictConfig:
     copy["run_dir"] = "run_dir"  # a time of day, which differs between any two compositions
     OmegaConf.resolve(copy)
     return copy
+
+
+def relocated(config: DictConfig, directory: Path) -> DictConfig:
+    """Return `config`, whose paths were resolved for another run directory, for this one: it was moved, or `run_dir` given."""
+    old, new = str(config.run_dir), str(directory)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(member) for key, member in value.items()}
+        if isinstance(value, list):
+            return [moved(member) for member in value]
+        inside = isinstance(value, str) and (value == old or value.startswith(old + os.sep))
+        return new + value.removeprefix(old) if inside else value
+
+    return DictConfig(moved(OmegaConf.to_container(config)))
 
 
 def check_steps_left(run: SavedRun, max_steps: int) -> int:

@@ -1,9 +1,11 @@
 """One run, from its configuration to its exit code."""
 
+import contextlib
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
 from lightning_unified.cli.request.binding import check_binding
 from lightning_unified.cli.request.composition import composed
-from lightning_unified.cli.request.resume import Change, SavedRun, check_steps_left, joined, merged_overrides
+from lightning_unified.cli.request.resume import (
+    LAST,
+    OVERRIDES,
+    Change,
+    SavedRun,
+    check_steps_left,
+    joined,
+    merged_overrides,
+    relocated,
+)
 from lightning_unified.cli.run.quiet import quiet_third_parties
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
@@ -25,7 +37,7 @@ if TYPE_CHECKING:
 
     from lightning_unified.cli.run.parts import Parts
 
-__all__ = ["Job", "Outcome", "Sweep"]
+__all__ = ["Job", "Outcome"]
 
 _PLAIN = re.compile(r"[\w./-]+")
 
@@ -43,17 +55,6 @@ class Outcome:
     exit_code: int
     objective: float = math.nan
     stops_sweep: bool = False
-
-
-@dataclass(kw_only=True, slots=True)
-class Sweep:
-    """The exit code of several runs: the highest."""
-
-    exit_code: int = 0
-
-    def add(self, outcome: Outcome) -> None:
-        """Count another run."""
-        self.exit_code = max(self.exit_code, outcome.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,16 +75,25 @@ class Job:
 
     def run(self) -> Outcome:
         """Train, leave the record of it, and say how it ended; every error is printed, none is raised."""
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        there = set(directory.rglob("*"))
         try:
-            return self._run()
+            return self._run(directory)
         except KeyboardInterrupt as error:
             report_failure(error)
             return Outcome(exit_code=INTERRUPTED, stops_sweep=True)
         except Exception as error:
-            return Outcome(exit_code=report_failure(error))
+            code = report_failure(error)
+            if code == ConfigurationError.exit_code and HydraConfig.get().mode == RunMode.RUN:
+                _remove_traces(directory, there=there)
+            return Outcome(exit_code=code)
 
-    def _run(self) -> Outcome:
-        directory = Path(HydraConfig.get().runtime.output_dir)
+    def _run(self, directory: Path) -> Outcome:
+        if (directory / LAST).exists() and (self.saved is None or directory != self.saved.directory):
+            raise ConfigurationError(
+                f"run_dir={_short(directory)} holds the checkpoints of another run; {_resume_override(directory)} goes on with it, "
+                "another run_dir leaves it as it is."
+            )
         config, changes = self._configuration(directory)
         # the slow imports come after the checks that need none of them
         from lightning_unified.cli.run.machine import check_numbers, prepare
@@ -102,12 +112,15 @@ class Job:
 
         def begin(module: "LightningModule") -> None:
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
+            (directory / OVERRIDES).parent.mkdir(exist_ok=True)
+            OmegaConf.save(HydraConfig.get().overrides.task, directory / OVERRIDES)
             if self.saved is not None:
                 show_changes(self.saved.directory, changes)
             show_start(config, machine, module=module)
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
-        self._fit(parts, compile_module=bool(machine.settings.compile))
+        with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
+            self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         validation_loss = finish(
             parts,
@@ -128,7 +141,7 @@ class Job:
         config, changes = self.config, []
         if self.saved is not None:
             resumed, changes = joined(self.saved, self.given)
-            config = resumed.config
+            config = relocated(resumed.config, directory)
         elif choices.get("hardware") == "auto":
             from lightning_unified.hardware import describe, detect
 
@@ -142,23 +155,30 @@ class Job:
             config["resume"] = None if self.saved is None else str(self.saved.directory)
         return config, changes
 
-    def _fit(self, parts: "Parts", *, compile_module: bool) -> None:
-        from lightning_unified.cli.run.parts import compiled
-
+    def _fit(self, parts: "Parts") -> None:
+        """Train; what is refused before the first batch is a mistake of the request."""
         checkpoint = None if self.saved is None else str(self.saved.checkpoint)
         try:
-            parts.trainer.fit(
-                compiled(parts.module, wanted=compile_module),
-                datamodule=parts.data,
-                ckpt_path=checkpoint,
-                weights_only=False,
-            )
+            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
         except LightningUnifiedError:
             raise
         except (ValueError, FileNotFoundError) as error:
-            if parts.trainer.global_step == 0:
+            if not parts.throughput.started:
                 raise ConfigurationError(str(error)) from error
             raise
+
+
+def _remove_traces(directory: Path, *, there: set[Path]) -> None:
+    """Remove what a run that was refused put into its directory beside what was `there`; checkpoints are never removed."""
+    new = sorted(set(directory.rglob("*")) - there, reverse=True)
+    if any(path.suffix == ".ckpt" for path in new):
+        return
+    for path in new:
+        path.rmdir() if path.is_dir() else path.unlink()
+    if not (directory / "config.yaml").exists():
+        shutil.rmtree(directory / ".hydra", ignore_errors=True)
+    with contextlib.suppress(OSError):  # others' files are in it
+        directory.rmdir()
 
 
 def _resume_override(directory: Path) -> str:

@@ -5,9 +5,9 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, fields
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict
 
+from lightning_unified.cli.request.binding import make
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import (
     Budget,
@@ -45,7 +45,7 @@ def prepare(config: DictConfig) -> Machine:
         HardwareError: If the hardware asked for is not here.
         BudgetError: If the budget exceeds the pool.
     """
-    settings: HardwareSettings = instantiate(config.hardware)
+    settings: HardwareSettings = make("hardware", config.hardware)
     require(settings.name)
     set_mps_environment(config.memory.budget)
     reading = read("cpu" if settings.accelerator == "cpu" else "auto")
@@ -68,6 +68,9 @@ def check_numbers(config: DictConfig) -> None:
     Raises:
         ConfigurationError: Naming the key.
     """
+    seed = config.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
+        raise ConfigurationError(f"seed={seed}: it is a whole number from 0 to {2**32 - 1}.")
     batch = config.data.get("batch_size")
     if isinstance(batch, int) and batch < 1:
         raise ConfigurationError(f"data.batch_size={batch}: the effective batch is a count of rows, 1 or more.")

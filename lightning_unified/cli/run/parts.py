@@ -1,26 +1,21 @@
 """Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning
-import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
+from lightning_unified.cli.request.binding import make
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
-from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
 __all__ = ["Parts", "build", "callback_of", "compiled"]
-
-_MISTAKES = (ValueError, TypeError, FileNotFoundError, ImportError, MisconfigurationException)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +59,21 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
         ConfigurationError: If a part refuses what it was given.
     """
     lightning.seed_everything(config.seed, workers=True, verbose=False)
-    data = _make("data", config.data)
-    module = _make("model", config.model)
-    callbacks = {name: _make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
+    data = make("data", config.data)
+    module = make("model", config.model)
+    callbacks = {name: make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
     callbacks = {name: callback for name, callback in callbacks.items() if not _switched_off(callback, config.trainer)}
     for callback in callbacks.values():
         if getattr(callback, "resume_command", ...) is None:
             callback.resume_command = resume_command
-    loggers = [_make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
+    loggers = [make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
     throughput = Throughput()
     arguments = _resolved(config.trainer)
     taken = {
         "callbacks": [_Start(on_start), *callbacks.values(), throughput, ValidateAtEnd()],
         "logger": loggers or False,
     }
-    partial = _make(
-        "trainer", {**{key: value for key, value in arguments.items() if key not in taken}, "_partial_": True}
-    )
-    try:
-        trainer = partial(**taken)
-    except LightningUnifiedError:
-        raise
-    except _MISTAKES as error:
-        raise ConfigurationError(f"trainer: {error}") from error
+    trainer = make("trainer", {key: value for key, value in arguments.items() if key not in taken}, **taken)
     return Parts(data=data, module=module, callbacks=callbacks, throughput=throughput, trainer=trainer)
 
 
@@ -95,9 +82,21 @@ def callback_of(parts: Parts, kind: str) -> Any:
     return next((callback for callback in parts.callbacks.values() if type(callback).__name__ == kind), None)
 
 
-def compiled(module: LightningModule, *, wanted: bool) -> Any:
-    """Return `module` as `trainer.fit` should get it."""
-    return torch.compile(module) if wanted else module
+@contextmanager
+def compiled(module: LightningModule, *, wanted: bool) -> Iterator[None]:
+    """Compile, meanwhile and in place, the modules that `module` consists of.
+
+    Not `module` itself: its steps log, count and are called by a strategy, none of which a graph can hold. Not for
+    longer than the training either: texts of every length would each be compiled for.
+    """
+    parts = list(module.children()) if wanted else []
+    for part in parts:
+        part.compile()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._compiled_call_impl = None  # `Module.compile` has no opposite (torch 2.13)
 
 
 def _resolved(node: DictConfig) -> dict[str, Any]:
@@ -116,21 +115,3 @@ def _nodes(group: Any) -> list[tuple[str, DictConfig]]:
     if not OmegaConf.is_dict(group):
         return []
     return [(str(name), node) for name, node in group.items() if OmegaConf.is_dict(node) and "_target_" in node]
-
-
-def _make(name: str, node: Any) -> Any:
-    """Instantiate `node`, and turn its refusals into one of ours.
-
-    Raises:
-        ConfigurationError: With the refusal's own words.
-    """
-    try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, LightningUnifiedError):
-            raise cause from None
-        if isinstance(cause, _MISTAKES):
-            text = str(cause)
-            raise ConfigurationError(text if text.startswith(f"{name}.") else f"{name}: {text}") from cause
-        raise

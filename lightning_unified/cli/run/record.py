@@ -8,29 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SUMMARY_KEYS", "versions", "write_json"]
+__all__ = ["versions", "write_json"]
 
-SUMMARY_KEYS = (
-    "model",
-    "parameters",
-    "device",
-    "pool",
-    "budget_bytes",
-    "effective_batch_size",
-    "micro_batch_size",
-    "recompute",
-    "precision",
-    "steps",
-    "seconds",
-    "samples_per_second",
-    "tokens_per_second",
-    "peak_bytes",
-    "recoveries",
-    "validation",
-    "checkpoint",
-    "resume_command",
-    "versions",
-)
 _PACKAGES = ("lightning-unified", "torch", "lightning", "hydra-core", "numpy")
 
 

@@ -1,8 +1,12 @@
 """A few texts out of the model that was just trained, for the eye."""
 
+import re
+
 from lightning import LightningModule
 
-__all__ = ["sample_texts"]
+__all__ = ["printable", "sample_texts"]
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model of bytes may write what a terminal would obey
 
 _OPENINGS = ("", "The ", "If a class ", "The value of ")
 _FAULTS = (
@@ -32,4 +36,10 @@ def sample_texts(module: LightningModule, *, seed: int) -> list[str]:
         ]
     sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0.7, top_k=50, top_p=0.9)
     answers = writer.generate(prompts, sampling=sampling, seed=seed)
-    return [(asked + answer).removeprefix("<s>").strip() for asked, answer in zip(prompts, answers, strict=True)]
+    texts = [(asked + answer).removeprefix("<s>").strip() for asked, answer in zip(prompts, answers, strict=True)]
+    return [printable(text) for text in texts]
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything replaced that a terminal would act on instead of showing it."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

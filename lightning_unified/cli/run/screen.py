@@ -1,5 +1,6 @@
 """What a run prints: its configuration and machine at the start, what came of it at the end."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,11 @@ def _beyond_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())
+    """Return `values` as overrides are typed: null, true and false."""
+    return " ".join(
+        f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+        for key, value in values.items()
+    )
 
 
 def show_summary(
@@ -129,10 +134,12 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     )
     tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
     since = f" since step {first_step}" if first_step else ""
-    speed = [f"{tokens:,.0f} tokens/s"] * (tokens is not None) + [f"{rows:,.1f} samples/s"] * (rows is not None)
+    speed = [
+        f"{rate:,.{digits}f} {unit}/s" for rate, digits, unit in ((tokens, 0, "tokens"), (rows, 1, "samples")) if rate
+    ]
     yield (
         "speed",
-        f"{summary['steps'] - first_step} steps{since} in {summary['seconds']:.0f} s"
+        f"{summary['steps'] - first_step} steps{since} in {summary['seconds']:.3g} s"
         + "".join(f", {text}" for text in speed),
     )
     validation = summary["validation"]

@@ -32,7 +32,12 @@ class Throughput(Callback):
         self.validated_at: int | None = None
         self._tokens: torch.Tensor | None = None
         self._since: float | None = None
-        self._began = 0.0
+        self._began: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether everything was in place and training began."""
+        return self._began is not None
 
     @property
     def tokens(self) -> int | None:
@@ -45,7 +50,7 @@ class Throughput(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.duration = time.monotonic() - self._began
+        self.duration = time.monotonic() - (self._began or 0.0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
