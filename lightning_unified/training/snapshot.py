@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
-from lightning_unified.training.split import containers_copied, leaves
+from lightning_unified.training.split import containers_copied, tensors_in
 
 __all__ = ["BatchWatch", "BufferWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
 
@@ -85,9 +85,7 @@ class BatchWatch:
 
     def __init__(self, batch: Any) -> None:
         self._batch = containers_copied(batch)
-        self._versions = [
-            (leaf, leaf._version) for leaf in leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
+        self._versions = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
 
     def again(self) -> Any:
         """Return the batch for another attempt.

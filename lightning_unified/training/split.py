@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 
-__all__ = ["containers_copied", "cut", "leaves", "merge", "num_rows", "part_sizes"]
+__all__ = ["containers_copied", "cut", "merge", "num_rows", "part_sizes", "tensors_in"]
+
+_PLAIN = (str, bytes, int, float, type(None))
 
 
 def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
@@ -151,30 +153,37 @@ def _holds_columns(value: Any, rows: int) -> bool:
 
 def _leading_dimension(value: Any) -> int | None:
     """Return the leading dimension that all tensors in `value` share; None if they differ or have none."""
-    dimensions = {leaf.shape[0] for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.dim()}
+    dimensions = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
     return dimensions.pop() if len(dimensions) == 1 else None
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in the mappings, lists, tuples and dataclasses of `value`, depth first."""
-    if isinstance(value, Mapping) or _is_sequence(value) or _is_record(value):
-        for entry in _entries(value):
-            yield from leaves(entry)
-    else:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the mappings, lists, tuples and dataclasses of `value`, depth first."""
+    if isinstance(value, Tensor):
         yield value
+    elif not _is_list_of_plain(value):
+        for entry in _entries(value):
+            yield from tensors_in(entry)
 
 
 def containers_copied(value: Any) -> Any:
     """Return `value` with its dicts, lists and dataclasses copied and everything in them shared; other kinds are shared too."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        return value
     if isinstance(value, (dict, UserDict)):
         return _with_items(value, {key: containers_copied(entry) for key, entry in value.items()})
     if type(value) is list or type(value) is tuple:
-        return type(value)(containers_copied(entry) for entry in value)
+        return type(value)(value if _is_list_of_plain(value) else map(containers_copied, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(containers_copied(entry) for entry in value)  # pyright: ignore[reportAttributeAccessIssue]
+        return value._make(map(containers_copied, value))  # pyright: ignore[reportAttributeAccessIssue]
     if _is_record(value):
         return _with_fields(value, containers_copied)
     return value
+
+
+def _is_list_of_plain(value: Any) -> bool:
+    """Return whether `value` is a list of names or numbers; one entry a row makes it long, and a batch is looked at in every step."""
+    return _is_sequence(value) and all(isinstance(entry, _PLAIN) for entry in value)
 
 
 def _entries(value: Any) -> list[Any]:

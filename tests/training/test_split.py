@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.split import cut, merge, num_rows, part_sizes
+from lightning_unified.training.split import containers_copied, cut, merge, num_rows, part_sizes, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -118,3 +118,31 @@ def test_rows_are_those_of_the_first_tensor_or_of_a_list_of_samples():
 def test_a_batch_without_rows_says_what_to_do():
     with pytest.raises(SplitError, match="splittable = False"):
         num_rows({"scale": 3.0})
+
+
+def test_the_rows_are_what_most_entries_agree_on():
+    assert num_rows({"weights": torch.zeros(10), "x": torch.zeros(8, 2), "y": torch.zeros(8)}) == 8
+    assert num_rows(([torch.zeros(3, 4, 4)] * 8, torch.zeros(8))) == 8
+    assert num_rows([[torch.zeros(8), torch.zeros(8, 2)], torch.zeros(8)]) == 8
+
+
+def test_a_short_tuple_with_a_tensor_between_numbers_is_no_list_of_samples():
+    part = cut({"x": torch.zeros(3, 2), "more": (1, torch.arange(3), 2)}, 0, 2, rows=3)
+
+    assert part["more"][0] == 1 and part["more"][1].tolist() == [0, 1] and part["more"][2] == 2
+
+
+def test_copied_containers_share_their_tensors_and_nothing_else():
+    batch = {
+        "pair": Pair(torch.ones(2), ["a"]),
+        "record": Record(torch.ones(2), [1], 0.5),
+        "list": [{"x": torch.ones(1)}],
+    }
+    copied = containers_copied(batch)
+    copied["list"][0].pop("x")
+    copied["record"].names.append(2)
+    copied["pair"].right.append("b")
+
+    assert (list(batch["list"][0]), batch["record"].names, batch["pair"].right) == (["x"], [1], ["a"])
+    assert copied["pair"].left is batch["pair"].left
+    assert len(list(tensors_in(batch))) == 3
