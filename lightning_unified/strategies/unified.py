@@ -335,13 +335,13 @@ class UnifiedStrategy(SingleDeviceStrategy):
         if peak is None or size is None or peak <= max(self.budget.bytes, self._peak_told):
             return
         self._earlier_peak = max(peak, self._earlier_peak or 0)
-        shrunk = self.sizes.shrink(size)
+        try:
+            self.allow_split(size)
+            shrunk = self.sizes.shrink(size)
+            what_next = f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "nothing left to shrink"
+        except SplitError:  # memory has not run out: a batch that cannot be cut exactly goes on whole
+            shrunk, what_next = False, "its batches cannot be cut exactly, so it goes on with them whole"
         self._peak_told = 0 if shrunk and reset_peak(self.root_device) else peak
-        what_next = (
-            f"micro-batches of {self.sizes.limit} rows from here on"
-            if shrunk
-            else "one row at once already: nothing left to shrink"
-        )
         self.events.append(
             f"peak {format_bytes(peak)} above the budget of {format_bytes(self.budget.bytes)}; {what_next}"
         )

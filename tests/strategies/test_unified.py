@@ -201,6 +201,26 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
     assert "micro-batches of 2 rows from here on" in strategy.events[-1]
 
 
+def test_a_module_that_cannot_be_cut_goes_on_above_its_budget_and_says_so():
+    class Whole(BoringModel):
+        splittable = False
+
+        def training_step(self, batch, batch_idx):
+            ballast = torch.ones(16, 2**22)  # 256 MiB
+            return super().training_step(batch, batch_idx)["loss"] + 0 * ballast.sum()
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16)
+
+    strategy = UnifiedStrategy(budget=UnifiedStrategy().reading().allocated.bytes + 64 * 2**20)
+    trainer = L.Trainer(strategy=strategy, max_steps=4, **QUIET)
+    trainer.fit(Whole())
+
+    assert (trainer.global_step, strategy.micro_batch_size) == (4, 16)
+    assert len(strategy.events) == 1
+    assert "cannot be cut exactly" in strategy.events[0]
+
+
 def test_two_devices_are_refused_with_what_to_write():
     with pytest.raises(ConfigurationError, match="pass devices=1"):
         L.Trainer(strategy="unified", devices=2, **QUIET)
