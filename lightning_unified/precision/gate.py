@@ -29,6 +29,7 @@ _ALIASES = {
     "bf16": "bf16-mixed",
     "16": "16-mixed",
     "fp16": "16-mixed",
+    "fp16-mixed": "16-mixed",
     "64": "64-true",
 }
 

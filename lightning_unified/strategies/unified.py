@@ -37,6 +37,7 @@ __all__ = ["UnifiedStrategy"]
 
 log = logging.getLogger("lightning_unified")
 
+_NEW_PEAK = 1.1  # a peak is told anew when it is a tenth higher than the one told last
 _WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
 
 
@@ -332,7 +333,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         """Halve the size once for each new peak above the budget; the peak then counts anew."""
         assert self.budget is not None
         peak, size = read_peak(self.root_device).bytes, self.micro_batch_size
-        if peak is None or size is None or peak <= max(self.budget.bytes, self._peak_told):
+        if peak is None or size is None or peak <= max(self.budget.bytes, _NEW_PEAK * self._peak_told):
             return
         self._earlier_peak = max(peak, self._earlier_peak or 0)
         try:
