@@ -2,11 +2,16 @@
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# programs that tests start find this checkout, from whatever folder, beside what was there to be found
+ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture(autouse=True)

@@ -16,13 +16,11 @@ from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCRIPT = Path(__file__).with_name("small_run.py")
-ROOT = SCRIPT.parents[2]
 
 
 def run_script(folder, *arguments):
     command = [sys.executable, str(SCRIPT), str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def kill(number=signal.SIGTERM):

@@ -13,7 +13,7 @@ TINY = ("hardware=cpu", "data=builtin", "model.heads=2", "model.layers=1", "trai
 MISTAKES = {
     "hardware that is not here": (
         ["hardware=mps", "memory=large"],
-        r"hardware=mps was asked for; this machine has.*use hardware=cpu or hardware=auto",
+        r"hardware=mps was asked for; this machine has.*hardware=cpu or hardware=auto",
     ),
     "a misspelt choice": (["memory=larg"], r"memory=larg: there is no such choice; did you mean large\?"),
     "a misspelt choice in a sweep": (
@@ -50,7 +50,7 @@ MISTAKES = {
         ["memory=debug", "memory.budget=1MiB", *TINY],
         r"cannot hold GearHead: weights",
     ),
-    "a budget above every machine": (["memory.budget=900TiB"], r"above the pool of cpu.*the largest tier that fits"),
+    "a budget above every machine": (["memory.budget=900TiB"], r"above the pool of .*the largest tier that fits"),
     "a budget that is no amount": (["memory.budget=lots"], r"a budget of 'lots' .*write auto, 28GiB"),
     "a negative batch": (["data.batch_size=-4"], r"data\.batch_size=-4: .*1 or more"),
     "a micro-batch of nothing": (["memory.micro_batch_size=0"], r"memory\.micro_batch_size=0: .*1 or more, or auto"),

@@ -12,7 +12,7 @@ DEADLINE = 120
 
 
 def start(*arguments, cwd):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd,

@@ -17,7 +17,6 @@ from lightning_unified.models.gearhead.generate import Sampling
 from lightning_unified.models.gearhead.inference import Diagnoser
 from lightning_unified.models.gearhead.module import GearHead
 
-ROOT = Path(__file__).parents[2]
 GREEDY = Sampling(max_new_tokens=60, temperature=0)
 RECORD = layout.Record(
     equipment="pump", symptom="leak", error_codes=("P0087",), probable_cause="seal", solution="renew seal"
@@ -70,7 +69,7 @@ def text_checkpoint(tmp_path_factory, tokenizer):
 
 
 def _command(*arguments, given=""):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("LIGHTNING_UNIFIED_DEBUG", None)
     command = [sys.executable, "-m", "lightning_unified.models.gearhead", "infer", *map(str, arguments)]
     return subprocess.run(

@@ -1,9 +1,7 @@
 """`Trainer(strategy="unified")` as a user meets it: any module, one line, budgets that are meant."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -23,14 +21,10 @@ QUIET = {
     "enable_model_summary": False,
     "accelerator": "cpu",
 }
-ROOT = Path(__file__).parents[2]
 
 
 def python(code: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
