@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_unified import _registration
 
 if TYPE_CHECKING:
-    from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint
+    from lightning_unified.callbacks import (
+        GracefulInterrupt,
+        GradientHealth,
+        MemoryMonitor,
+        PressureGuard,
+        RunCheckpoint,
+    )
     from lightning_unified.hardware import Reading, read
     from lightning_unified.planning import Plan
     from lightning_unified.strategies import UnifiedStrategy
@@ -22,6 +28,7 @@ __all__ = [
     "GradientHealth",
     "MemoryMonitor",
     "Plan",
+    "PressureGuard",
     "Reading",
     "RunCheckpoint",
     "UnifiedStrategy",
@@ -34,6 +41,7 @@ _HOMES = {
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",
     "Plan": "planning",
+    "PressureGuard": "callbacks",
     "Reading": "hardware",
     "RunCheckpoint": "callbacks",
     "UnifiedStrategy": "strategies",

@@ -1,10 +1,11 @@
-"""F4: Lightning callbacks that work under any strategy: memory figures, gradient health, clean stops, checkpoints."""
+"""F4: Lightning callbacks that work under any strategy: memory figures, pressure, gradient health, clean stops, checkpoints."""
 
 from lightning_unified.callbacks.checkpoint import RunCheckpoint
 from lightning_unified.callbacks.csv_logger import RunCSVLogger
 from lightning_unified.callbacks.gradient_health import GradientHealth
 from lightning_unified.callbacks.interrupt import GracefulInterrupt
 from lightning_unified.callbacks.monitor import MemoryMonitor
+from lightning_unified.callbacks.pressure_guard import PressureGuard
 from lightning_unified.callbacks.progress import MemoryProgressBar, RichMemoryProgressBar
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GradientHealth",
     "MemoryMonitor",
     "MemoryProgressBar",
+    "PressureGuard",
     "RichMemoryProgressBar",
     "RunCSVLogger",
     "RunCheckpoint",

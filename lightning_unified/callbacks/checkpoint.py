@@ -68,6 +68,7 @@ class RunCheckpoint(Checkpoint):
         self._step_before = 0
         self._validation_planned = False
         self._deferred = False
+        self._requested = False
         self._resumed = False
         self._before_validation: dict[str, Any] | None = None
         self._continuation = Continuation()
@@ -92,6 +93,13 @@ class RunCheckpoint(Checkpoint):
     def best_model_path(self) -> str:
         """The file with the best `monitor`, or `""` while there is none; `Trainer(ckpt_path="best")` reads it."""
         return self._path_if_here("best.ckpt")
+
+    def request(self) -> None:
+        """Save at the end of this batch, whatever the step: for a callback's `on_train_batch_end`; the file is `last.ckpt`.
+
+        All processes must ask after the same batch.
+        """
+        self._requested = True
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -139,7 +147,7 @@ class RunCheckpoint(Checkpoint):
             self._kept = [*newer, *(name for name in self._kept if name in here)]
             self._resumed = False
         self._saved = (trainer.global_step, trainer.fit_loop.total_batch_idx)
-        self._deferred = False
+        self._deferred = self._requested = False
         self._before_validation = None
 
     @override
@@ -155,7 +163,8 @@ class RunCheckpoint(Checkpoint):
         if is_trial(trainer):
             return
         step, stops = trainer.global_step, will_stop(trainer)
-        due = stops or (step != self._step_before and step % self.every_n_steps == 0)
+        due = stops or self._requested or (step != self._step_before and step % self.every_n_steps == 0)
+        self._requested = False
         validates = validation_is_due(trainer)
         if validates:
             self._before_validation = random_state.capture(trainer.strategy.root_device.type)
@@ -223,7 +232,7 @@ class RunCheckpoint(Checkpoint):
         partial = self._folder / f".{name}.new{PARTIAL}"
         failure = None
         try:
-            failure = self._write_state(trainer, partial)
+            failure = self.write_state(trainer, partial)
             failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
             if trainer.is_global_zero and not failed:
                 publish(partial, self._folder / name)
@@ -241,7 +250,8 @@ class RunCheckpoint(Checkpoint):
         return failure or "another rank could not write its part of the checkpoint."
 
     @staticmethod
-    def _write_state(trainer: Trainer, path: Path) -> str | None:
+    def write_state(trainer: Trainer, path: Path) -> str | None:
+        """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting."""
         try:
             trainer.save_checkpoint(path)
         except (CheckpointError, OSError) as error:

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_unified.callbacks.checkpoint import RunCheckpoint
 from lightning_unified.callbacks.loops import call_off_validation, window_is_open
+from lightning_unified.callbacks.stopping import restore_limits, stop_cleanly
 
 __all__ = ["GracefulInterrupt"]
 
@@ -53,7 +52,6 @@ class GracefulInterrupt(Callback):
         self.resume_command = resume_command
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, _Handler] = {}
-        self._limits: tuple[Any, Any, Any] | None = None
         self._running = False
         self._process = os.getpid()
         self._step_before = 0
@@ -63,7 +61,7 @@ class GracefulInterrupt(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.signal, self._running, self._limits, self._saved = None, False, None, ""
+        self.signal, self._running, self._saved = None, False, ""
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             rank_zero_warn(
@@ -89,7 +87,7 @@ class GracefulInterrupt(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not window_is_open(trainer) and self._is_asked(trainer):
-            self._stop(trainer)
+            self._saved = stop_cleanly(trainer, otherwise="interrupted.ckpt")
 
     @override
     def on_validation_batch_end(
@@ -107,12 +105,12 @@ class GracefulInterrupt(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._running and not window_is_open(trainer) and self._is_asked(trainer):
-            self._stop(trainer)
+            self._saved = stop_cleanly(trainer, otherwise="interrupted.ckpt")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._running = False
-        self._restore_limits(trainer)
+        restore_limits(trainer)
         if self._saved and trainer.is_global_zero and self.signal is not None:
             command = self.resume_command or f'trainer.fit(module, ckpt_path="{self._saved}")'
             print(
@@ -123,7 +121,7 @@ class GracefulInterrupt(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._running = False
-        self._restore_limits(trainer)
+        restore_limits(trainer)
         self._hand_back()
 
     @override
@@ -162,23 +160,3 @@ class GracefulInterrupt(Callback):
             number = int(trainer.strategy.reduce(mine, reduce_op="max"))
             self.signal = signal.Signals(number) if number else None
         return self.signal is not None
-
-    def _stop(self, trainer: Trainer) -> None:
-        loop = trainer.fit_loop
-        self._limits = (trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps)
-        trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
-        trainer.should_stop = True
-        own = [callback for callback in trainer.callbacks if isinstance(callback, RunCheckpoint)]  # pyright: ignore[reportAttributeAccessIssue]
-        if own:
-            self._saved = str(
-                own[0].dirpath / "last.ckpt"
-            )  # it runs after this callback and saves because of should_stop
-            return
-        self._saved = str(Path(trainer.default_root_dir) / "interrupted.ckpt")
-        trainer.save_checkpoint(self._saved)
-
-    def _restore_limits(self, trainer: Trainer) -> None:
-        if self._limits is not None:
-            loop = trainer.fit_loop
-            trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = self._limits
-            self._limits = None

@@ -6,6 +6,7 @@ from lightning_unified.hardware.detection import HARDWARE, describe, detect, req
 from lightning_unified.hardware.environment import Finding, lint_environment
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
 from lightning_unified.hardware.peak import read_peak, reset_peak
+from lightning_unified.hardware.pressure import Pressure, PressureReader
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.settings import HardwareSettings, host_threads
@@ -21,6 +22,8 @@ __all__ = [
     "Figure",
     "Finding",
     "HardwareSettings",
+    "Pressure",
+    "PressureReader",
     "Reading",
     "Sources",
     "Watermarks",

@@ -336,17 +336,33 @@ class UnifiedStrategy(SingleDeviceStrategy):
         if peak is None or size is None or peak <= max(self.budget.bytes, _NEW_PEAK * self._peak_told):
             return
         self._earlier_peak = max(peak, self._earlier_peak or 0)
-        try:
-            self.allow_split(size)
-            shrunk = self.sizes.shrink(size)
-            what_next = f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "nothing left to shrink"
-        except SplitError:  # memory has not run out: a batch that cannot be cut exactly goes on whole
-            shrunk, what_next = False, "its batches cannot be cut exactly, so it goes on with them whole"
+        shrunk = self.shrink(f"peak {format_bytes(peak)} above the budget of {format_bytes(self.budget.bytes)}")
         self._peak_told = 0 if shrunk and reset_peak(self.root_device) else peak
-        self.events.append(
-            f"peak {format_bytes(peak)} above the budget of {format_bytes(self.budget.bytes)}; {what_next}"
-        )
+
+    def shrink(self, reason: str) -> bool:
+        """Halve the micro-batch from the next batch on, before memory runs out.
+
+        Args:
+            reason: Why, for people.
+
+        Returns:
+            Whether it could be done: not before the first batch, below the smallest unit, or where a batch cannot be cut exactly.
+        """
+        size, shrunk = self.micro_batch_size, False
+        try:
+            if size is None:
+                what_next = "no batch that can be cut has run yet"
+            else:
+                self.allow_split(size)
+                shrunk = self.sizes.shrink(size)
+                what_next = (
+                    f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "nothing left to shrink"
+                )
+        except SplitError:  # memory has not run out: a batch that cannot be cut exactly goes on whole
+            what_next = "its batches cannot be cut exactly, so it goes on with them whole"
+        self.events.append(f"{reason}; {what_next}")
         log.warning("%s", self.events[-1])
+        return shrunk
 
     def _does_not_fit(self, *, phase: str, reason: str, rows: int | None) -> str:
         assert self.lightning_module is not None

@@ -215,6 +215,24 @@ def test_a_module_that_cannot_be_cut_goes_on_above_its_budget_and_says_so():
     assert "cannot be cut exactly" in strategy.events[0]
 
 
+def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
+    strategy = UnifiedStrategy(micro_batch_size=4)
+    assert not strategy.shrink("asked too early")
+    L.Trainer(strategy=strategy, max_steps=2, **QUIET).fit(
+        BoringModel(), torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=8)
+    )
+    shrunk = [strategy.shrink("somebody needs memory") for _ in range(3)]
+
+    assert shrunk == [True, True, False]
+    assert (strategy.effective_batch_size, strategy.micro_batch_size) == (8, 1)
+    assert strategy.events == [
+        "asked too early; no batch that can be cut has run yet",
+        "somebody needs memory; micro-batches of 2 rows from here on",
+        "somebody needs memory; micro-batches of 1 rows from here on",
+        "somebody needs memory; nothing left to shrink",
+    ]
+
+
 def test_two_devices_are_refused_with_what_to_write():
     with pytest.raises(ConfigurationError, match="pass devices=1"):
         L.Trainer(strategy="unified", devices=2, **QUIET)

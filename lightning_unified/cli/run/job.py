@@ -122,13 +122,14 @@ class Job:
         with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
+        relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
         validation_loss = finish(
             parts,
             config=config,
             machine=machine,
             directory=directory,
             resume_command=resume_command,
-            stopped=stopped_by is not None,
+            stopped=relieved or stopped_by is not None,
         )
         code = TERMINATED if stopped_by == signal.SIGTERM else 0
         return Outcome(exit_code=code, objective=validation_loss, stops_sweep=stopped_by is not None)

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 from lightning_unified.hardware.sources import Sources, read_text
 
-__all__ = ["MemoryLimit", "cpu_quota", "memory_limit"]
+__all__ = ["MemoryLimit", "cpu_quota", "full_stall", "limit_events", "memory_limit", "stall_microseconds"]
 
 _V1_UNLIMITED = 2**60  # v1 writes the largest page-aligned int64 for "no limit"
 
@@ -54,6 +54,39 @@ def cpu_quota(sources: Sources) -> float | None:
         if quota is not None and quota > 0 and period:
             quotas.append(quota / period)
     return min(quotas) if quotas else None
+
+
+def limit_events(sources: Sources) -> dict[str, int]:
+    """Return how often this process's cgroup met its limit: `"max"` (allocations held up) and `"oom"` (that failed or killed).
+
+    Counts since the cgroup began, of `memory.events` (v2) or `memory.failcnt` (v1, `"max"` only); empty where there is neither.
+    """
+    for folder in _v2_folders(sources):
+        lines = [line.split() for line in (read_text(folder / "memory.events") or "").splitlines()]
+        found = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
+        if found:
+            return {name: found[name] for name in ("max", "oom") if name in found}
+    for folder in _v1_folders(sources, "memory"):
+        count = _number(folder / "memory.failcnt")
+        if count is not None:
+            return {"max": count}
+    return {}
+
+
+def stall_microseconds(sources: Sources) -> int | None:
+    """Return how long all of this process's cgroup has waited for memory so far (v2 `memory.pressure`), None if unknown."""
+    counts = (full_stall(read_text(folder / "memory.pressure")) for folder in _v2_folders(sources))
+    return next((count for count in counts if count is not None), None)
+
+
+def full_stall(text: str | None) -> int | None:
+    """Return the microseconds of the `full` line of a PSI file, None where there is none."""
+    for line in (text or "").splitlines():
+        kind, _, fields = line.partition(" ")
+        total = fields.rpartition("total=")[2].strip()
+        if kind == "full" and total.isdigit():
+            return int(total)
+    return None
 
 
 def _v2_limits(sources: Sources) -> list[MemoryLimit]:

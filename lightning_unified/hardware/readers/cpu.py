@@ -4,7 +4,7 @@ from lightning_unified.hardware.readers.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 
-__all__ = ["cpu_name", "host_available", "host_total", "peak_resident", "read_cpu"]
+__all__ = ["cpu_name", "host_available", "host_pool", "host_total", "peak_resident", "read_cpu"]
 
 # Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
 _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
@@ -13,12 +13,7 @@ _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.pag
 def read_cpu(sources: Sources, index: int | None = None) -> Reading:
     """Read RAM as a unified pool; `allocated` is the resident size of this process, `index` is of no meaning here."""
     del index
-    total, available = host_total(sources), host_available(sources)
-    limit = memory_limit(sources)
-    if limit is not None and (total.bytes is None or limit.total < total.bytes):
-        total = Figure(limit.total, limit.source)
-    if limit is not None and (available.bytes is None or limit.headroom < available.bytes):
-        available = Figure(limit.headroom, f"headroom under the cgroup limit ({limit.source})")
+    total, available = host_pool(sources)
     return Reading(
         device="cpu",
         backend="cpu",
@@ -31,6 +26,17 @@ def read_cpu(sources: Sources, index: int | None = None) -> Reading:
         peak=peak_resident(sources),
         host=host_total(sources),
     )
+
+
+def host_pool(sources: Sources) -> tuple[Figure, Figure]:
+    """Return what this process may use of RAM in all, and what of it can be had now: the host's, within the cgroup limit."""
+    total, available = host_total(sources), host_available(sources)
+    limit = memory_limit(sources)
+    if limit is not None and (total.bytes is None or limit.total < total.bytes):
+        total = Figure(limit.total, limit.source)
+    if limit is not None and (available.bytes is None or limit.headroom < available.bytes):
+        available = Figure(limit.headroom, f"headroom under the cgroup limit ({limit.source})")
+    return total, available
 
 
 def host_total(sources: Sources) -> Figure:

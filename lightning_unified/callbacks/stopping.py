@@ -1,0 +1,67 @@
+"""A clean stop: the step at hand ends, nothing is validated, the state is saved, and `fit` returns as it always does."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning import Trainer
+
+from lightning_unified.callbacks.checkpoint import RunCheckpoint
+
+__all__ = ["restore_limits", "run_checkpoint", "stop_cleanly"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stop:
+    limit_val_batches: Any
+    min_epochs: Any
+    min_steps: Any
+    saved: str
+
+
+_STOPS: WeakKeyDictionary[Trainer, _Stop] = WeakKeyDictionary()
+
+
+def run_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
+    """Return the run's `RunCheckpoint`, which saves after every other callback of a batch, or None."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return next((callback for callback in callbacks if isinstance(callback, RunCheckpoint)), None)
+
+
+def stop_cleanly(trainer: Trainer, *, otherwise: str) -> str:
+    """End `fit` after this batch, call from `on_train_batch_end` or `on_validation_end` with no window open.
+
+    Several callbacks may ask for the same stop; the first one's is the stop.
+
+    Args:
+        trainer: Whose `fit` is to end; `restore_limits` puts back what is changed in it.
+        otherwise: Name of the file in `default_root_dir` that is written where there is no `RunCheckpoint`.
+
+    Returns:
+        Path of the file that the state is saved in; `RunCheckpoint` writes its own right after.
+    """
+    if trainer in _STOPS:
+        return _STOPS[trainer].saved
+    loop, own = trainer.fit_loop, run_checkpoint(trainer)
+    saved = str(own.dirpath / "last.ckpt" if own is not None else Path(trainer.default_root_dir) / otherwise)
+    _STOPS[trainer] = _Stop(
+        limit_val_batches=trainer.limit_val_batches,
+        min_epochs=loop.min_epochs,
+        min_steps=loop.epoch_loop.min_steps,
+        saved=saved,
+    )
+    trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
+    trainer.should_stop = True
+    if own is None:
+        trainer.save_checkpoint(saved)
+    return saved
+
+
+def restore_limits(trainer: Trainer) -> None:
+    """Put back what `stop_cleanly` changed, so that the trainer's next call is as it was asked for; nothing to do without one."""
+    stop = _STOPS.pop(trainer, None)
+    if stop is not None:
+        loop = trainer.fit_loop
+        trainer.limit_val_batches, loop.min_epochs = stop.limit_val_batches, stop.min_epochs
+        loop.epoch_loop.min_steps = stop.min_steps
