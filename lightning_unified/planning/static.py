@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lightning_unified.units import format_bytes
 
-__all__ = ["describe_bytes", "static_bytes"]
+__all__ = ["describe_bytes", "describe_shortage", "static_bytes"]
 
 # State tensors as large as the parameter, by the base class they come from (torch/optim/*.py). SGD's is counted by its momentum.
 _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
@@ -44,6 +44,31 @@ def describe_bytes(categories: dict[str, int]) -> str:
     """Return categories for people, the empty ones left out: `"weights 1.00 GiB + gradients 1.00 GiB = 2.00 GiB"`."""
     named = [f"{name} {format_bytes(count)}" for name, count in categories.items() if count]
     return f"{' + '.join(named)} = {format_bytes(sum(categories.values()))}"
+
+
+def describe_shortage(need: dict[str, int], *, budget_bytes: int, phase: str, reason: str, rows: int | None) -> str:
+    """Return in three lines what did not fit, beside what, and what would help.
+
+    Args:
+        need: Bytes by category that are held before any activation.
+        budget_bytes: What the run may use.
+        phase: Where memory ran out: `"forward"`, `"backward"` or `"optimizer step"`.
+        reason: The allocator's own words.
+        rows: Rows that ran at once; None for a batch that cannot be cut.
+    """
+    if phase == "optimizer step":
+        what = "the optimizer's temporaries"
+    elif rows is None:
+        what = "the activations of a batch that cannot be cut"
+    else:
+        what = f"the activations of {rows} row{'s' * (rows != 1)}"
+    left = max(budget_bytes - sum(need.values()), 0)
+    return (
+        f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
+        f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(budget_bytes)} leaves {format_bytes(left)}.\n"
+        "What helps: memory.recompute=true, hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
+        "or a larger memory.budget if the machine has it."
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> int:

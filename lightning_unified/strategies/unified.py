@@ -25,12 +25,13 @@ from lightning_unified.hardware import (
     resolve_budget,
     set_mps_environment,
 )
-from lightning_unified.planning import Plan, describe_bytes, static_bytes
+from lightning_unified.planning import Plan, describe_bytes, describe_shortage, static_bytes
 from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
 from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.sizes import MicroBatchSize
+from lightning_unified.training.splittability import Verdict, refuse_batch_norm
 from lightning_unified.units import format_bytes
 
 __all__ = ["UnifiedStrategy"]
@@ -49,7 +50,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
     step, everything the step did is undone and the step runs again in smaller parts.
 
     A module may define, all optional: `prepare_batch(batch)`, run once on the undivided batch, its result is what is cut and what a
-    repeated step reuses; `loss_weight(batch)`, the number of terms its loss is a mean over (default: rows);
+    repeated step reuses; `loss_weight(batch)`, the number of terms its loss is a mean over (default: found);
     `loss_reduction = "sum"` if it divides by the whole batch's totals itself; `micro_batch_unit`, rows that stay together;
     `splittable = False`.
 
@@ -71,6 +72,8 @@ class UnifiedStrategy(SingleDeviceStrategy):
             out while it writes. Costs their bytes once more, and time.
         batch_norm: What to do when a batch must be cut and the module has BatchNorm in train mode: `"refuse"`, or accept
             statistics per `"micro"`-batch.
+        check_split: Before the first cut, compare the gradients of a few rows run whole and cut, to find by what micro-batches are
+            weighted, and refuse a module that cannot be cut exactly; see docs/splitting.md.
 
     Raises:
         ConfigurationError: If an argument is not one of those named.
@@ -88,6 +91,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         recover: bool = True,
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
+        check_split: bool = True,
     ) -> None:
         if recompute not in ("auto", True, False):
             raise ConfigurationError(f'recompute={recompute!r}: give true, false or "auto".')
@@ -100,6 +104,11 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self._budget_spec = budget
         self._recompute = recompute
         self._batch_norm = batch_norm
+        self.check_split = check_split
+        self._verdict: Verdict | None = None
+        self._refusal: SplitError | None = None
+        self._recovered = ""
+        self._before_watch: tuple[int | None] | None = None
         self.sizes = MicroBatchSize(micro_batch_size)
         self._asked_size = micro_batch_size
         self.recover = recover
@@ -196,6 +205,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         reset_peak(self.root_device)
         self.effective_batch_size = self._earlier_peak = None
         self._batches = self._peak_told = 0
+        self._verdict = self._refusal = self._before_watch = None
         self.sizes.keep_together(getattr(module, "micro_batch_unit", 1), whose=type(module).__name__)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
@@ -217,7 +227,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
         assert self.budget is not None, "the plan exists once fit has begun"
         size_reason = "as asked" if self._asked_size != "auto" else "the whole batch"
         if self.recoveries:
-            size_reason = f"{size_reason}, then smaller: {self.events[-1]}"
+            size_reason = f"{size_reason}, then smaller: {self._recovered}"
         choice = self.precision_choice
         return Plan(
             micro_batch_size=self.micro_batch_size,
@@ -229,6 +239,7 @@ class UnifiedStrategy(SingleDeviceStrategy):
                 "micro_batch_size": size_reason,
                 "recompute": "as asked" if self._recompute != "auto" else "as the module is",
                 "precision": choice.reason if choice is not None else "Lightning's default",
+                "loss_weight": self._weighting_reason(),
                 "cap": self.cap.reason if self.cap is not None else "none",
             },
         )
@@ -259,23 +270,39 @@ class UnifiedStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         name = type(module).__name__
+        if self._refusal is not None:
+            raise self._refusal
         if getattr(module, "splittable", True) is False:
             raise SplitError(
                 f"{name}.splittable is False and its batch of {rows} rows must run in parts of {self.sizes.limit}; "
                 "raise the budget or the micro-batch size, or use a smaller batch."
             )
         if self._batch_norm == "refuse":
-            norms = [
-                key
-                for key, child in module.named_modules()
-                if isinstance(child, torch.nn.modules.batchnorm._BatchNorm) and child.training
-            ]
-            if norms:
-                raise SplitError(
-                    f"{name} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run at once, so a "
-                    f'batch of {rows} rows cannot be cut exactly. Accept statistics per micro-batch with batch_norm="micro", use GroupNorm, put '
-                    "these layers in eval mode, or raise the budget."
-                )
+            refuse_batch_norm(module, rows=rows)
+
+    def split_checked(self, verdict: Verdict) -> None:
+        """Note by what micro-batches are weighted; say so where the module did not, or where it could not be checked."""
+        if verdict is self._verdict:
+            return
+        if not verdict.conclusive and (self._verdict is None or self._verdict.conclusive):
+            log.warning("Micro-batches are weighted by %s.", verdict.reason)
+        if not verdict.conclusive or verdict.count is not None:
+            self.events.append(f"micro-batches weighted by {verdict.reason}")
+        self._verdict = verdict
+
+    def _weighting_reason(self) -> str:
+        if self._verdict is not None:
+            return self._verdict.reason
+        return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
+
+    def runs_whole(self, refusal: SplitError) -> bool:
+        """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller."""
+        if self._before_watch is None:
+            return False
+        (self.sizes.limit,), self._refusal, self._before_watch = self._before_watch, refusal, None
+        self.events.append("its batches cannot be cut exactly, so it goes on with them whole")
+        log.warning("%s %s", refusal, self.events[-1])
+        return True
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.
@@ -306,10 +333,17 @@ class UnifiedStrategy(SingleDeviceStrategy):
         failed = None if rows is None else self.sizes.at_once(rows)
         shrunk = failed is not None and self.sizes.shrink(failed)
         if not shrunk and (phase != "optimizer step" or attempt > 1):
-            raise OutOfMemoryError(self._does_not_fit(phase=phase, reason=reason, rows=failed))
+            assert self.lightning_module is not None
+            assert self.budget is not None
+            need = static_bytes(self.lightning_module, self.optimizers)
+            raise OutOfMemoryError(
+                describe_shortage(need, budget_bytes=self.budget.bytes, phase=phase, reason=reason, rows=failed)
+            )
         self.recoveries += 1
         what_next = f"with {self.sizes.limit} at once" if shrunk else "after clearing caches"
-        self.events.append(f"out of memory in {phase} with {failed} rows at once; repeated {what_next}")
+        self._recovered = f"out of memory in {phase} with {failed} rows at once; repeated {what_next}"
+        self._before_watch = None
+        self.events.append(self._recovered)
         log.warning(
             "Memory ran out in %s with %s rows at once (%s). The step is repeated %s.", phase, failed, reason, what_next
         )
@@ -354,7 +388,9 @@ class UnifiedStrategy(SingleDeviceStrategy):
                 what_next = "no batch that can be cut has run yet"
             else:
                 self.allow_split(size)
-                shrunk = self.sizes.shrink(size)
+                before, shrunk = self.sizes.limit, self.sizes.shrink(size)
+                if self._verdict is None and shrunk and self._before_watch is None:
+                    self._before_watch = (before,)
                 what_next = (
                     f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "nothing left to shrink"
                 )
@@ -363,22 +399,3 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self.events.append(f"{reason}; {what_next}")
         log.warning("%s", self.events[-1])
         return shrunk
-
-    def _does_not_fit(self, *, phase: str, reason: str, rows: int | None) -> str:
-        assert self.lightning_module is not None
-        assert self.budget is not None
-        need = static_bytes(self.lightning_module, self.optimizers)
-        left = self.budget.bytes - sum(need.values())
-        what = (
-            "the optimizer's temporaries"
-            if phase == "optimizer step"
-            else "the activations of a batch that cannot be cut"
-            if rows is None
-            else f"the activations of {rows} row{'s' * (rows != 1)}"
-        )
-        return (
-            f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
-            f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(self.budget.bytes)} leaves {format_bytes(max(left, 0))}.\n"
-            "What helps: memory.recompute=true, hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
-            "or a larger memory.budget if the machine has it."
-        )

@@ -29,6 +29,7 @@ from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
 from lightning_unified.training.split import cut, num_rows
+from lightning_unified.training.splittability import SplittabilityCheck, Verdict
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 
@@ -41,9 +42,17 @@ class SplitPolicy(Protocol):
     sizes: MicroBatchSize
     recover: bool
     optimizer_rollback: bool
+    check_split: bool
 
     def allow_split(self, rows: int) -> None:
         """Raise `SplitError` if the module cannot be cut; called before a batch of `rows` is."""
+
+    def split_checked(self, verdict: Verdict) -> None:
+        """Note by what micro-batches are weighted, and how sure that is."""
+
+    def runs_whole(self, refusal: SplitError) -> bool:
+        """Return whether a batch that may not be cut can run whole all the same."""
+        ...
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward, without what follows the batch's last; return what was differentiated."""
@@ -73,6 +82,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy = policy
         self._buffers = BufferWatch(module)
         self._metrics = _metrics_of(module)
+        self._check = SplittabilityCheck(trainer, step=self._training_step, metrics=lambda: self._metrics)
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._phase = "forward"
@@ -164,14 +174,28 @@ class UnifiedOptimization(_AutomaticOptimization):
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(rows)
+        try:
+            count = self._checked(kwargs, rows)
+        except SplitError as refusal:
+            if self._policy.runs_whole(refusal):
+                return whole
+            raise
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         parts = [cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
         return _CutBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
-            Weighting(self.trainer.lightning_module, parts, sizes),
+            Weighting(self.trainer.lightning_module, parts, sizes, count=count),
             results=self.trainer.fit_loop.epoch_loop._results,
             metrics=self._metrics,
         )
+
+    def _checked(self, kwargs: "OrderedDict[str, Any]", rows: int) -> Callable[[Any], Any] | None:
+        """Return what counts a micro-batch's loss terms, None for rows or as declared; raise if nothing does."""
+        if not self._policy.check_split:
+            return None
+        verdict = self._check.verdict(kwargs, rows=rows, unit=self._policy.sizes.unit)
+        self._policy.split_checked(verdict)
+        return verdict.count
 
     def _splittable(self) -> bool:
         return getattr(self.trainer.lightning_module, "splittable", True) is not False

@@ -1,6 +1,6 @@
 """How much each micro-batch counts in its batch, and what their losses and figures come to together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -25,13 +25,21 @@ class Weighting:
         module: Whose `loss_reduction` and `loss_weight` say how its loss is made.
         parts: The micro-batches.
         sizes: Rows of each.
+        count: Counts the loss terms of a micro-batch of a module that does not declare it; None counts rows.
 
     Raises:
         ConfigurationError: If `loss_reduction` is neither `"mean"` nor `"sum"`.
         SplitError: If `loss_weight` gave a negative or no number.
     """
 
-    def __init__(self, module: L.LightningModule, parts: Sequence[Any], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: L.LightningModule,
+        parts: Sequence[Any],
+        sizes: Sequence[int],
+        *,
+        count: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._sizes = sizes
         reduction = getattr(module, "loss_reduction", "mean")
         if reduction not in ("mean", "sum"):
@@ -39,7 +47,7 @@ class Weighting:
                 f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".'
             )
         self._adds = reduction == "sum"
-        weigh = getattr(module, "loss_weight", None)
+        weigh = getattr(module, "loss_weight", None) or count
         counted = list(sizes) if weigh is None or self._adds else _on_host([weigh(part) for part in parts])
         if not all(weight >= 0 for weight in counted):
             raise SplitError(

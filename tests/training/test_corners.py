@@ -28,10 +28,11 @@ def run(kind, strategy, loader=None, **options):
     return module, *fit(module, loader() if loader else module.loader(), strategy=strategy, **options)
 
 
-def same_cut_and_whole(kind, *, size=3, loader=None, **options):
+def same_cut_and_whole(kind, *, size=3, loader=None, check_split=True, **options):
     """Train whole under plain Lightning and cut under ours; compare gradients, weights, logs and losses; return both recorders."""
     whole, plain, plain_trainer = run(kind, "auto", loader, **options)
-    module, seen, trainer = run(kind, UnifiedStrategy(micro_batch_size=size), loader, **options)
+    strategy = UnifiedStrategy(micro_batch_size=size, check_split=check_split)
+    module, seen, trainer = run(kind, strategy, loader, **options)
     torch.testing.assert_close(torch.stack(seen.gradients), torch.stack(plain.gradients), **EXACT)
     torch.testing.assert_close(weights(module), weights(whole), **EXACT)
     for step, (mine, theirs) in enumerate(zip(seen.callback_metrics, plain.callback_metrics, strict=True)):
@@ -198,7 +199,7 @@ def test_outputs_do_not_keep_one_micro_batchs_graph_during_the_next():
             self.alive.append(weakref.ref(middle))
             return {"loss": self.net(batch["x"]).mean(), "pair": Pair(middle**2, 1), "record": Record(middle**2, "")}
 
-    run(Keeps, UnifiedStrategy(micro_batch_size=3))
+    run(Keeps, UnifiedStrategy(micro_batch_size=3, check_split=False))
 
     assert len(Keeps.alive) == 16
 
@@ -231,7 +232,8 @@ def test_detection_batches_are_cut_between_samples(stacked):
         images, targets = zip(*samples, strict=True)
         return (torch.stack(images), list(targets)) if stacked else (list(images), list(targets))
 
-    same_cut_and_whole(Detects, loader=lambda: DataLoader(Rows(rows), batch_size=8, collate_fn=collate))
+    loader = DataLoader(Rows(rows), batch_size=8, collate_fn=collate)
+    same_cut_and_whole(Detects, loader=lambda: loader, check_split=False)
     assert Detects.parts == {(8, 8), (3, 3), (2, 2)}
 
 
@@ -323,7 +325,7 @@ def test_the_trainers_own_options_agree(options):
 def test_a_second_module_under_the_same_trainer_is_cut_by_its_own_rules():
     torch.manual_seed(0)
     first, second = RaggedTokens().double(), MLP().double()
-    strategy = UnifiedStrategy(micro_batch_size=3)
+    strategy = UnifiedStrategy(micro_batch_size=3, check_split=False)
     _, trainer = fit(first, first.loader(rows=16), strategy=strategy)
     second.micro_batch_unit, rows = 2, set()
     second.net.register_forward_hook(lambda _, inputs, __: rows.add(len(inputs[0])))

@@ -98,6 +98,6 @@ def test_counting_rows_where_tokens_are_meant_would_be_wrong():
     reference, module = make("tokens"), make("tokens")
     plain, _ = fit(reference, reference.loader())
     module.loss_weight = lambda batch: len(batch["tokens"])
-    seen, _ = fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
+    seen, _ = fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=3, check_split=False))
 
     assert not torch.allclose(seen.gradients[0], plain.gradients[0], rtol=1e-3)

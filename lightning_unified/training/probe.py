@@ -1,0 +1,143 @@
+"""Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchmetrics import Metric
+
+from lightning_unified.training.logs import LogRecorder
+from lightning_unified.training.snapshot import BufferWatch, StepSnapshot
+
+__all__ = ["Undone", "gradient_sample"]
+
+_ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; the same for all, so that it cancels
+
+
+class Undone:
+    """A block in which a module may run: gradients, buffers, generators, metrics, logs, modes and attributes are as before after it.
+
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, and no gradients are there yet. Buffers
+    are stood in for by copies, so that the real ones keep even their version counters. Attributes that are lists, dicts or sets
+    are emptied of what was added; objects that a module keeps of its own are not looked into.
+
+    Args:
+        trainer: In `fit`.
+        metrics: The module's torchmetrics objects.
+    """
+
+    def __init__(self, trainer: L.Trainer, *, metrics: Sequence[Metric]) -> None:
+        self._trainer, self._metrics = trainer, metrics
+        self._module = trainer.lightning_module
+        self._results = trainer.fit_loop.epoch_loop._results
+
+    def __enter__(self) -> Self:
+        module = self._module
+        self._snapshot = StepSnapshot(self._trainer, buffers=BufferWatch(nn.Module()), metrics=self._metrics)
+        owners = [owner for owner in module.modules() if not isinstance(owner, Metric)]
+        self._attributes = [(owner, *_noted(owner)) for owner in owners]
+        self._modes = [(child, child.training) for child in module.modules()]
+        self._gradients = [(parameter, parameter.grad) for parameter in _parameters(self._trainer)]
+        self._buffers = [(owner, dict(owner._buffers)) for owner in owners]
+        copies: dict[int, Tensor] = {}
+        for _, buffers in self._buffers:
+            for buffer in buffers.values():
+                if buffer is not None:
+                    copies[id(buffer)] = buffer.detach().clone()
+        # nothing is changed above, where memory may run out
+        self._logs = LogRecorder(lambda values, _parts: values[-1]).recording(self._results)
+        self._logs.__enter__()
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        for owner, buffers in self._buffers:
+            owner._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
+        for child in module.modules():
+            if _draws_or_mixes(child):
+                child.training = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._logs.__exit__(None, None, None)
+        for child, mode in self._modes:
+            child.training = mode
+        for owner, attributes, copies in self._attributes:
+            _put_back(owner, attributes, copies)
+        for owner, buffers in self._buffers:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._snapshot.restore()
+
+
+def gradient_sample(trainer: L.Trainer, step: Callable[[], ClosureResult]) -> Tensor:
+    """Run one step and its backward, and return entries of the gradient it makes, the same ones each time, as float64 on the host.
+
+    Hooks around the backward pass are not run, and no gradient is left behind. A step without a loss has a gradient of zeros.
+    """
+    parameters = _parameters(trainer)
+    with torch.enable_grad():
+        loss = step().closure_loss
+        if loss is not None and loss.requires_grad:
+            half = str(trainer.precision_plugin.precision).startswith("16")
+            trainer.lightning_module.backward(loss * _FLOAT16_SCALE if half else loss)
+    samples = [_sample(parameter) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return torch.cat(samples).cpu().double() if samples else torch.zeros(1, dtype=torch.float64)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    stride = parameter.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+    if parameter.grad is None:
+        return parameter.detach().new_zeros(-(-parameter.numel() // stride))
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.detach().flatten()[::stride].clone()
+
+
+def _parameters(trainer: L.Trainer) -> list[Tensor]:
+    of_optimizers = (
+        parameter
+        for optimizer in trainer.strategy.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    both = {id(parameter): parameter for parameter in (*trainer.lightning_module.parameters(), *of_optimizers)}
+    return [parameter for parameter in both.values() if parameter.requires_grad]
+
+
+def _draws_or_mixes(child: nn.Module) -> bool:
+    """Return whether `child` drops out or mixes rows in train mode; a recurrent layer stays, for cuDNN's has no backward in eval mode."""
+    if isinstance(child, (_DropoutNd, _BatchNorm)):
+        return True
+    drops = (name for name, value in vars(child).items() if "drop" in name and isinstance(value, float) and value > 0)
+    return not isinstance(child, nn.RNNBase) and any(drops)
+
+
+_OF_ANY_MODULE = frozenset(vars(L.LightningModule()))
+
+
+def _noted(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes that are the user's own, and copies of those that a step may fill."""
+    own = {name: value for name, value in vars(owner).items() if name not in _OF_ANY_MODULE}
+    return own, {name: value.copy() for name, value in own.items() if type(value) in (list, dict, set, deque)}
+
+
+def _put_back(owner: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
+    for name in [name for name in vars(owner) if name not in _OF_ANY_MODULE and name not in attributes]:
+        del owner.__dict__[name]
+    owner.__dict__.update(attributes)
+    for name, copy in copies.items():
+        value = attributes[name]
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(copy)
