@@ -122,8 +122,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
         self._earlier_peak: int | None = None
         self._peak_told = 0
 
-    # ---- the device ----
-
     @property
     def parallel_devices(self) -> list[torch.device] | None:
         """The one device, once the Trainer has chosen it; the name is Lightning's way to hand it over."""
@@ -139,8 +137,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
         if devices:
             self._root_device = devices[0]
             self._resolve_precision()
-
-    # ---- precision: the Trainer's or ours, never one in place of the other in silence ----
 
     @property
     @override
@@ -177,8 +173,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
         found = {capability.name: capability.value for capability in capabilities(self.root_device)}
         backend = "rocm" if self.root_device.type == "cuda" and torch.version.hip else self.root_device.type
         return backend, found.get("bf16") == "native"
-
-    # ---- the run ----
 
     @override
     def setup_environment(self) -> None:
@@ -262,8 +256,6 @@ class UnifiedStrategy(SingleDeviceStrategy):
                 'add one that its forward reads, or leave recompute="auto".'
             )
         module.recompute = self._recompute  # type: ignore[assignment]
-
-    # ---- what the loop asks ----
 
     def allow_split(self, rows: int) -> None:
         """Raise `SplitError` if the module says, or shows, that its batch of `rows` cannot be cut exactly."""
