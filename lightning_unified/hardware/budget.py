@@ -36,7 +36,7 @@ class Budget:
         bytes: The amount, own live bytes included.
         spec: What was asked for, as written.
         reason: How the amount came about, for people.
-        follows_others: Whether to resolve again while running, because other programs' use changes it.
+        follows_others: Whether other programs' use changes it, so that what it was resolved to at the start may age.
     """
 
     bytes: int
@@ -164,7 +164,7 @@ def _leave(parsed: Spec, reading: Reading) -> Budget:
             f"'{parsed.text}' leaves nothing to train with: {format_bytes(reach)} can be had on {reading.device} "
             f"({_sources(reading)}); leave less than that, or close other programs."
         )
-    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else; read again while running"
+    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else, as it is at the start"
     return Budget(bytes=reach - leave, spec=parsed.text, reason=reason, follows_others=True)
 
 
