@@ -176,10 +176,12 @@ def test_a_resume_in_mid_epoch_with_another_batch_size_is_refused(tmp_path):
 
 def test_a_resume_between_epochs_with_another_batch_size_is_accepted(tmp_path):
     fit(Reader(), text_data(), callbacks=[Save("on_train_epoch_end", 1, tmp_path / "a.ckpt")])
-    data = text_data(batch_size=3)
-    data.train_dataloader().load_state_dict(
+    loader = text_data(batch_size=3).train_dataloader()
+    loader.load_state_dict(
         torch.load(tmp_path / "a.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
     )
+
+    assert len(next(iter(loader))["input_ids"]) == 3
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path):
