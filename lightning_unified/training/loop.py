@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
@@ -26,57 +26,25 @@ from typing_extensions import override
 from lightning_unified.errors import HalfUpdatedError, SplitError
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.sizes import MicroBatchSize
+from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
 from lightning_unified.training.split import cut, num_rows
-from lightning_unified.training.splittability import SplittabilityCheck, Verdict
+from lightning_unified.training.splittability import SplittabilityCheck
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 
-__all__ = ["SplitPolicy", "UnifiedOptimization"]
-
-
-class SplitPolicy(Protocol):
-    """What the loop asks of the strategy it runs under."""
-
-    sizes: MicroBatchSize
-    recover: bool
-    optimizer_rollback: bool
-    check_split: bool
-
-    def allow_split(self, rows: int) -> None:
-        """Raise `SplitError` if the module cannot be cut; called before a batch of `rows` is."""
-
-    def split_checked(self, verdict: Verdict) -> None:
-        """Note by what micro-batches are weighted, and how sure that is."""
-
-    def runs_whole(self, refusal: SplitError) -> bool:
-        """Return whether a batch that may not be cut can run whole all the same."""
-        ...
-
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
-        """Run one micro-batch's backward, without what follows the batch's last; return what was differentiated."""
-        ...
-
-    def after_backward(self, loss: Tensor) -> None:
-        """Run what follows the last backward of a batch."""
-
-    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, attempt: int) -> None:
-        """Free memory and choose a smaller size, or raise if there is none."""
-
-    def batch_done(self, rows: int | None) -> None:
-        """Learn from a batch that went well."""
+__all__ = ["UnifiedOptimization"]
 
 
 class UnifiedOptimization(_AutomaticOptimization):
     """One optimization step of a batch: cut as the strategy says, exact, and repeated smaller after an out-of-memory error.
 
     Args:
-        trainer: The Trainer whose strategy is the policy.
+        trainer: The Trainer whose batches are run.
         policy: How to cut and what to do when memory runs out.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: SplitPolicy) -> None:
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
         super().__init__(trainer)
         module = trainer.lightning_module
         self._policy = policy

@@ -188,8 +188,8 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
     trainer = L.Trainer(strategy=strategy, max_epochs=1, **QUIET)
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(9, 32), batch_size=8))
     assert strategy.micro_batch_size == 4
-    monkeypatch.setattr("lightning_unified.strategies.unified.read_peak", lambda _: Figure(2**60, "made up"))
-    strategy.batch_done(8)
+    monkeypatch.setattr("lightning_unified.training.budget_watch.read_peak", lambda _: Figure(2**60, "made up"))
+    strategy.policy.batch_done(8)
 
     assert strategy.sizes.limit == 2
     assert "micro-batches of 2 rows from here on" in strategy.events[-1]

@@ -1,0 +1,195 @@
+"""What the strategies have in common: Lightning's hooks, and behind them the memory policy, the precision gate and the seam."""
+
+from typing import Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError, PrecisionError
+from lightning_unified.hardware import Budget, Cap, Figure, Reading, capabilities
+from lightning_unified.planning import Plan
+from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
+from lightning_unified.training.loop import UnifiedOptimization
+from lightning_unified.training.policy import MemoryPolicy
+from lightning_unified.training.sizes import MicroBatchSize
+
+__all__ = ["Budgeted"]
+
+
+class Budgeted(Strategy):
+    """Makes the strategy it is mixed into train inside a memory budget; goes before that strategy among the bases.
+
+    Before `super().__init__` the strategy sets `policy`, and calls `_set_options`.
+    """
+
+    policy: MemoryPolicy
+
+    def _set_options(self, *, recompute: bool | Literal["auto"], precision: str) -> None:
+        if recompute not in ("auto", True, False):
+            raise ConfigurationError(f'recompute={recompute!r}: give true, false or "auto".')
+        self._recompute = recompute
+        self._asked_precision = str(precision)
+        self.precision_choice: PrecisionChoice | None = None
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+
+    def _resolve_precision(self) -> None:
+        """Put the gate's plugin in place of the stock one that the Trainer made from its flag; the device is known."""
+        given = self._precision_plugin
+        flag = plugin_precision(given) if given is not None else "32-true"
+        asked = self._asked_precision
+        custom = given is not None and not type(given).__module__.startswith(("lightning.", "lightning_unified."))
+        if asked != "trainer" and (custom or (flag not in ("32-true", asked) and asked != "auto")):
+            raise PrecisionError(
+                f"the strategy was given precision={asked!r} and the Trainer {type(given).__name__ if custom else repr(flag)}; give one of them."
+            )
+        if custom or (asked == "trainer" and not isinstance(given, MixedPrecision)):
+            self.precision_choice = PrecisionChoice(precision=flag, scaler=False, reason="as the Trainer says")
+            return
+        follows = asked == "trainer" or (asked == "auto" and flag != "32-true")
+        backend, native = self._bfloat16()
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        choice = choose_precision(
+            flag if follows else asked, backend=backend, native_bf16=native, torch_version=(version[0], version[1])
+        )
+        self.precision_choice = choice
+        self._precision_plugin = build_plugin(choice, device_type=self.root_device.type, given=given)
+
+    def _bfloat16(self) -> tuple[str, bool]:
+        found = {capability.name: capability.value for capability in capabilities(self.root_device)}
+        backend = "rocm" if self.root_device.type == "cuda" and torch.version.hip else self.root_device.type
+        return backend, found.get("bf16") == "native"
+
+    @override
+    def setup_environment(self) -> None:
+        self.policy.watch.prepare(self.root_device)
+        super().setup_environment()
+        self.policy.watch.resolve()
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.policy.refuse_if_too_small(module, ())
+        self._set_recompute(module)
+        super().setup(trainer)
+        self.policy.refuse_if_too_small(module, self.optimizers)
+        verify_plugin(
+            self.precision_plugin,
+            device_type=self.root_device.type,
+            optimizers=self.optimizers,
+            clips=bool(trainer.gradient_clip_val),
+        )
+        self.policy.begin(module, self.optimizers)
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.automatic_optimization.optim_progress
+        loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
+        loop.automatic_optimization.optim_progress = progress
+
+    def _set_recompute(self, module: L.LightningModule) -> None:
+        if self._recompute == "auto":
+            return
+        if not hasattr(module, "recompute"):
+            raise ConfigurationError(
+                f"recompute={self._recompute} was asked for, and {type(module).__name__} has no `recompute` attribute to set; "
+                'add one that its forward reads, or leave recompute="auto".'
+            )
+        module.recompute = self._recompute  # type: ignore[assignment]
+
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+        """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.
+
+        `on_before_backward` sees the micro-batch's own loss, so that what it logs averages to the batch's; what is
+        differentiated is the loss's `share` of the batch.
+        """
+        assert self.lightning_module is not None
+        self.pre_backward(loss)
+        scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
+        if share is not None:
+            scaled = scaled * share
+        self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
+        return scaled
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Run what follows the last backward of a batch: hooks see its gradients once, and whole."""
+        assert self.lightning_module is not None
+        self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, and why, as far as it is known by now."""
+        budget, cap, choice = self.policy.watch.budget, self.policy.watch.cap, self.precision_choice
+        assert budget is not None, "the plan exists once fit has begun"
+        return Plan(
+            micro_batch_size=self.micro_batch_size,
+            recompute=None if self._recompute == "auto" else bool(self._recompute),
+            precision=plugin_precision(self.precision_plugin),
+            budget_bytes=budget.bytes,
+            reasons={
+                "budget": budget.reason,
+                "micro_batch_size": self.policy.size_reason,
+                "recompute": "as asked" if self._recompute != "auto" else "as the module is",
+                "precision": choice.reason if choice is not None else "Lightning's default",
+                "loss_weight": self.policy.weighting_reason,
+                "cap": cap.reason if cap is not None else "none",
+            },
+        )
+
+    def reading(self) -> Reading:
+        """Return what the device's pool says now; never waits for the device."""
+        return self.policy.watch.reading()
+
+    def measured_peak(self) -> Figure:
+        """Return the highest use of this fit so far, in bytes, and which counter says so."""
+        return self.policy.watch.measured_peak()
+
+    def shrink(self, reason: str) -> bool:
+        """Halve the micro-batch from the next batch on, as `MemoryPolicy.shrink` says; return whether it could be done."""
+        return self.policy.shrink(reason)
+
+    @property
+    def budget(self) -> Budget | None:
+        """The bytes this run may use; None before `fit`."""
+        return self.policy.watch.budget
+
+    @property
+    def cap(self) -> Cap | None:
+        """What was done to hold the allocator to the budget; None before `fit`."""
+        return self.policy.watch.cap
+
+    @property
+    def sizes(self) -> MicroBatchSize:
+        """The micro-batch size in use."""
+        return self.policy.sizes
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of an effective batch that go through forward and backward at once; None before the first batch is done."""
+        return self.policy.micro_batch_size
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Rows of the largest batch so far; None before the first batch is done."""
+        return self.policy.effective_batch_size
+
+    @property
+    def recoveries(self) -> int:
+        """How many steps were repeated after memory ran out."""
+        return self.policy.recoveries
+
+    @property
+    def events(self) -> list[str]:
+        """What was decided on the way, for people."""
+        return self.policy.events
