@@ -1,6 +1,6 @@
 """What a run needs before any activation: weights, gradients, optimizer state and buffers, in bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.optim import Optimizer
@@ -46,22 +46,33 @@ def describe_bytes(categories: dict[str, int]) -> str:
     return f"{' + '.join(named)} = {format_bytes(sum(categories.values()))}"
 
 
-def describe_shortage(need: dict[str, int], *, budget_bytes: int, phase: str, reason: str, rows: int | None) -> str:
+def describe_shortage(
+    module: torch.nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    budget_bytes: int,
+    phase: str,
+    reason: str,
+    rows: int | None,
+    requested: int | None = None,
+    positions: Collection[int] = (),
+) -> str:
     """Return in three lines what did not fit, beside what, and what would help.
 
     Args:
-        need: Bytes by category that are held before any activation.
+        module: Which is trained.
+        optimizers: Those of the run.
         budget_bytes: What the run may use.
-        phase: Where memory ran out: `"forward"`, `"backward"` or `"optimizer step"`.
+        phase: Where memory ran out: `"weights"`, `"batch"`, `"prepare_batch"`, `"forward"`, `"backward"`, `"optimizer step"`, or the
+            name of an evaluation.
         reason: The allocator's own words.
         rows: Rows that ran at once; None for a batch that cannot be cut.
+        requested: Bytes of the allocation that failed, if the allocator said so.
+        positions: How many entries a row of the batch's tensors has, such as its number of tokens: logits are told by it.
     """
-    if phase == "optimizer step":
-        what = "the optimizer's temporaries"
-    elif rows is None:
-        what = "the activations of a batch that cannot be cut"
-    else:
-        what = f"the activations of {rows} row{'s' * (rows != 1)}"
+    optimizers = list(optimizers)
+    need = static_bytes(module, optimizers)
+    what = _what_did_not_fit(module, optimizers, phase=phase, rows=rows, requested=requested, positions=positions)
     left = max(budget_bytes - sum(need.values()), 0)
     return (
         f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
@@ -69,6 +80,51 @@ def describe_shortage(need: dict[str, int], *, budget_bytes: int, phase: str, re
         "What helps: memory.recompute=true, hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
         "or a larger memory.budget if the machine has it."
     )
+
+
+def _what_did_not_fit(
+    module: torch.nn.Module,
+    optimizers: list[Optimizer],
+    *,
+    phase: str,
+    rows: int | None,
+    requested: int | None,
+    positions: Collection[int],
+) -> str:
+    if phase == "weights":
+        return "the weights"
+    if phase == "batch":
+        return "the batch itself"
+    if phase == "prepare_batch":
+        return "what prepare_batch makes of the whole batch"
+    if phase == "optimizer step":
+        has_state = any(optimizer.state for optimizer in optimizers)
+        return "the optimizer's temporaries" if has_state else "the optimizer's state, which its first step creates,"
+    if phase == "backward" and requested is not None and requested in _gradients(module):
+        return "the gradients of the weights"
+    if requested is not None and rows is not None and _are_logits(module, requested, rows=rows, positions=positions):
+        return f"the logits of {rows} row{'s' * (rows != 1)}"
+    if rows is None:
+        return "the activations of a batch that cannot be cut"
+    return f"the activations of {rows} row{'s' * (rows != 1)}"
+
+
+def _gradients(module: torch.nn.Module) -> set[int]:
+    """Return the bytes of gradients that are not there yet."""
+    return {
+        _bytes(parameter) for parameter in module.parameters() if parameter.requires_grad and parameter.grad is None
+    }
+
+
+_ROUNDING = 0.005  # allocators name sizes with two decimals
+
+
+def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions: Collection[int]) -> bool:
+    """Return whether an allocation is as large as the output of the module's widest linear layer at all positions, or all but one."""
+    widest = max((layer.out_features for layer in module.modules() if isinstance(layer, torch.nn.Linear)), default=0)
+    counts = {1, *positions, *(count - 1 for count in positions)} - {0}
+    sizes = (rows * count * widest * item for count in counts for item in (2, 4))
+    return any(abs(requested - size) <= _ROUNDING * size for size in sizes)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -1,6 +1,8 @@
 """What the strategies have in common: Lightning's hooks, and behind them the memory policy, the precision gate and the seam."""
 
-from typing import Literal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
@@ -14,11 +16,15 @@ from lightning_unified.errors import ConfigurationError, PrecisionError
 from lightning_unified.hardware import Budget, Cap, Figure, Reading, capabilities
 from lightning_unified.planning import Plan
 from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
+from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
+from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.sizes import MicroBatchSize
 
 __all__ = ["Budgeted"]
+
+T = TypeVar("T")
 
 
 class Budgeted(Strategy):
@@ -92,7 +98,8 @@ class Budgeted(Strategy):
             optimizers=self.optimizers,
             clips=bool(trainer.gradient_clip_val),
         )
-        self.policy.begin(module, self.optimizers)
+        self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
+        self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
@@ -127,6 +134,45 @@ class Budgeted(Strategy):
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().validation_step, args, kwargs, phase="validation")
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().test_step, args, kwargs, phase="test")
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().predict_step, args, kwargs, phase="predict")
+
+    def _evaluated(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, phase: str) -> Any:
+        if (
+            kwargs or not args or isinstance(args[0], Iterator)
+        ):  # a step that draws its own batches: nothing to cut or repeat
+            return step(*args, **kwargs)
+        return self._evaluations.run(step, *args, phase=phase)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return self._twice(partial(super().batch_to_device, batch, device, dataloader_idx), phase="batch")
+
+    @override
+    def model_to_device(self) -> None:
+        self._twice(super().model_to_device, phase="weights")
+
+    def _twice(self, call: Callable[[], T], *, phase: str) -> T:
+        """Return what `call` gives, after clearing caches if memory runs out in it; it changes nothing that must be undone."""
+        if not self.policy.recover:
+            return call()
+        attempt = 0
+        while True:
+            result, reason = caught(call)
+            if reason is None:
+                return result  # pyright: ignore[reportReturnType]
+            attempt += 1
+            self.policy.out_of_memory(phase=phase, reason=reason, shape=None, attempt=attempt)
+
     @property
     def plan(self) -> Plan:
         """What was decided, and why, as far as it is known by now."""
@@ -158,6 +204,10 @@ class Budgeted(Strategy):
     def shrink(self, reason: str) -> bool:
         """Halve the micro-batch from the next batch on, as `MemoryPolicy.shrink` says; return whether it could be done."""
         return self.policy.shrink(reason)
+
+    def grow(self, reason: str) -> bool:
+        """Take back one halving by `shrink`; return whether there was one."""
+        return self.policy.grow(reason)
 
     @property
     def budget(self) -> Budget | None:

@@ -46,6 +46,13 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             statistics per `"micro"`-batch.
         check_split: Before the first cut, compare the gradients of a few rows run whole and cut, to find by what micro-batches are
             weighted, and refuse a module that cannot be cut exactly; see docs/splitting.md.
+        evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
+            batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
+        window_mean: Over what the gradient of an accumulation window is a mean: its `"batches"`, as Lightning has it, or the loss
+            `"terms"` in them (rows, or scored tokens), so that a window trains as one batch of all its rows would, the last
+            window too.
+        remember: File for the sizes found, such as `runs/mine/sizes.json`: a run that goes on, or another one in a directory
+            beside it with the same module, device and budget, starts with them.
 
     Raises:
         ConfigurationError: If an argument is not one of those named.
@@ -64,15 +71,21 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
         check_split: bool = True,
+        evaluation_micro_batch_size: int | Literal["auto"] = "auto",
+        window_mean: Literal["batches", "terms"] = "batches",
+        remember: str | None = None,
     ) -> None:
         self._devices: list[torch.device] | None = None
         self.policy = MemoryPolicy(
             BudgetWatch(budget),
             micro_batch_size=micro_batch_size,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
             batch_norm=batch_norm,
             check_split=check_split,
+            window_mean=window_mean,
+            remember=remember,
         )
         self._set_options(recompute=recompute, precision=precision)
         super().__init__(device="cpu", checkpoint_io=AtomicCheckpointIO())

@@ -74,6 +74,13 @@ class BudgetWatch:
         """Return what the device's pool says now; never waits for the device."""
         return read(self.device)
 
+    def room(self) -> int | None:
+        """Return what the process could hold altogether now, in bytes, within its budget; None if unknown."""
+        now = self.reading()
+        if now.available.bytes is None:
+            return None
+        return min(self.bytes, now.available.bytes + (now.allocated.bytes or 0))
+
     def measured_peak(self) -> Figure:
         """Return the highest use of this fit so far, in bytes, and which counter says so."""
         now = read_peak(self.device)

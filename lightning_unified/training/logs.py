@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_unified.training.snapshot import metric_state, set_metric_state
 
-__all__ = ["LogRecorder", "MetricsOverParts"]
+__all__ = ["LogRecorder", "MetricsOverParts", "metrics_of"]
 
 
 @dataclass(slots=True)
@@ -51,8 +51,11 @@ class LogRecorder:
         self._part, self._seen = index, {}
 
     @contextmanager
-    def recording(self, results: _ResultCollection) -> Iterator[None]:
-        """Stand in for `results.log` inside the block."""
+    def recording(self, results: _ResultCollection | None) -> Iterator[None]:
+        """Stand in for `results.log` inside the block; where nothing can be logged there is nothing to stand in for."""
+        if results is None:
+            yield
+            return
         results.__dict__["log"] = self._record
         try:
             yield
@@ -163,6 +166,11 @@ class _Twin:
         """Give the metric its step value, if it was called."""
         if self._twin is not None:
             self._metric._forward_cache = self._twin.compute()
+
+
+def metrics_of(module: torch.nn.Module) -> list[Metric]:
+    """Return the torchmetrics objects of `module` that hold a state."""
+    return [metric for metric in module.modules() if isinstance(metric, Metric) and metric._defaults]
 
 
 def _emptied_copy(metric: Metric) -> Metric:

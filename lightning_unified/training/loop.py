@@ -23,15 +23,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_unified.errors import HalfUpdatedError, SplitError
-from lightning_unified.training.logs import LogRecorder, MetricsOverParts
-from lightning_unified.training.oom import is_out_of_memory
+from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
+from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
-from lightning_unified.training.split import cut, num_rows
+from lightning_unified.training.split import BatchShape
 from lightning_unified.training.splittability import SplittabilityCheck
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
+from lightning_unified.training.window import WindowTerms
 
 __all__ = ["UnifiedOptimization"]
 
@@ -48,12 +50,26 @@ class UnifiedOptimization(_AutomaticOptimization):
         super().__init__(trainer)
         module = trainer.lightning_module
         self._policy = policy
+        self._cutter = Cutter(module)
         self._buffers = BufferWatch(module)
-        self._metrics = _metrics_of(module)
+        self._metrics = metrics_of(module)
         self._check = SplittabilityCheck(trainer, step=self._training_step, metrics=lambda: self._metrics)
+        self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._phase = "forward"
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        window = None if self._window is None else self._window.state_dict()
+        return {**super().on_save_checkpoint(), "sizes": self._policy.sizes_state(), "window": window}
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._policy.load_sizes_state(state_dict.get("sizes"))
+        if self._window is not None:
+            self._window.load_state_dict(state_dict.get("window") or [])
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -64,45 +80,47 @@ class UnifiedOptimization(_AutomaticOptimization):
             return super().run(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        rows = _rows_if_any(kwargs[key])
+        shape = self._cutter.shape(kwargs[key])
+        if self._window is not None:
+            opens = batch_idx % self.trainer.accumulate_grad_batches == 0
+            self._window.begin(self._terms(kwargs, shape), opens=opens)
         if self._policy.recover:
-            outputs = self._run_and_recover(optimizer, batch_idx, kwargs, rows=rows)
+            outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
             outputs = super().run(optimizer, batch_idx, kwargs)
-        self._policy.batch_done(rows)
+        if self._window is not None:
+            self._window.done()
+        self._policy.batch_done(shape)
         return outputs
 
     def _run_and_recover(
-        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, rows: int | None
+        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot = StepSnapshot(self.trainer, buffers=self._buffers, metrics=self._metrics)
+        snapshot = self._snapshot()
         batch = BatchWatch(kwargs[key])
+        run = super().run
         while True:
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
-            outputs, reason = self._attempt(optimizer, batch_idx, kwargs)
+            outputs, reason = caught(lambda: run(optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
             attempt += 1
             self._step_back(snapshot)
             kwargs[key] = batch.again()
-            self._policy.out_of_memory(phase=self._phase, reason=reason, rows=rows, attempt=attempt)
+            self._policy.out_of_memory(
+                phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
+            )
         self._gradients = self._weights = None
         self._buffers.learn()
         if self.trainer.global_step <= 1:
-            self._metrics = _metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+            self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+        assert outputs is not None
         return outputs
 
-    def _attempt(
-        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]"
-    ) -> tuple[dict[str, Any], str | None]:
-        """Return the outputs and None, or nothing and why memory ran out; the error and its frames are gone on return."""
-        try:
-            return super().run(optimizer, batch_idx, OrderedDict(kwargs)), None
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
+    def _snapshot(self) -> StepSnapshot:
+        results = self.trainer.fit_loop.epoch_loop._results
+        return StepSnapshot(self.trainer, buffers=self._buffers, metrics=self._metrics, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
@@ -123,8 +141,38 @@ class UnifiedOptimization(_AutomaticOptimization):
         prepare = getattr(self.trainer.lightning_module, "prepare_batch", None)
         if prepare is None:
             return batch
-        with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
-            return prepare(batch)
+
+        def call(batch: Any) -> Any:
+            with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
+                return prepare(batch)
+
+        if not self._policy.recover:
+            return call(batch)
+        snapshot, watch, attempt = self._snapshot(), BatchWatch(batch), 0
+        while True:
+            prepared, reason = caught(partial(call, batch))
+            if reason is None:
+                return prepared
+            attempt += 1
+            snapshot.restore()
+            batch = watch.again()
+            self._policy.out_of_memory(phase="prepare_batch", reason=reason, shape=None, attempt=attempt)
+
+    def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
+        """Return by how many loss terms this batch counts in its window."""
+        module, batch = self.trainer.lightning_module, next(iter(kwargs.values()))
+        declared = getattr(module, "loss_weight", None) is not None
+        if getattr(module, "loss_reduction", "mean") == "sum" and not declared:
+            raise ConfigurationError(
+                f'window_mean="terms" needs the number of loss terms of a batch, and {type(module).__name__} (loss_reduction = "sum") does '
+                'not say it: define loss_weight(batch), or leave window_mean="batches".'
+            )
+        if shape is None and not declared:
+            return 1.0
+        rows = 1 if shape is None else shape.rows
+        can_be_cut = rows >= 2 * self._policy.sizes.unit and getattr(module, "splittable", True) is not False
+        count = self._checked(kwargs, rows) if can_be_cut and not declared else None
+        return Weighting(module, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -135,13 +183,13 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
         key = next(iter(kwargs))
         batch, whole = kwargs[key], _WholeBatch(self._make_step_fn(kwargs))
-        if self._policy.sizes.limit is None or (_rows_if_any(batch) is None and not self._splittable()):
+        shape = None if self._policy.sizes.runs_whole else self._cutter.require_shape(batch)
+        if shape is None:
             return whole
-        rows = num_rows(batch)
-        sizes = self._policy.sizes.parts(rows)
+        rows, sizes = shape.rows, self._policy.sizes.parts(shape)
         if len(sizes) == 1:
             return whole
-        self._policy.allow_split(rows)
+        self._policy.allow_split(shape)
         try:
             count = self._checked(kwargs, rows)
         except SplitError as refusal:
@@ -149,7 +197,9 @@ class UnifiedOptimization(_AutomaticOptimization):
                 return whole
             raise
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
+        parts = [
+            self._cutter.cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
+        ]
         return _CutBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
             Weighting(self.trainer.lightning_module, parts, sizes, count=count),
@@ -165,24 +215,41 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy.split_checked(verdict)
         return verdict.count
 
-    def _splittable(self) -> bool:
-        return getattr(self.trainer.lightning_module, "splittable", True) is not False
-
     def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""
         self._phase = "backward"
         if first and self._gradients is not None:
             self._gradients.hold()
+        if self._window is not None:
+            # Lightning has divided the loss by the window's nominal number of batches
+            share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
         scaled = call._call_strategy_hook(self.trainer, "backward_part", loss, optimizer, share)
         self._phase = "forward"
         return scaled
 
-    def after_backward(self, loss: Tensor) -> None:
-        """Run what follows a batch's last backward, on the gradients of the window so far."""
+    def has_terms(self) -> bool:
+        """Return whether the batch counts in its window at all."""
+        return self._window is None or self._window.factor > 0
+
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        """Run what follows a batch's last backward, on the gradients of the window so far.
+
+        Args:
+            loss: What was differentiated last; None if nothing was.
+            optimizer: Whose gradients they are.
+        """
+        closes = self._window is not None and not self.trainer.fit_loop._should_accumulate()
+        if loss is None and not closes:
+            return
         self._phase = "backward"
         if self._gradients is not None:
+            if loss is None:
+                self._gradients.hold()
             self._gradients.add_back()
-        call._call_strategy_hook(self.trainer, "after_backward", loss)
+        if closes and self._window is not None:
+            self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if loss is not None:
+            call._call_strategy_hook(self.trainer, "after_backward", loss)
 
     def before_weights(self, optimizer: Optimizer) -> None:
         """Note weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
@@ -290,29 +357,16 @@ class _MicroBatchClosure(Closure):
             output = batch.step(index)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
-            if output.closure_loss is not None and not loop._skip_backward:
+            if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
                 with batch.recording():
                     scaled = loop.backward_part(
                         output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
-        if scaled is not None:
-            loop.after_backward(scaled)
+        loop.after_backward(scaled, self._optimizer)
         result = batch.join(outputs)
         if result.loss is None:
             self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
         loop.before_weights(self._optimizer)
         return result
-
-
-def _metrics_of(module: L.LightningModule) -> list[Metric]:
-    return [metric for metric in module.modules() if isinstance(metric, Metric) and metric._defaults]
-
-
-def _rows_if_any(batch: Any) -> int | None:
-    """Return the rows of `batch`, or None for a batch that cannot be counted: it runs whole."""
-    try:
-        return num_rows(batch)
-    except SplitError:
-        return None

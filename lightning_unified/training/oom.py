@@ -1,13 +1,18 @@
 """Out of memory: how each backend says it, and what gives memory back afterwards."""
 
 import ctypes
+import errno
 import gc
 import re
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-__all__ = ["is_out_of_memory", "release_cached_memory"]
+from lightning_unified.units import GIB, KIB, MIB
+
+__all__ = ["caught", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
 
 # One row a text, with where it comes from. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
 _TEXTS = (
@@ -33,7 +38,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+T = TypeVar("T")
+
+
+def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return what `call` returns and None; or None and in words why memory ran out, with the error and its frames gone.
+
+    Raises:
+        BaseException: Whatever `call` raises that is not about memory, untouched.
+    """
+    try:
+        return call(), None
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
+
+
+_REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)")
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": KIB, "MB": MIB, "GB": GIB}  # torch's KB are KiB
+
+
+def requested_bytes(reason: str) -> int | None:
+    """Return the bytes that the allocation which failed asked for; None where the text does not say.
+
+    Source:
+        c10/cuda/CUDACachingAllocator.cpp ("Tried to allocate 2.00 GiB"), aten/src/ATen/mps/MPSAllocator.mm (the same words), c10/core/impl/
+        alloc_cpu.cpp ("you tried to allocate 64 bytes").
+    """
+    found = _REQUESTED.search(reason)
+    return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
 def release_cached_memory(device: torch.device) -> None:

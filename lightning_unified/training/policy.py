@@ -1,8 +1,8 @@
 """What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
 
 import logging
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import lightning as L
 from torch.optim import Optimizer
@@ -10,14 +10,18 @@ from torch.optim import Optimizer
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
 from lightning_unified.planning import describe_bytes, describe_shortage, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.oom import release_cached_memory
+from lightning_unified.training.oom import release_cached_memory, requested_bytes
 from lightning_unified.training.sizes import MicroBatchSize
+from lightning_unified.training.sizes_file import SizesFile, fingerprint
+from lightning_unified.training.split import BatchShape, positions
 from lightning_unified.training.splittability import Verdict, refuse_batch_norm
 from lightning_unified.units import format_bytes
 
 __all__ = ["MemoryPolicy"]
 
 log = logging.getLogger("lightning_unified")
+
+_EVALUATIONS = ("validation", "test", "predict")
 
 
 class MemoryPolicy:
@@ -26,13 +30,17 @@ class MemoryPolicy:
     Args:
         watch: The budget and what is used of it.
         micro_batch_size: The largest number of rows run at once, or `"auto"`.
+        evaluation_micro_batch_size: The same for validation, test and predict.
         recover: Whether a step is repeated after an out-of-memory error.
         optimizer_rollback: Whether weights and optimizer state are copied around each optimizer step.
         batch_norm: Whether a module with BatchNorm in train mode may be cut: `"refuse"` or `"micro"`.
         check_split: Whether gradients are compared before the first cut.
+        window_mean: Over what an accumulation window's gradient is a mean: its `"batches"` or their loss `"terms"`.
+        remember: File for the sizes found, or None.
 
     Attributes:
-        sizes: The micro-batch size in use.
+        sizes: The micro-batch size in use in training.
+        evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
         recoveries: How many steps were repeated.
         events: What was decided on the way, for people.
@@ -46,36 +54,46 @@ class MemoryPolicy:
         watch: BudgetWatch,
         *,
         micro_batch_size: int | Literal["auto"],
+        evaluation_micro_batch_size: int | Literal["auto"],
         recover: bool,
         optimizer_rollback: bool,
         batch_norm: Literal["refuse", "micro"],
         check_split: bool,
+        window_mean: Literal["batches", "terms"],
+        remember: str | None,
     ) -> None:
         if batch_norm not in ("refuse", "micro"):
             raise ConfigurationError(f'batch_norm={batch_norm!r}: give "refuse" or "micro".')
+        if window_mean not in ("batches", "terms"):
+            raise ConfigurationError(f'window_mean={window_mean!r}: give "batches" or "terms".')
         self.watch = watch
         self.sizes = MicroBatchSize(micro_batch_size)
+        self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
         self.optimizer_rollback = optimizer_rollback
         self.check_split = check_split
-        self.effective_batch_size: int | None = None
+        self.mean_of_terms = window_mean == "terms"
         self.recoveries = 0
         self.events: list[str] = []
+        self._file = SizesFile(remember)
         self._asked_size = micro_batch_size
         self._batch_norm = batch_norm
-        self._recovered = ""
+        self._changed_by = ""
         self._module: L.LightningModule | None = None
         self._optimizers: list[Optimizer] = []
+        self._largest: BatchShape | None = None
+        self._fingerprint: dict[str, Any] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._verdict: Verdict | None = None
         self._refusal: SplitError | None = None
-        self._before_watch: tuple[int | None] | None = None
+        self._before_watch: dict[str, Any] | None = None
 
     def refuse_if_too_small(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Raise `BudgetError` if the budget cannot even hold what `module` needs before any activation."""
-        need = static_bytes(module, optimizers)
+        self._module, self._optimizers = module, list(optimizers)
+        need = static_bytes(module, self._optimizers)
         budget = self.watch.budget
         if budget is not None and sum(need.values()) > budget.bytes:
             raise BudgetError(
@@ -83,24 +101,32 @@ class MemoryPolicy:
                 f"before any activation. Give a budget well above {format_bytes(sum(need.values()))}, or train a smaller model."
             )
 
-    def begin(self, module: L.LightningModule, optimizers: list[Optimizer]) -> None:
-        """Begin a fit: what was found out about another module is forgotten."""
+    def begin(self, module: L.LightningModule, optimizers: list[Optimizer], *, precision: str) -> None:
+        """Begin a fit or an evaluation: what was found out about another module is forgotten."""
         self._module, self._optimizers = module, optimizers
-        self.effective_batch_size = None
+        self._largest = None
         self._forget()
         self.watch.begin()
-        self.sizes.keep_together(getattr(module, "micro_batch_unit", 1), whose=type(module).__name__)
+        for sizes in (self.sizes, self.evaluation_sizes):
+            sizes.keep_together(getattr(module, "micro_batch_unit", 1), whose=type(module).__name__)
+        self._fingerprint = fingerprint(module, self.watch, precision=precision)
+        self.load_sizes_state(self._file.read(self._fingerprint))
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """Rows of the largest batch so far; None before the first batch is done."""
+        return None if self._largest is None else self._largest.rows
 
     @property
     def micro_batch_size(self) -> int | None:
         """Rows of an effective batch that go through forward and backward at once; None before the first batch is done."""
-        return None if self.effective_batch_size is None else self.sizes.at_once(self.effective_batch_size)
+        return None if self._largest is None else self.sizes.at_once(self._largest)
 
     @property
     def size_reason(self) -> str:
         """Why the micro-batch is as large as it is."""
         reason = "as asked" if self._asked_size != "auto" else "the whole batch"
-        return f"{reason}, then smaller: {self._recovered}" if self.recoveries else reason
+        return f"{reason}, then {self._changed_by}" if self._changed_by else reason
 
     @property
     def weighting_reason(self) -> str:
@@ -109,19 +135,24 @@ class MemoryPolicy:
             return self._verdict.reason
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
-    def allow_split(self, rows: int) -> None:
-        """Raise `SplitError` if the module says, or shows, that its batch of `rows` cannot be cut exactly."""
+    @property
+    def count(self) -> Callable[[Any], Any] | None:
+        """What counts the loss terms of a part, as far as gradients have told; None for rows or as declared."""
+        return None if self._verdict is None else self._verdict.count
+
+    def allow_split(self, shape: BatchShape) -> None:
+        """Raise `SplitError` if the module says, or shows, that such a batch cannot be cut exactly."""
         module = self._module
         assert module is not None
         if self._refusal is not None:
             raise self._refusal
         if getattr(module, "splittable", True) is False:
             raise SplitError(
-                f"{type(module).__name__}.splittable is False and its batch of {rows} rows must run in parts of {self.sizes.limit}; "
-                "raise the budget or the micro-batch size, or use a smaller batch."
+                f"{type(module).__name__}.splittable is False and its batch of {shape.rows} rows must run in parts of "
+                f"{self.sizes.at_once(shape)}; raise the budget or the micro-batch size, or use a smaller batch."
             )
         if self._batch_norm == "refuse":
-            refuse_batch_norm(module, rows=rows)
+            refuse_batch_norm(module, rows=shape.rows)
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note by what micro-batches are weighted; say so where the module did not, or where it could not be checked."""
@@ -137,41 +168,70 @@ class MemoryPolicy:
         """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller."""
         if self._before_watch is None:
             return False
-        (self.sizes.limit,), self._refusal, self._before_watch = self._before_watch, refusal, None
+        self.sizes.load_state_dict(self._before_watch)
+        self._refusal, self._before_watch, self._changed_by = refusal, None, ""
         self.events.append("its batches cannot be cut exactly, so it goes on with them whole")
         log.warning("%s %s", refusal, self.events[-1])
         return True
 
-    def out_of_memory(self, *, phase: str, reason: str, rows: int | None, attempt: int) -> None:
+    def out_of_memory(
+        self, *, phase: str, reason: str, shape: BatchShape | None, attempt: int, batch: Any = None
+    ) -> None:
         """Free memory and choose a smaller size for the batch that failed.
 
+        Args:
+            phase: What ran: `"forward"`, `"backward"`, `"optimizer step"`, `"prepare_batch"`, `"validation"`, ….
+            reason: The allocator's words.
+            shape: Of the batch; None for what cannot be cut.
+            attempt: How often it has failed, from 1 on.
+            batch: The batch, to say what of it did not fit.
+
         Raises:
-            OutOfMemoryError: If the smallest unit of rows has failed already.
+            OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
         """
         release_cached_memory(self.watch.device)
-        failed = None if rows is None else self.sizes.at_once(rows)
-        shrunk = failed is not None and self.sizes.shrink(failed)
-        if not shrunk and (phase != "optimizer step" or attempt > 1):
-            assert self._module is not None
-            need = static_bytes(self._module, self._optimizers)
-            raise OutOfMemoryError(
-                describe_shortage(need, budget_bytes=self.watch.bytes, phase=phase, reason=reason, rows=failed)
-            )
+        evaluates = phase in _EVALUATIONS
+        sizes = self.evaluation_sizes if evaluates else self.sizes
+        failed = None if shape is None else sizes.at_once(shape)
+        can_be_cut = not evaluates or getattr(self._module, "splittable", True) is not False
+        shrunk = shape is not None and can_be_cut and sizes.failed(shape, room_bytes=self.watch.room())
+        if not shrunk and attempt > 1:
+            lengths = set() if shape is None else positions(batch, shape.rows)
+            raise OutOfMemoryError(self._shortage(phase, reason, failed, lengths))
         self.recoveries += 1
-        what_next = f"with {self.sizes.limit} at once" if shrunk else "after clearing caches"
-        self._recovered = f"out of memory in {phase} with {failed} rows at once; repeated {what_next}"
+        what_next = f"with {sizes.at_once(shape)} at once" if shrunk and shape is not None else "after clearing caches"
+        size = "the whole batch" if failed is None else f"{failed} rows at once"
+        told = f"out of memory in {phase} with {size}; repeated {what_next}"
+        if not evaluates:
+            self._changed_by = f"smaller: {told}"
         self._before_watch = None
-        self.events.append(self._recovered)
-        log.warning(
-            "Memory ran out in %s with %s rows at once (%s). The step is repeated %s.", phase, failed, reason, what_next
+        self.events.append(told)
+        log.warning("Memory ran out in %s with %s (%s). It is repeated %s.", phase, size, reason, what_next)
+        self._remember()
+
+    def _shortage(self, phase: str, reason: str, rows: int | None, lengths: set[int]) -> str:
+        assert self._module is not None
+        return describe_shortage(
+            self._module,
+            self._optimizers,
+            budget_bytes=self.watch.bytes,
+            phase=phase,
+            reason=reason,
+            rows=rows,
+            requested=requested_bytes(reason),
+            positions=lengths,
         )
 
-    def batch_done(self, rows: int | None) -> None:
-        """Note the batch, and whether the process has outgrown the budget."""
-        if rows is not None:
-            self.effective_batch_size = max(rows, self.effective_batch_size or 0)
-        overrun = self.watch.overrun() if self.effective_batch_size is not None else None
-        if overrun is not None and self.shrink(overrun):
+    def batch_done(self, shape: BatchShape | None) -> None:
+        """Learn from a batch that went well, and see whether the process has outgrown its budget or may use more of it."""
+        if shape is not None:
+            if self._largest is None or shape.rows >= self._largest.rows:
+                self._largest = shape
+            self.sizes.worked(shape)
+            if self.sizes.is_due and self.sizes.forgive(self.watch.room()):
+                self._grown("more memory is available than when it ran out")
+        overrun = self.watch.overrun() if self._largest is not None else None
+        if overrun is not None and self._smaller(overrun, has_failed=True):
             self.watch.count_anew()
 
     def shrink(self, reason: str) -> bool:
@@ -183,20 +243,63 @@ class MemoryPolicy:
         Returns:
             Whether it could be done: not before the first batch, below the smallest unit, or where a batch cannot be cut exactly.
         """
-        size, shrunk = self.micro_batch_size, False
+        return self._smaller(reason, has_failed=False)
+
+    def grow(self, reason: str) -> bool:
+        """Take back one halving by `shrink`; return whether there was one. What memory refused stays refused."""
+        grown = self._largest is not None and self.sizes.relax(self._largest)
+        if grown:
+            self._grown(reason)
+        return grown
+
+    def _grown(self, reason: str) -> None:
+        size = self.micro_batch_size
+        self._changed_by = f"larger again: {reason}; {size} rows at once"
+        self.events.append(f"{reason}; micro-batches of {size} rows from here on")
+        log.info("%s", self.events[-1])
+
+    def _smaller(self, reason: str, *, has_failed: bool) -> bool:
+        """Halve the micro-batch; with evidence against the size in use if it `has_failed`, else for as long as pressure lasts."""
+        shape, shrunk = self._largest, False
         try:
-            if size is None:
+            if shape is None:
                 what_next = "no batch that can be cut has run yet"
             else:
-                self.allow_split(size)
-                before, shrunk = self.sizes.limit, self.sizes.shrink(size)
+                self.allow_split(shape)
+                before = self.sizes.state_dict()
+                if self.sizes.at_once(shape) > self.sizes.unit:
+                    shrunk = (
+                        self.sizes.failed(shape, room_bytes=self.watch.bytes) if has_failed else self.sizes.press(shape)
+                    )
                 if self._verdict is None and shrunk and self._before_watch is None:
-                    self._before_watch = (before,)
+                    self._before_watch = before
                 what_next = (
-                    f"micro-batches of {self.sizes.limit} rows from here on" if shrunk else "nothing left to shrink"
+                    f"micro-batches of {self.sizes.at_once(shape)} rows from here on"
+                    if shrunk
+                    else "nothing left to shrink"
                 )
         except SplitError:  # memory has not run out: a batch that cannot be cut exactly goes on whole
             what_next = "its batches cannot be cut exactly, so it goes on with them whole"
+        if shrunk:
+            self._changed_by = f"smaller: {reason}"
         self.events.append(f"{reason}; {what_next}")
         log.warning("%s", self.events[-1])
+        self._remember()
         return shrunk
+
+    def sizes_state(self) -> dict[str, Any]:
+        """Return the sizes found so far and what they hold for, as plain values."""
+        return {
+            "fingerprint": self._fingerprint,
+            "training": self.sizes.state_dict(),
+            "evaluation": self.evaluation_sizes.state_dict(),
+        }
+
+    def load_sizes_state(self, state: dict[str, Any] | None) -> None:
+        """Go on with sizes that another run found, if it ran the same module in the same memory."""
+        if state is not None and state["fingerprint"] == self._fingerprint:
+            self.sizes.load_state_dict(state["training"])
+            self.evaluation_sizes.load_state_dict(state["evaluation"])
+
+    def _remember(self) -> None:
+        self._file.write(self.sizes_state())

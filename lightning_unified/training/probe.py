@@ -41,7 +41,9 @@ class Undone:
 
     def __enter__(self) -> Self:
         module = self._module
-        self._snapshot = StepSnapshot(self._trainer, buffers=BufferWatch(nn.Module()), metrics=self._metrics)
+        self._snapshot = StepSnapshot(
+            self._trainer, buffers=BufferWatch(nn.Module()), metrics=self._metrics, results=self._results
+        )
         owners = [owner for owner in module.modules() if not isinstance(owner, Metric)]
         self._attributes = [(owner, *_noted(owner)) for owner in owners]
         self._modes = [(child, child.training) for child in module.modules()]

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,23 +30,31 @@ class StepSnapshot:
     a forward pass is known to change, and torchmetrics states.
 
     Args:
-        trainer: The Trainer in the middle of `fit`.
+        trainer: The Trainer in the middle of a step.
         buffers: The watch over the module's buffers.
         metrics: The module's torchmetrics objects.
+        results: Where the loop gathers what is logged; None where nothing can be.
     """
 
-    def __init__(self, trainer: L.Trainer, *, buffers: "BufferWatch", metrics: Sequence[Metric]) -> None:
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        buffers: "BufferWatch",
+        metrics: Sequence[Metric],
+        results: _ResultCollection | None,
+    ) -> None:
         self._trainer = trainer
+        self._collection = results
         self._generators = _generator_states(trainer.strategy.root_device)
         self._buffers = buffers
         buffers.note()
         module = trainer.lightning_module
         self._metrics = [(metric, metric_state(metric)) for metric in metrics]
-        loop = trainer.fit_loop.epoch_loop
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
-        self._results = {key: dict(result.__dict__) for key, result in loop._results.items()}
-        self._batch_size = loop._results.batch_size
-        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
+        self._batch_size = None if results is None else results.batch_size
+        optimizer = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
         trackers = (
             optimizer.step.total,
             optimizer.step.current,
@@ -61,17 +70,22 @@ class StepSnapshot:
         self._buffers.restore()
         for metric, state in self._metrics:
             set_metric_state(metric, state)
-        results = self._trainer.fit_loop.epoch_loop._results
+        self._restore_results()
+        for tracker, state in self._progress:
+            tracker.__dict__.update(state)
+        self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
+        _forget_unscaled(self._trainer)
+
+    def _restore_results(self) -> None:
+        results = self._collection
+        if results is None:
+            return
         for key in [key for key in results if key not in self._results]:
             del results[key]
         for key, state in self._results.items():
             results[key].__dict__.clear()
             results[key].__dict__.update(state)
         results.batch_size = self._batch_size
-        for tracker, state in self._progress:
-            tracker.__dict__.update(state)
-        self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
-        _forget_unscaled(self._trainer)
 
 
 class BatchWatch:

@@ -9,12 +9,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 from lightning_unified.errors import SplitError
 
-__all__ = ["containers_copied", "cut", "merge", "num_rows", "part_sizes", "tensors_in"]
+__all__ = [
+    "BatchShape",
+    "containers_copied",
+    "cut",
+    "elements_per_row",
+    "merge",
+    "num_rows",
+    "part_sizes",
+    "positions",
+    "tensors_in",
+]
 
 _PLAIN = (str, bytes, int, float, type(None))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How large a batch is: `rows`, and `elements`, the entries of its tensors per row, which tells long rows from short ones."""
+
+    rows: int
+    elements: int = 0
 
 
 def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
@@ -45,16 +64,22 @@ def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
 def num_rows(batch: Any) -> int:
     """Return the rows of `batch`: the leading dimension that most of its entries have, the first one's if none is commoner.
 
-    An entry is a tensor, a container of tensors of one leading dimension, or a list of one element a row.
+    An entry is a tensor, a container of tensors of one leading dimension, a list of one element a row, or a `PackedSequence`. A
+    batch of graphs says how many it holds (`num_graphs`, as torch_geometric's do).
 
     Raises:
         SplitError: If nothing in `batch` has a leading dimension.
     """
     if isinstance(batch, Tensor) and batch.dim():
         return batch.shape[0]
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if not isinstance(batch, (Tensor, Mapping)) and isinstance(getattr(batch, "num_graphs", None), int):
+        return batch.num_graphs
     entries = _entries(batch)
     votes = Counter(dimension for entry in entries if (dimension := _leading_dimension(entry)) is not None)
     votes.update(len(entry) for entry in entries if _is_sequence(entry))
+    votes.update(int(entry.batch_sizes[0]) for entry in entries if isinstance(entry, PackedSequence))
     if not votes and _is_sequence(batch):
         votes[len(batch)] = 1
     if not votes:
@@ -65,8 +90,24 @@ def num_rows(batch: Any) -> int:
     return votes.most_common(1)[0][0]
 
 
+def elements_per_row(batch: Any, rows: int) -> int:
+    """Return the entries that the batched tensors of `batch` have per row, the average where rows differ."""
+    total = 0
+    for tensor in tensors_in(batch):
+        if tensor.dim() and tensor.shape[0] >= rows:  # packed sequences have more entries than rows
+            total += tensor.numel()
+    return total // max(rows, 1)
+
+
+def positions(batch: Any, rows: int) -> set[int]:
+    """Return how many entries the batched tensors of `batch` have per row, each different number once."""
+    return {
+        tensor.numel() // rows for tensor in tensors_in(batch) if tensor.dim() and tensor.shape[0] == rows and rows > 0
+    }
+
+
 def cut(batch: Any, start: int, stop: int, *, rows: int) -> Any:
-    """Return rows `start` to `stop` of `batch` as the same structure, without copying any tensor.
+    """Return rows `start` to `stop` of `batch` as the same structure, without copying any tensor but those of packed sequences.
 
     A leaf whose leading dimension is not `rows` is shared by every micro-batch, as are numbers, strings and None.
     A list or tuple of `rows` elements is one element a sample (strings, boxes, graphs), unless all tensors inside are batched.
@@ -75,6 +116,8 @@ def cut(batch: Any, start: int, stop: int, *, rows: int) -> Any:
         return batch[start:stop] if _is_batched(batch, rows) else batch
     if isinstance(batch, Mapping):
         return _with_items(batch, {key: cut(value, start, stop, rows=rows) for key, value in batch.items()})
+    if isinstance(batch, PackedSequence):
+        return _cut_packed(batch, start, stop) if int(batch.batch_sizes[0]) == rows else batch
     if _is_sequence(batch):
         if len(batch) == rows and not _holds_columns(batch, rows):
             return batch[start:stop]
@@ -112,6 +155,9 @@ def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequ
         merged = {key: merge([part[key] for part in parts], sizes=sizes, average=average) for key in keys}
         rest = {key: value for part in parts for key, value in part.items() if key not in merged}
         return _with_items(first, {**merged, **rest})
+    if isinstance(first, PackedSequence):
+        rows = [row for part in parts for row in unpack_sequence(part)]
+        return pack_sequence(rows, enforce_sorted=all(part.sorted_indices is None for part in parts))
     if _is_sequence(first):
         pairs = list(zip(parts, sizes, strict=True))
         if all(len(part) == size for part, size in pairs) and not all(_holds_columns(*pair) for pair in pairs):
@@ -138,8 +184,14 @@ def _merge_arrays(parts: Sequence[Any], sizes: Sequence[int], average: Callable[
     return average(parts) if same_shape and real else parts[-1]
 
 
+def _cut_packed(batch: PackedSequence, start: int, stop: int) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(batch, batch_first=True)
+    in_order = batch.sorted_indices is None
+    return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=in_order)
+
+
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+    return isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence)
 
 
 def _is_batched(value: Any, rows: int) -> bool:
@@ -153,6 +205,8 @@ def _holds_columns(value: Any, rows: int) -> bool:
 
 def _leading_dimension(value: Any) -> int | None:
     """Return the leading dimension that all tensors in `value` share; None if they differ or have none."""
+    if isinstance(value, PackedSequence):
+        return None  # its entries are of all rows at once
     dimensions = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
     return dimensions.pop() if len(dimensions) == 1 else None
 
@@ -189,7 +243,7 @@ def _is_list_of_plain(value: Any) -> bool:
 def _entries(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
-    if _is_sequence(value):
+    if isinstance(value, (list, tuple)):
         return list(value)
     return [getattr(value, field.name) for field in dataclasses.fields(value)] if _is_record(value) else []
 

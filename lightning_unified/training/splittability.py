@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.training.probe import Undone, gradient_sample
-from lightning_unified.training.split import cut
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["SplittabilityCheck", "Verdict", "refuse_batch_norm", "tolerance"]
@@ -92,6 +92,7 @@ class SplittabilityCheck:
     ) -> None:
         self._trainer, self._step, self._metrics = trainer, step, metrics
         self._module = trainer.lightning_module
+        self._cutter = Cutter(self._module)
         self._verdict: Verdict | None = None
         self._tied: list[_Rule] | None = None
         self._tries = 0
@@ -141,7 +142,9 @@ class SplittabilityCheck:
         middle, end = start + unit, start + 2 * unit
 
         def gradient(first: int, last: int) -> Tensor:
-            part = apply_to_collection(cut(batch, first, last, rows=rows), Tensor, _own)  # a step may write in place
+            part = apply_to_collection(
+                self._cutter.cut(batch, first, last, rows=rows), Tensor, _own
+            )  # a step may write in place
             return gradient_sample(self._trainer, partial_step(part))
 
         def partial_step(part: Any) -> Callable[[], ClosureResult]:
@@ -155,7 +158,7 @@ class SplittabilityCheck:
         return _Probe(
             whole=whole,
             parts=(gradient(start, middle), gradient(middle, end)),
-            halves=(cut(batch, start, middle, rows=rows), cut(batch, middle, end, rows=rows)),
+            halves=(self._cutter.cut(batch, start, middle, rows=rows), self._cutter.cut(batch, middle, end, rows=rows)),
         )
 
     def _judged(self, probes: list[_Probe] | str, rules: list[_Rule], *, unit: int) -> Verdict:

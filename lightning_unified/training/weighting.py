@@ -22,10 +22,12 @@ class Weighting:
     A batch without any loss term is weighted by rows: whatever the module makes of it, 0 or NaN, the whole batch's is the same.
 
     Args:
-        module: Whose `loss_reduction` and `loss_weight` say how its loss is made.
+        module: Whose `loss_reduction` and `loss_weight` say how its loss is made; None counts rows.
         parts: The micro-batches.
         sizes: Rows of each.
         count: Counts the loss terms of a micro-batch of a module that does not declare it; None counts rows.
+        zero_by_rows: Whether a batch without any loss term is weighted by rows.
+        adds: Whether the parts' figures add up to the whole's; None as `loss_reduction` says. In an evaluation they do not.
 
     Raises:
         ConfigurationError: If `loss_reduction` is neither `"mean"` nor `"sum"`.
@@ -34,11 +36,13 @@ class Weighting:
 
     def __init__(
         self,
-        module: L.LightningModule,
+        module: L.LightningModule | None,
         parts: Sequence[Any],
         sizes: Sequence[int],
         *,
         count: Callable[[Any], Any] | None = None,
+        adds: bool | None = None,
+        zero_by_rows: bool = True,
     ) -> None:
         self._sizes = sizes
         reduction = getattr(module, "loss_reduction", "mean")
@@ -46,14 +50,19 @@ class Weighting:
             raise ConfigurationError(
                 f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".'
             )
-        self._adds = reduction == "sum"
+        self._adds = reduction == "sum" if adds is None else adds
         weigh = getattr(module, "loss_weight", None) or count
         counted = list(sizes) if weigh is None or self._adds else _on_host([weigh(part) for part in parts])
         if not all(weight >= 0 for weight in counted):
             raise SplitError(
                 f"{type(module).__name__}.loss_weight gave {counted}: it must give the number of loss terms, 0 or more."
             )
-        self._weights = counted if sum(counted) else list(sizes)
+        self._weights = counted if sum(counted) or not zero_by_rows else list(sizes)
+
+    @property
+    def terms(self) -> float:
+        """The loss terms of the whole batch; its rows where nothing else is known."""
+        return sum(self._weights)
 
     def share(self, index: int) -> float | None:
         """Return a micro-batch's share of the batch, 0 to 1; None if its loss is its share already."""

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import BudgetError, ConfigurationError
 from lightning_unified.hardware import Figure
+from lightning_unified.training.split import BatchShape
 
 QUIET = {
     "logger": False,
@@ -189,9 +190,9 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(9, 32), batch_size=8))
     assert strategy.micro_batch_size == 4
     monkeypatch.setattr("lightning_unified.training.budget_watch.read_peak", lambda _: Figure(2**60, "made up"))
-    strategy.policy.batch_done(8)
+    strategy.policy.batch_done(BatchShape(8, 32))
 
-    assert strategy.sizes.limit == 2
+    assert strategy.micro_batch_size == 2
     assert "micro-batches of 2 rows from here on" in strategy.events[-1]
 
 

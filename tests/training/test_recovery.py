@@ -90,7 +90,7 @@ def run(kind, *callbacks, window=1, clip=None, **strategy):
 def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, window):
     failing = Fails(phase, batch=5 if phase == "optimizer.step" and window > 1 else BATCH)
     module, seen, trainer = run(kind, failing, window=window, clip=0.3)
-    limit = trainer.strategy.sizes.limit
+    limit = trainer.strategy.micro_batch_size
     twin, twin_seen, _ = run(kind, ShrinksAt(limit, failing.batch), window=window, clip=0.3)
 
     assert failing.raised == 1
@@ -225,7 +225,7 @@ def test_half_updated_weights_are_rolled_back_if_a_copy_was_asked_for():
             WritesThenFails.calls = 10
             return WritesThenFails(self.parameters(), 0.05)
 
-    twin, _, _ = run(Whole, ShrinksAt(trainer.strategy.sizes.limit, 2))
+    twin, _, _ = run(Whole, ShrinksAt(trainer.strategy.micro_batch_size, 2))
 
     assert trainer.strategy.recoveries == 1
     assert torch.equal(weights(module), weights(twin))

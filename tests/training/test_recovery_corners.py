@@ -44,7 +44,7 @@ def assert_recovered_as_undisturbed(kind, failing, **options):
     assert trainer.strategy.recoveries == failing.raised >= 1
     random.seed(0)
     np.random.seed(0)
-    twin, twin_seen, twin_trainer = run(kind, ShrinksAt(trainer.strategy.sizes.limit, failing.batch), **options)
+    twin, twin_seen, twin_trainer = run(kind, ShrinksAt(trainer.strategy.micro_batch_size, failing.batch), **options)
 
     assert torch.equal(weights(module), weights(twin))
     assert seen.callback_metrics == twin_seen.callback_metrics
@@ -167,7 +167,7 @@ def test_an_optimizers_plain_numbers_are_put_back(rollback):
         fails_at = None
 
     module, _, trainer = run(Fails, optimizer_rollback=rollback)
-    twin, _, _ = run(Runs, ShrinksAt(trainer.strategy.sizes.limit, 2))
+    twin, _, _ = run(Runs, ShrinksAt(trainer.strategy.micro_batch_size, 2))
 
     assert trainer.strategy.recoveries == 1
     assert torch.equal(weights(module), weights(twin))
@@ -297,7 +297,7 @@ def test_a_gradient_scaler_is_put_back(where):
             enable_model_summary=False,
         )
         trainer.fit(module, module.loader(dtype=torch.float32))
-        return weights(module), trainer.precision_plugin.scaler.state_dict(), trainer.strategy.sizes.limit
+        return weights(module), trainer.precision_plugin.scaler.state_dict(), trainer.strategy.micro_batch_size
 
     failing = FailsIn(where) if where.startswith("on_") else Fails(where)
     mine, scale, limit = train(failing)

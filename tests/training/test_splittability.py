@@ -233,7 +233,7 @@ def test_a_batch_above_a_watched_budget_that_cannot_be_cut_goes_on_whole():
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             strategy = trainer.strategy
-            if batch_idx == 1 and strategy.sizes.limit is None and not strategy.events:
+            if batch_idx == 1 and strategy.sizes.runs_whole and not strategy.events:
                 strategy.policy.watch.budget = replace(strategy.budget, bytes=1)
                 strategy.policy.batch_done(None)
 

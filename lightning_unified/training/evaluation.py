@@ -1,0 +1,96 @@
+"""Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
+from lightning_unified.training.oom import caught
+from lightning_unified.training.policy import MemoryPolicy
+from lightning_unified.training.snapshot import BatchWatch, BufferWatch, StepSnapshot
+from lightning_unified.training.split import BatchShape, merge
+from lightning_unified.training.weighting import Weighting
+
+__all__ = ["EvaluationSteps"]
+
+
+class EvaluationSteps:
+    """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
+
+    Figures are averaged over the parts by loss terms where the module says or training has shown what they are, else by rows; a
+    figure logged with its own `batch_size` by that. In predict, which has no loss, by rows. Tensors and lists of one entry a row are
+    put one after another, and torchmetrics objects gather the parts as they gather batches.
+
+    Args:
+        trainer: Whose evaluations these are.
+        policy: How to cut, and what to do when memory runs out.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
+        self._trainer, self._policy = trainer, policy
+        self._module = trainer.lightning_module
+        self._cutter = Cutter(self._module)
+        self._buffers = BufferWatch(self._module)
+        self._metrics = metrics_of(self._module)
+
+    def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
+        """Return what `step(*args)` gives of the whole batch.
+
+        Args:
+            step: The strategy's `validation_step`, `test_step` or `predict_step`.
+            *args: Its arguments, the batch first.
+            phase: `"validation"`, `"test"` or `"predict"`.
+
+        Raises:
+            OutOfMemoryError: If the smallest part does not fit.
+        """
+        batch, *rest = args
+        shape = self._cutter.shape(batch)
+        if not self._policy.recover:
+            return self._attempt(step, batch, rest, shape=shape, phase=phase)
+        snapshot = self._snapshot()
+        watch, attempt = BatchWatch(batch), 0
+        while True:
+            output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
+            if reason is None:
+                if shape is not None:
+                    self._policy.evaluation_sizes.worked(shape)
+                self._buffers.learn()
+                return output
+            attempt += 1
+            snapshot.restore()
+            batch = watch.again()
+            self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
+
+    def _snapshot(self) -> StepSnapshot:
+        return StepSnapshot(self._trainer, buffers=self._buffers, metrics=self._metrics, results=self._trainer._results)
+
+    def _attempt(
+        self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
+    ) -> Any:
+        if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
+            return step(batch, *rest)
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        parts = [
+            self._cutter.cut(batch, start, start + size, rows=shape.rows)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        weighting = self._weighting(parts, sizes, phase=phase)
+        recorder, metrics = LogRecorder(weighting.average), MetricsOverParts(self._metrics)
+        results, outputs = self._trainer._results, []
+        for index, part in enumerate(parts):
+            recorder.next_part(index)
+            with recorder.recording(results), metrics.watching():
+                outputs.append(step(part, *rest))
+        metrics.finish()
+        if results is not None:
+            recorder.flush(results)
+        return merge(outputs, sizes=sizes, average=weighting.average)
+
+    def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
+        if phase == "predict":
+            return Weighting(None, parts, sizes)
+        return Weighting(self._module, parts, sizes, count=self._policy.count, adds=False)

@@ -1,0 +1,62 @@
+"""Accumulation windows whose gradient is the mean over all their loss terms, not the mean of their batches' means."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["WindowTerms"]
+
+
+class WindowTerms:
+    """The numbers of loss terms in the batches of the window so far.
+
+    Lightning divides every batch's loss by `accumulate_grad_batches`, so that a batch with few scored tokens counts as much as one
+    with many, and the last window of an epoch, which may be shorter, is divided by too much (Lightning issues 19987, 20350). Here
+    each batch's gradient counts by its terms, in units of the first batch's so that scaled losses stay in their range, and the
+    window's sum is divided once by all of them, before anything clips or writes.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[float] = []
+        self._now = 0.0
+
+    def begin(self, terms: float, *, opens: bool) -> None:
+        """Begin a batch, or begin it again.
+
+        Args:
+            terms: Its number of loss terms.
+            opens: Whether it is the first of its window.
+        """
+        if opens:
+            self._before = []
+        self._now = terms
+
+    def done(self) -> None:
+        """Note that the batch is in the window's gradient."""
+        self._before.append(self._now)
+
+    @property
+    def factor(self) -> float:
+        """By what the batch's mean loss is multiplied before it is differentiated; 0 for one without a term."""
+        return self._now / self._unit
+
+    def divide(self, parameters: Iterable[Tensor]) -> None:
+        """Make the sum in the gradients the mean over the window; called once, after its last backward."""
+        total = sum(self._before) + self._now
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if total and total != self._unit and gradients:
+            with torch.no_grad():
+                torch._foreach_mul_(gradients, self._unit / total)  # pyright: ignore[reportPrivateImportUsage]
+
+    def state_dict(self) -> list[float]:
+        """Return what a run that goes on in the middle of a window needs."""
+        return list(self._before)
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Go on with what `state_dict` gave."""
+        self._before = list(state)
+
+    @property
+    def _unit(self) -> float:
+        return next((terms for terms in (*self._before, self._now) if terms), 1.0)
