@@ -1,6 +1,7 @@
 """Checkpoints of a run: the newest few, `last.ckpt` and `best.ckpt`, each whole, each complete enough to go on bit for bit."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from lightning_unified.callbacks.continuation import Continuation
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
 from lightning_unified.errors import CheckpointError, ConfigurationError
 from lightning_unified.training.checkpoint_io import PARTIAL, publish, remove, remove_partial_files, share
+from lightning_unified.training.oom import caught
 
 __all__ = ["RunCheckpoint"]
 
@@ -229,13 +231,13 @@ class RunCheckpoint(Checkpoint):
 
     def _write(self, trainer: Trainer, name: str, *, shares: list[str], dropped: list[str]) -> str | None:
         """Write `name`, share it under other names, delete what is dropped; return what went wrong on any rank, in words."""
-        partial = self._folder / f".{name}.new{PARTIAL}"
+        unnamed = self._folder / f".{name}.new{PARTIAL}"
         failure = None
         try:
-            failure = self.write_state(trainer, partial)
+            failure = self.write_state(trainer, unnamed)
             failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
             if trainer.is_global_zero and not failed:
-                publish(partial, self._folder / name)
+                publish(unnamed, self._folder / name)
                 for other in shares:
                     share(self._folder / name, self._folder / other)
                 for old in dropped:
@@ -244,7 +246,7 @@ class RunCheckpoint(Checkpoint):
             failure = f"could not name the checkpoint {self._folder / name}: {error}."
         finally:
             if trainer.is_global_zero:
-                remove(partial)
+                remove(unnamed)
         if not trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
             return None
         return failure or "another rank could not write its part of the checkpoint."
@@ -253,10 +255,13 @@ class RunCheckpoint(Checkpoint):
     def write_state(trainer: Trainer, path: Path) -> str | None:
         """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting."""
         try:
-            trainer.save_checkpoint(path)
+            _, memory_ran_out = caught(partial(trainer.save_checkpoint, path))
         except (CheckpointError, OSError) as error:
             trainer.strategy.barrier("Trainer.save_checkpoint")  # where the ranks that did not fail are waiting
             return str(error)
+        if memory_ran_out is not None:
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+            return f"memory ran out while the state for {path} was gathered ({memory_ran_out})."
         return None
 
     def _loss_in_words(self) -> str:

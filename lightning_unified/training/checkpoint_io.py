@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
+from lightning_unified.training.oom import caught, release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = ["PARTIAL", "AtomicCheckpointIO", "publish", "remove", "remove_partial_files", "share"]
@@ -35,7 +36,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`.
+        """Write `checkpoint` to `path`; if memory runs out, once more after caches are cleared.
 
         Raises:
             TypeError: If `storage_options` is given, which a file has none of.
@@ -45,8 +46,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
-        with _failures_named(target), _written_beside(target) as partial, partial.open("wb") as file:
-            torch.save(checkpoint, file)
+
+        def write() -> None:
+            with _written_beside(target) as partial, partial.open("wb") as file:
+                torch.save(checkpoint, file)
+
+        with _failures_named(target):
+            _, memory_ran_out = caught(write)
+            if memory_ran_out is not None:
+                release_cached_memory(torch.accelerator.current_accelerator() or torch.device("cpu"))
+                write()
 
     @override
     def load_checkpoint(

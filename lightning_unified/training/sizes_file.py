@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_unified.hardware import parse_spec
+
 if TYPE_CHECKING:
     from lightning_unified.training.budget_watch import BudgetWatch
 
@@ -18,7 +20,7 @@ log = logging.getLogger("lightning_unified")
 
 def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str) -> dict[str, Any]:
     """Return what sizes depend on besides the batch: the module, the precision, the device and the budget."""
-    budget, reading = watch.budget, watch.reading()
+    reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
@@ -26,8 +28,8 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str) -> d
         "precision": precision,
         "device": reading.name,
         "total_bytes": reading.total.bytes,
-        # what others leave over differs from run to run, and would make every run's sizes its own
-        "budget": None if budget is None else budget.spec if budget.follows_others else budget.bytes,
+        # as written: what others leave over differs from run to run, and would make every run's sizes its own
+        "budget": written.text if written.kind in ("auto", "leave") else watch.bytes,
     }
 
 

@@ -79,7 +79,6 @@ def num_rows(batch: Any) -> int:
     entries = _entries(batch)
     votes = Counter(dimension for entry in entries if (dimension := _leading_dimension(entry)) is not None)
     votes.update(len(entry) for entry in entries if _is_sequence(entry))
-    votes.update(int(entry.batch_sizes[0]) for entry in entries if isinstance(entry, PackedSequence))
     if not votes and _is_sequence(batch):
         votes[len(batch)] = 1
     if not votes:
@@ -205,10 +204,18 @@ def _holds_columns(value: Any, rows: int) -> bool:
 
 def _leading_dimension(value: Any) -> int | None:
     """Return the leading dimension that all tensors in `value` share; None if they differ or have none."""
-    if isinstance(value, PackedSequence):
-        return None  # its entries are of all rows at once
-    dimensions = {tensor.shape[0] for tensor in tensors_in(value) if tensor.dim()}
+    dimensions = set(_dimensions(value))
     return dimensions.pop() if len(dimensions) == 1 else None
+
+
+def _dimensions(value: Any) -> Iterator[int]:
+    if isinstance(value, PackedSequence):
+        yield int(value.batch_sizes[0])  # the tensors it consists of hold the entries of all rows
+    elif isinstance(value, Tensor):
+        yield from value.shape[:1]
+    elif not _is_list_of_plain(value):
+        for entry in _entries(value):
+            yield from _dimensions(entry)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -187,28 +187,6 @@ def test_lbfgs_without_a_copy_stops_half_way():
         run(Searches, FailsIn("on_after_backward", first=3))
 
 
-def test_validation_that_runs_out_of_memory_is_the_original_error():
-    class Validates(MLP):
-        def validation_step(self, batch, batch_idx):
-            raise RuntimeError(TEXT)
-
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy="unified",
-        precision="64-true",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    module = Validates()
-    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
-        trainer.fit(module, module.loader(), module.loader())
-
-    assert type(caught.value) is RuntimeError
-
-
 def test_a_batch_without_rows_that_does_not_fit_is_said_to_be_uncuttable():
     class Scalar(MLP):
         def training_step(self, batch, batch_idx):
