@@ -73,9 +73,9 @@ class RunRecord:
     figures: RunFigures
 
     def as_json(self) -> dict[str, Any]:
-        """Return one flat object; unknown is null."""
-        flat = asdict(self)
-        return {**flat, **flat.pop("figures")}
+        """Return one flat object, as it is written; unknown is null."""
+        record = asdict(self)
+        return {**record.pop("figures"), **record}
 
 
 def parse_record(text: str) -> RunRecord | None:

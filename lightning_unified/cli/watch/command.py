@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -13,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from lightning_unified.cli.failure import TERMINATED
+from lightning_unified.cli.failure import TERMINATED, report_failure
 from lightning_unified.cli.watch.snapshot import Observer, Snapshot
 from lightning_unified.cli.watch.view import show
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.hardware import Sources
 from lightning_unified.training.status import runs_directory
 
@@ -26,7 +27,7 @@ _RATE_S = 0.5  # a single snapshot looks twice, so that it has rates
 
 
 def main(argv: list[str]) -> int:
-    """Show the machine until Ctrl-C, or once; return 0, 2 if the arguments make no sense, 143 after SIGTERM."""
+    """Show the machine until Ctrl-C, or once; return 0, 1 if the log cannot be kept, 2 if the arguments make no sense, 143 after SIGTERM."""
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:
@@ -38,9 +39,8 @@ def main(argv: list[str]) -> int:
             for snapshot in _snapshots(observer, every_s=arguments.every, once=arguments.once):
                 log.append(snapshot)
                 shown(snapshot)
-    except ConfigurationError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    except (ConfigurationError, RunError) as error:
+        return report_failure(error)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:  # who read the lines has enough; without this Python would complain again while it ends
@@ -61,26 +61,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0.1 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text}: it is a number of seconds from 0.1 to 86400")
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds from 0.1 to 86400")
     return seconds
 
 
 def _snapshots(observer: Observer, *, every_s: float, once: bool) -> Iterator[Snapshot]:
-    snapshot = observer.look(time.monotonic())
     if once:
+        observer.look(time.monotonic())
         time.sleep(_RATE_S)
-        yield observer.look(time.monotonic())
-        return
-    while True:
-        yield snapshot
+    yield observer.look(time.monotonic())
+    while not once:
         time.sleep(every_s)
-        snapshot = observer.look(time.monotonic())
+        yield observer.look(time.monotonic())
 
 
 class _Log:
     """Appends snapshots to a file, each line handed to the system before the next is taken.
+
+    Args:
+        path: The file; None writes nothing.
 
     Raises:
         ConfigurationError: If the file cannot be opened.
@@ -95,8 +99,19 @@ class _Log:
             ) from error
 
     def append(self, snapshot: Snapshot) -> None:
-        if self._file is not None:
+        """Write one line.
+
+        Raises:
+            RunError: If the disk refuses it.
+        """
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(snapshot.as_json()) + "\n")
+        except OSError as error:
+            raise RunError(
+                f"--log {self._file.name} could not be written: {error.strerror or error}; free some space or name another file."
+            ) from error
 
 
 @contextmanager
@@ -105,7 +120,7 @@ def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None
     console = Console(highlight=False)
     if as_json:
         yield lambda snapshot: print(json.dumps(snapshot.as_json()), flush=True)
-    elif once or not console.is_terminal:
+    elif once or not console.is_terminal or console.is_dumb_terminal:
         yield lambda snapshot: console.print(show(snapshot), end="\n\n" if not once else "")
     else:
         with Live(console=console, screen=True, auto_refresh=False) as live:

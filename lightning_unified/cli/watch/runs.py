@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,8 @@ __all__ = ["running"]
 _PATIENCE_S = 3.0
 _CLOCK_SLACK_S = 60.0  # a boot time moves when the clock is set
 _SILENT_S = 600.0  # without any way to ask for a process, one that says nothing for so long counts as ended
-_FORGOTTEN_S = 7 * 86400.0  # of another machine nothing can be asked
+_PS_LINE = re.compile(r"\s*(\d+)\s+(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*")  # pid and [[dd-]hh:]mm:ss
+_FORGOTTEN_S = 7 * 86400.0  # what cannot be asked for, because another machine or version wrote it, is kept for a week
 
 
 def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
@@ -26,25 +28,37 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
         sources: How to ask for processes: procfs, else `ps`.
     """
     found = []
-    for path in sorted(directory.glob("*.json")) if directory is not None else []:
-        record = parse_record(read_text(path) or "")
-        if record is not None and record.host == platform.node() and not _has_ended(record, sources):
-            found.append(record)
-        elif record is None or record.host == platform.node() or _age(record) > _FORGOTTEN_S:
+    for path in sorted(directory.glob("*")) if directory is not None else []:
+        record = parse_record(read_text(path) or "") if path.suffix == ".json" else None
+        if record is None or not _is_here(record, sources):
+            ended = _untouched_s(path) > _FORGOTTEN_S
+        else:
+            ended = _has_ended(record, sources)
+            found += [] if ended else [record]
+        if ended:
             _remove(path)
     return sorted(found, key=lambda record: (record.started, record.pid))
 
 
-def _age(record: RunRecord) -> float:
-    return time.time() - datetime.fromisoformat(record.updated).timestamp()
+def _is_here(record: RunRecord, sources: Sources) -> bool:
+    """Return whether a record is of this machine; a Mac's name changes with its network, and its home is its own."""
+    return sources.platform == "darwin" or record.host == platform.node()
+
+
+def _untouched_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _has_ended(record: RunRecord, sources: Sources) -> bool:
     """Return whether the process is gone, or its number has gone to another that began after the record was written."""
     known, began = _process(record.pid, sources)
+    updated = datetime.fromisoformat(record.updated).timestamp()
     if not known:
-        return _age(record) > _SILENT_S
-    return began is None or began > datetime.fromisoformat(record.updated).timestamp() + _CLOCK_SLACK_S
+        return time.time() - updated > _SILENT_S
+    return began is None or began > updated + _CLOCK_SLACK_S
 
 
 def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -90,7 +91,7 @@ def _progress_row(run: RunRecord, *, now: str) -> tuple[str, ...]:
         _count(figures.effective_batch_size),
         _count(figures.micro_batch_size),
         _ago(age.total_seconds()),
-        figures.directory or "",
+        _near(figures.directory),
     )
 
 
@@ -112,6 +113,16 @@ def _share(part: int | None, whole: int | None) -> str:
 
 def _count(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
+
+
+def _near(directory: str | None) -> str:
+    """Return a folder as one would type it here."""
+    if directory is None:
+        return "unknown"
+    for folder, name in ((Path.cwd(), ""), (Path.home(), "~")):
+        if Path(directory).is_relative_to(folder):
+            return str(Path(name) / Path(directory).relative_to(folder))
+    return directory
 
 
 def _ago(seconds: float) -> str:
