@@ -2,6 +2,7 @@
 
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ torch.set_num_threads(1)
 # programs that tests start find this checkout, from whatever folder, beside what was there to be found
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+_STATE = tempfile.TemporaryDirectory(prefix="lightning-unified-state-")  # removed when the process ends
+os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the home
 
 
 @pytest.fixture(autouse=True)

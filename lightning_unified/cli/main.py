@@ -13,6 +13,7 @@ __all__ = ["main"]
 _USAGE = """\
 python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
 python -m lightning_unified doctor [--json]         what this machine has, what it can do, which memory tier fits
+python -m lightning_unified watch [--once] [--json] pools, pressure, swap, use of the GPUs, and the runs on this machine
 """
 
 
@@ -28,7 +29,13 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(list(arguments))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor}
+def _watch(arguments: Sequence[str]) -> int:
+    from lightning_unified.cli.watch.command import main as watch
+
+    return watch(list(arguments))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor, "watch": _watch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

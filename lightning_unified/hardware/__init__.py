@@ -4,6 +4,7 @@ from lightning_unified.hardware.budget import TIERS, Budget, parse_spec, resolve
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment import Finding, lint_environment
+from lightning_unified.hardware.gpus import DeviceUse, GpuReader
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
 from lightning_unified.hardware.peak import read_peak, reset_peak
 from lightning_unified.hardware.pressure import Pressure, PressureReader
@@ -19,8 +20,10 @@ __all__ = [
     "Budget",
     "Cap",
     "Capability",
+    "DeviceUse",
     "Figure",
     "Finding",
+    "GpuReader",
     "HardwareSettings",
     "Pressure",
     "PressureReader",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_unified.hardware.readers.cgroups import full_stall, limit_events, stall_microseconds
-from lightning_unified.hardware.readers.cpu import host_pool
+from lightning_unified.hardware.readers.cpu import host_pool, host_swap
 from lightning_unified.hardware.reading import Figure
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
@@ -16,7 +16,6 @@ Level = Literal["normal", "warn", "critical", "unknown"]
 
 # XNU, bsd/kern/kern_memorystatus_notify.c: the flags of dispatch sources. What is not listed is unknown, never normal.
 _MAC_LEVELS: dict[object, Level] = {1: "normal", 2: "warn", 4: "critical"}
-_XSW_USED_BITS = 128  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
 
 # Judgement, all of them. Stalls are PSI's "full" share (Documentation/accounting/psi.rst in Linux): above a tenth the machine mostly
 # pages. Swap-out of 16 MiB/s is more than the tidying away of idle pages. Floors are shares of the pool with a ceiling, so that
@@ -129,8 +128,7 @@ class PressureReader:
 
     def _swapped_out(self) -> int | None:
         if self._sources.platform == "darwin":
-            usage = self._sources.sysctl("vm.swapusage")
-            return (usage >> _XSW_USED_BITS) & (2**64 - 1) if isinstance(usage, int) else None
+            return host_swap(self._sources)[1].bytes
         for line in (read_text(self._sources.proc / "vmstat") or "").splitlines():
             name, _, count = line.partition(" ")
             if name == "pswpout" and count.strip().isdigit():

@@ -5,9 +5,10 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def _no_module(_name: str) -> bool:
     return False
 
 
+def _no_program(_command: Sequence[str], _timeout_s: float) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     """Where figures come from; a test or a simulated machine puts its own in the place of each.
@@ -50,6 +55,7 @@ class Sources:
         max_resident: Highest resident bytes of the process, None if unknown.
         which: Path of a program, None if it is not installed.
         has_module: Whether a Python module could be imported.
+        run: What a program (command, most seconds to wait) wrote to standard output; None where it is absent, failed or did not answer.
     """
 
     torch: Any
@@ -63,14 +69,20 @@ class Sources:
     max_resident: Callable[[], int | None] = _nothing
     which: Callable[[str], str | None] = _not_found
     has_module: Callable[[str], bool] = _no_module
+    run: Callable[[Sequence[str], float], str | None] = _no_program
 
     @classmethod
     def live(cls) -> "Sources":
         """Return the sources of the machine this runs on. Imports torch, which constructs no allocator."""
         import torch
 
+        return replace(cls.without_torch(), torch=torch)
+
+    @classmethod
+    def without_torch(cls) -> "Sources":
+        """Return the sources of the machine this runs on but for torch (None): enough for the host, its pressure and `GpuReader`."""
         return cls(
-            torch=torch,
+            torch=None,
             proc=Path("/proc"),
             sys=Path("/sys"),
             sysctl=_sysctl_by_name,
@@ -81,6 +93,7 @@ class Sources:
             max_resident=_max_resident,
             which=shutil.which,
             has_module=lambda name: importlib.util.find_spec(name) is not None,
+            run=_Programs(),
         )
 
 
@@ -119,6 +132,36 @@ def core_count(sources: Sources) -> int | None:
         value = sources.sysctl("hw.physicalcpu")
         count = value if isinstance(value, int) else None
     return count
+
+
+class _Programs:
+    """Runs programs that may hang: one that sits in the kernel can be neither killed nor waited for, so it is left, and not asked again."""
+
+    def __init__(self) -> None:
+        self._hung: dict[str, subprocess.Popen[str]] = {}
+
+    def __call__(self, command: Sequence[str], timeout_s: float) -> str | None:
+        program = command[0]
+        if program in self._hung and self._hung[program].poll() is None:
+            return None
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+            )
+        except OSError:
+            return None
+        try:
+            out, _ = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            self._hung[program] = child
+            return None
+        return out if child.returncode == 0 else None
 
 
 def _affinity() -> int | None:

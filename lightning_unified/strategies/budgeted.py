@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning as L
@@ -21,6 +22,7 @@ from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.sizes import MicroBatchSize
+from lightning_unified.training.status import RunFigures, RunStatus, runs_directory
 
 __all__ = ["Budgeted"]
 
@@ -41,6 +43,7 @@ class Budgeted(Strategy):
         self._recompute = recompute
         self._asked_precision = str(precision)
         self.precision_choice: PrecisionChoice | None = None
+        self._status = RunStatus(None)
 
     @property
     @override
@@ -104,6 +107,37 @@ class Budgeted(Strategy):
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
         loop.automatic_optimization.optim_progress = progress
+        self._status = RunStatus(runs_directory())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._status.tell(self._figures)
+
+    @override
+    def teardown(self) -> None:
+        self._status.end()
+        super().teardown()
+
+    def _figures(self) -> RunFigures:
+        """Return what `watch` shows of this run; counters only, nothing waits for the device."""
+        module, reading, peak = self.lightning_module, self.reading(), self.measured_peak()
+        assert module is not None
+        root = str(module.trainer.default_root_dir)
+        return RunFigures(
+            directory=root if "://" in root else str(Path(root).absolute()),
+            module=type(module).__name__,
+            device=str(self.root_device),
+            step=module.trainer.global_step,
+            effective_batch_size=self.effective_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            allocated_bytes=reading.allocated.bytes,
+            reserved_bytes=reading.reserved.bytes,
+            peak_bytes=peak.bytes,
+            peak_source=peak.source,
+            budget_bytes=None if self.budget is None else self.budget.bytes,
+            recoveries=self.recoveries,
+        )
 
     def _set_recompute(self, module: L.LightningModule) -> None:
         if self._recompute == "auto":

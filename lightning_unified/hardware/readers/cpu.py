@@ -4,7 +4,9 @@ from lightning_unified.hardware.readers.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 
-__all__ = ["cpu_name", "host_available", "host_pool", "host_total", "peak_resident", "read_cpu"]
+__all__ = ["cpu_name", "host_available", "host_pool", "host_swap", "host_total", "peak_resident", "read_cpu"]
+
+_XSW_BITS, _XSW_USED = 64, 2  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
 
 # Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
 _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
@@ -70,6 +72,20 @@ def host_available(sources: Sources) -> Figure:
     if isinstance(level, int) and isinstance(total, int):
         return Figure(total * level // 100, "kern.memorystatus_level percent of hw.memsize")
     return Figure(None, "unknown: neither MemAvailable of /proc/meminfo nor the vm.page_* sysctls")
+
+
+def host_swap(sources: Sources) -> tuple[Figure, Figure]:
+    """Return the swap there is and the swap in use. macOS adds swap as it needs it: there the total says little."""
+    linux = meminfo(sources)
+    if "SwapTotal" in linux and "SwapFree" in linux:
+        total, free = linux["SwapTotal"], linux["SwapFree"]
+        return Figure(total, "SwapTotal"), Figure(total - free, "SwapTotal - SwapFree")
+    usage = sources.sysctl("vm.swapusage")
+    if isinstance(usage, int):
+        total, used = (usage >> _XSW_BITS * at & (1 << _XSW_BITS) - 1 for at in (0, _XSW_USED))
+        return Figure(total, "vm.swapusage"), Figure(used, "vm.swapusage")
+    unknown = Figure(None, "unknown: neither SwapTotal of /proc/meminfo nor sysctl vm.swapusage")
+    return unknown, unknown
 
 
 def cpu_name(sources: Sources) -> str:

@@ -1,0 +1,105 @@
+"""The runs of this user on this machine, from the files they keep; what a killed run left is cleared away."""
+
+import os
+import platform
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+
+from lightning_unified.hardware import Sources
+from lightning_unified.hardware.sources import read_text
+from lightning_unified.training.status import RunRecord, parse_record
+
+__all__ = ["running"]
+
+_PATIENCE_S = 3.0
+_CLOCK_SLACK_S = 60.0  # a boot time moves when the clock is set
+_SILENT_S = 600.0  # without any way to ask for a process, one that says nothing for so long counts as ended
+_PS_LINE = re.compile(r"\s*(\d+)\s+(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*")  # pid and [[dd-]hh:]mm:ss
+_FORGOTTEN_S = 7 * 86400.0  # what cannot be asked for, because another machine or version wrote it, is kept for a week
+
+
+def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
+    """Return the records of the runs that live on this machine, the oldest first; remove the files of those that do not.
+
+    Args:
+        directory: Where the files are, as `runs_directory` says; None or absent is no run.
+        sources: How to ask for processes: procfs, else `ps`.
+    """
+    found = []
+    for path in sorted(directory.glob("*")) if directory is not None else []:
+        record = parse_record(read_text(path) or "") if path.suffix == ".json" else None
+        if record is None or not _is_here(record, sources):
+            ended = _untouched_s(path) > _FORGOTTEN_S
+        else:
+            ended = _has_ended(record, sources)
+            found += [] if ended else [record]
+        if ended:
+            _remove(path)
+    return sorted(found, key=lambda record: (record.started, record.pid))
+
+
+def _is_here(record: RunRecord, sources: Sources) -> bool:
+    """Return whether a record is of this machine; a Mac's name changes with its network, and its home is its own."""
+    return sources.platform == "darwin" or record.host == platform.node()
+
+
+def _untouched_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _has_ended(record: RunRecord, sources: Sources) -> bool:
+    """Return whether the process is gone, or its number has gone to another that began after the record was written."""
+    known, began = _process(record.pid, sources)
+    updated = datetime.fromisoformat(record.updated).timestamp()
+    if not known:
+        return time.time() - updated > _SILENT_S
+    return began is None or began > updated + _CLOCK_SLACK_S
+
+
+def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:
+    """Return whether processes can be asked for, and when the one of that number began (seconds since 1970; None: there is none).
+
+    Source:
+        Linux `man 5 proc`: field 3 of `stat` is the state, field 22 the ticks from boot to the start; fields count from behind the
+        name, which may hold anything. `ps` is POSIX.
+    """
+    boot = next(
+        (
+            line.split()[1]
+            for line in (read_text(sources.proc / "stat") or "").splitlines()
+            if line.startswith("btime ")
+        ),
+        "",
+    )
+    if boot.isdigit():
+        rest = (read_text(sources.proc / str(pid) / "stat") or "").rpartition(")")[2].split()
+        if len(rest) < 20 or rest[0] in "ZX":
+            return True, None
+        return True, int(boot) + int(rest[19]) / os.sysconf("SC_CLK_TCK")
+    own = os.getpid()  # is always there: without it the answer is none
+    out = sources.run(["ps", "-o", "pid=,etime=", "-p", f"{own},{pid}"], _PATIENCE_S) or ""
+    ages = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) == 2}
+    if str(own) not in ages:
+        return False, None
+    return True, time.time() - _seconds(ages[str(pid)]) if str(pid) in ages else None
+
+
+def _seconds(etime: str) -> int:
+    """Return the seconds of `[[dd-]hh:]mm:ss`."""
+    days, _, clock = etime.rpartition("-")
+    seconds = 0
+    for part in clock.split(":"):
+        seconds = 60 * seconds + int(part)
+    return int(days or 0) * 86400 + seconds
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return

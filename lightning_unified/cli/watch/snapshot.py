@@ -1,0 +1,91 @@
+"""One look at the machine: devices, pressure, swap and runs, as a record and as JSON."""
+
+import platform
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_unified.cli.watch.runs import running
+from lightning_unified.hardware import DeviceUse, Figure, GpuReader, Pressure, PressureReader, Sources, read
+from lightning_unified.hardware.readers.cpu import host_swap
+from lightning_unified.training.status import RunRecord
+
+__all__ = ["Observer", "Snapshot"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What was seen at one time. All figures are bytes, each with its source; unknown is None.
+
+    Attributes:
+        time: When, ISO 8601 in UTC.
+        host: The machine's name in its network.
+        pressure: The operating system's verdict, and why.
+        swap_total: Swap there is; macOS adds to it as it needs.
+        swap_used: Swap in use.
+        devices: The host first, then each GPU whose driver could be asked.
+        runs: The runs of this package that this user has on this machine.
+    """
+
+    time: str
+    host: str
+    pressure: Pressure
+    swap_total: Figure
+    swap_used: Figure
+    devices: list[DeviceUse]
+    runs: list[RunRecord]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the six keys that scripts rely on."""
+        return {
+            "time": self.time,
+            "host": self.host,
+            "pressure": asdict(self.pressure),
+            "swap": {"total": asdict(self.swap_total), "used": asdict(self.swap_used)},
+            "devices": [asdict(device) for device in self.devices],
+            "runs": [run.as_json() for run in self.runs],
+        }
+
+
+class Observer:
+    """Takes one snapshot after another; rates are of the time between two.
+
+    Args:
+        sources: Where to read from; torch may be None and is not asked.
+        directory: The folder of the runs' files, None if there is none.
+    """
+
+    def __init__(self, sources: Sources, *, directory: Path | None) -> None:
+        self._sources, self._directory = sources, directory
+        self._pressure, self._gpus = PressureReader(sources), GpuReader(sources)
+
+    def look(self, now: float) -> Snapshot:
+        """Return what there is to see at `now`, seconds of any clock that only goes forward."""
+        total, used = host_swap(self._sources)
+        return Snapshot(
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            host=platform.node(),
+            pressure=self._pressure.read(now),
+            swap_total=total,
+            swap_used=used,
+            devices=[self._host(), *self._gpus.read()],
+            runs=running(self._directory, self._sources),
+        )
+
+    def _host(self) -> DeviceUse:
+        reading = read("cpu", sources=self._sources)
+        total, available = reading.total, reading.available
+        used = Figure(None, total.source if total.bytes is None else available.source)
+        if total.bytes is not None and available.bytes is not None:
+            used = Figure(max(0, total.bytes - available.bytes), f"{total.source} - {available.source}")
+        return DeviceUse(
+            device="host",
+            name=reading.name,
+            pool=reading.pool,
+            total=total,
+            used=used,
+            available=available,
+            busy=None,
+            busy_source="unknown: not read for the host",
+        )

@@ -1,0 +1,162 @@
+"""What a run says about itself while it runs: a small file in the user's state folder, which `watch` reads."""
+
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STATE_VARIABLE", "RunFigures", "RunRecord", "RunStatus", "parse_record", "runs_directory"]
+
+STATE_VARIABLE = "LIGHTNING_UNIFIED_STATE_DIR"
+"""Environment variable that names the state folder, in place of the platform's own."""
+
+log = logging.getLogger("lightning_unified")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFigures:
+    """How a run stands after a batch. Unknown figures are None.
+
+    Attributes:
+        directory: Where the run writes.
+        module: Class of the module that is trained.
+        device: As torch writes it, within that process: `"cuda:0"`, `"mps"`, `"cpu"`.
+        step: Optimizer steps done.
+        effective_batch_size: Rows of the batch the optimizer sees.
+        micro_batch_size: Rows that run at once.
+        allocated_bytes: Live tensors; on a CPU the resident bytes of the process.
+        reserved_bytes: What the allocator or the driver holds for the process.
+        peak_bytes: Most bytes in use since the fit began.
+        peak_source: Which counter says so.
+        budget_bytes: What the run may use.
+        recoveries: Steps that were repeated for lack of memory.
+    """
+
+    directory: str | None
+    module: str
+    device: str
+    step: int
+    effective_batch_size: int | None
+    micro_batch_size: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_bytes: int | None
+    peak_source: str
+    budget_bytes: int | None
+    recoveries: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """The content of the file.
+
+    Attributes:
+        pid: The process.
+        host: The machine it runs on: a home may be shared by several, whose pids mean nothing to each other.
+        started: When the fit began, ISO 8601 in UTC.
+        updated: When this was written, likewise.
+        figures: How the run stood then.
+    """
+
+    pid: int
+    host: str
+    started: str
+    updated: str
+    figures: RunFigures
+
+    def as_json(self) -> dict[str, Any]:
+        """Return one flat object, as it is written; unknown is null."""
+        record = asdict(self)
+        return {**record.pop("figures"), **record}
+
+
+def parse_record(text: str) -> RunRecord | None:
+    """Return the record that `text` holds, None if it holds none, or one of another version of this package."""
+    try:
+        flat = json.loads(text)
+        own = {field.name: flat[field.name] for field in fields(RunRecord) if field.name != "figures"}
+        datetime.fromisoformat(own["updated"])
+        return RunRecord(**own, figures=RunFigures(**{field.name: flat[field.name] for field in fields(RunFigures)}))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def runs_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
+    """Return the folder of the files of this user's runs, None where there is no home to have one in.
+
+    `LIGHTNING_UNIFIED_STATE_DIR` goes before the platform's own: `$XDG_STATE_HOME` or `~/.local/state`, on macOS
+    `~/Library/Application Support`, on Windows `%LOCALAPPDATA%`.
+
+    Source:
+        XDG Base Directory Specification 0.8: relative paths are to be ignored.
+    """
+    given = environ.get(STATE_VARIABLE)
+    if given:
+        return Path(given) / "runs"
+    named = environ.get("LOCALAPPDATA" if system == "win32" else "XDG_STATE_HOME", "")
+    usual = {"darwin": "Library/Application Support", "win32": "AppData/Local"}.get(system, ".local/state")
+    if Path(named).is_absolute() and system != "darwin":
+        return Path(named) / "lightning_unified" / "runs"
+    try:
+        return Path.home() / usual / "lightning_unified" / "runs"
+    except RuntimeError:
+        return None
+
+
+class RunStatus:
+    """Keeps the file of one running process, and removes it at the end. Never fails a run: a disk that refuses is left alone.
+
+    Args:
+        directory: The folder of the files; None writes nothing.
+        every_s: Least seconds between two writings. In between, telling costs one look at the clock.
+    """
+
+    def __init__(self, directory: Path | None, *, every_s: float = 2.0) -> None:
+        self._pid, self._host = os.getpid(), platform.node()
+        name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', self._host)}-{self._pid}.json"
+        self._path = None if directory is None else directory / name
+        self._every_s = every_s
+        self._next = 0.0
+        self._started = _now()
+
+    def tell(self, figures: Callable[[], RunFigures]) -> None:
+        """Write what `figures` gives, if it is time to; it is not asked otherwise."""
+        now = time.monotonic()
+        if self._path is None or now < self._next:
+            return
+        self._next = now + self._every_s
+        try:
+            self._write(self._path, figures())
+        except Exception as error:
+            log.debug("This run does not show in watch: %s: %s", type(error).__name__, error)
+            self.end()
+
+    def end(self) -> None:
+        """Remove the file; nothing is written any more."""
+        path, self._path = self._path, None
+        if path is None:
+            return
+        for each in (path, path.with_suffix(".tmp")):
+            try:
+                each.unlink(missing_ok=True)
+            except OSError as error:
+                log.debug("%s stays: %s", each, error)
+
+    def _write(self, path: Path, figures: RunFigures) -> None:
+        record = RunRecord(pid=self._pid, host=self._host, started=self._started, updated=_now(), figures=figures)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(record.as_json()))
+        unfinished.replace(path)  # a reader sees the old file or the new one
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
