@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import CheckpointError, ConfigurationError
@@ -161,6 +161,22 @@ def test_a_failed_last_write_is_an_error_that_names_what_is_left(small_run, tmp_
 
     assert names(tmp_path) == ["last.ckpt", "step_000002.ckpt"]
     assert torch.load(tmp_path / "last.ckpt")["global_step"] == 2
+
+
+def test_a_state_that_cannot_be_gathered_for_want_of_memory_is_a_failed_write(small_run, tmp_path):
+    class Heavy(Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            if trainer.global_step == 2:
+                raise MemoryError
+
+    with pytest.warns(
+        UserWarning, match="memory ran out while the state .* was gathered .* Training goes on at step 2"
+    ):
+        small_run.fit(
+            tmp_path, callbacks=[Heavy(), RunCheckpoint(tmp_path, every_n_steps=1, monitor=None)], max_steps=3
+        )
+
+    assert names(tmp_path) == ["last.ckpt", "step_000001.ckpt", "step_000003.ckpt"]
 
 
 def test_the_first_write_of_a_run_may_fail_too(small_run, tmp_path):

@@ -63,6 +63,35 @@ def test_a_write_that_is_interrupted_leaves_no_part(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
+def test_memory_that_runs_out_while_saving_is_tried_once_more(tmp_path, monkeypatch):
+    save, calls = torch.save, []
+
+    def fails_first(checkpoint, file):
+        calls.append(1)
+        if len(calls) == 1:
+            file.write(b"half")
+            raise MemoryError
+        save(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", fails_first)
+    AtomicCheckpointIO().save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+
+    assert torch.load(tmp_path / "a.ckpt") == {"n": 1}
+    assert names(tmp_path) == ["a.ckpt"]
+
+
+def test_memory_that_runs_out_twice_while_saving_is_a_failed_write(tmp_path, monkeypatch):
+    def fails(checkpoint, file):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    AtomicCheckpointIO().save_checkpoint({"n": 0}, tmp_path / "a.ckpt")
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(CheckpointError, match=r"could not write .*CUDA out of memory.*earlier file .* untouched"):
+        AtomicCheckpointIO().save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+
+    assert torch.load(tmp_path / "a.ckpt") == {"n": 0}
+
+
 def test_what_cannot_be_saved_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be saved; the text before says what"):
         AtomicCheckpointIO().save_checkpoint({"f": lambda: 0}, tmp_path / "a.ckpt")
