@@ -24,7 +24,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     A module may define, all optional: `prepare_batch(batch)`, run once on the undivided batch, its result is what is cut and what a
     repeated step reuses; `loss_weight(batch)`, the number of terms its loss is a mean over (default: found);
     `loss_reduction = "sum"` if it divides by the whole batch's totals itself; `micro_batch_unit`, rows that stay together;
-    `splittable = False`.
+    `split_batch(batch, start, stop)` and `count_rows(batch)` for batches of a kind of their own; `splittable = False`. Validation, test
+    and predict steps are cut only after memory has run out in one. docs/splitting.md has an example of each.
 
     What a cut batch cannot give: `training_step` and `on_before_backward` run once a micro-batch, so lists and counters that the
     module keeps of its own see the parts. With `loss_reduction = "sum"` logged means add up as the loss does; log a figure that is

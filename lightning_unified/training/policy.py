@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import lightning as L
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
@@ -107,8 +108,10 @@ class MemoryPolicy:
         self._largest = None
         self._forget()
         self.watch.begin()
-        for sizes in (self.sizes, self.evaluation_sizes):
-            sizes.keep_together(getattr(module, "micro_batch_unit", 1), whose=type(module).__name__)
+        unit, name = getattr(module, "micro_batch_unit", 1), type(module).__name__
+        least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
+        self.sizes.keep_together(unit, least=least, whose=name)
+        self.evaluation_sizes.keep_together(unit, whose=name)
         self._fingerprint = fingerprint(module, self.watch, precision=precision)
         self.load_sizes_state(self._file.read(self._fingerprint))
 
@@ -267,7 +270,7 @@ class MemoryPolicy:
             else:
                 self.allow_split(shape)
                 before = self.sizes.state_dict()
-                if self.sizes.at_once(shape) > self.sizes.unit:
+                if self.sizes.at_once(shape) > self.sizes.smallest(shape):
                     shrunk = (
                         self.sizes.failed(shape, room_bytes=self.watch.bytes) if has_failed else self.sizes.press(shape)
                     )

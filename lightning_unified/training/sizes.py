@@ -42,6 +42,7 @@ class MicroBatchSize:
     Attributes:
         limit: Rows that may run at once whatever the evidence says: as asked, or less under pressure; None for the whole batch.
         unit: Rows that stay together.
+        least: Rows that every micro-batch has.
 
     Raises:
         ConfigurationError: If `start` is neither a positive int nor `"auto"`.
@@ -51,17 +52,18 @@ class MicroBatchSize:
         if start != "auto" and (isinstance(start, bool) or not isinstance(start, int) or start < 1):
             raise ConfigurationError(f'micro_batch_size={start!r}: give a number of rows (1, 2, 3, …) or "auto".')
         self.limit: int | None = None if isinstance(start, str) else start
-        self.unit = 1
+        self.unit = self.least = 1
         self._asked = self.limit
         self._failures: list[Failure] = []
         self._proven: list[tuple[int, int]] = []
         self._calm, self._patience = 0, _PATIENCE
 
-    def keep_together(self, unit: Any, *, whose: str) -> None:
-        """Cut between units of `unit` rows only.
+    def keep_together(self, unit: Any, *, least: int = 1, whose: str) -> None:
+        """Cut between units of `unit` rows only, into parts of `least` rows or more.
 
         Args:
             unit: The module's `micro_batch_unit`.
+            least: Rows that its layers need to work at all.
             whose: The module's name, for messages.
 
         Raises:
@@ -74,7 +76,7 @@ class MicroBatchSize:
                 f"micro_batch_size={self._asked} is less than the {unit} rows that {whose} keeps together (micro_batch_unit); "
                 f'give {unit} or more, or "auto".'
             )
-        self.unit = unit
+        self.unit, self.least = unit, least
 
     @property
     def runs_whole(self) -> bool:
@@ -83,7 +85,7 @@ class MicroBatchSize:
 
     def parts(self, shape: BatchShape) -> list[int]:
         """Return the rows of each micro-batch that a batch of this shape is cut into."""
-        return part_sizes(shape.rows, limit=self._allowed(shape), unit=self.unit)
+        return part_sizes(shape.rows, limit=self._allowed(shape), unit=self.unit, least=self.least)
 
     def at_once(self, shape: BatchShape) -> int:
         """Return the rows of the largest micro-batch that such a batch is cut into, whether or not it can be."""
@@ -91,6 +93,11 @@ class MicroBatchSize:
             return shape.rows
         units = -(-shape.rows // self.unit)
         return max(self.parts(BatchShape(rows=units * self.unit, elements=shape.elements)))
+
+    def smallest(self, shape: BatchShape) -> int:
+        """Return the rows at once below which such a batch cannot be cut."""
+        units = -(-shape.rows // self.unit)
+        return max(part_sizes(units * self.unit, limit=self.unit, unit=self.unit, least=self.least))
 
     def failed(self, shape: BatchShape, *, room_bytes: int | None) -> bool:
         """Note that the size in use for such a batch does not fit; return False if it was the smallest that can be."""
@@ -104,7 +111,7 @@ class MicroBatchSize:
         if self._calm >= self._patience:
             self._patience *= 2
         self._calm = 0
-        return rows > self.unit
+        return rows > self.smallest(shape)
 
     def worked(self, shape: BatchShape) -> None:
         """Note that the size in use for such a batch went well."""
@@ -119,7 +126,7 @@ class MicroBatchSize:
     def press(self, shape: BatchShape) -> bool:
         """Halve the size without evidence against it; return False if it was the smallest that can be."""
         rows = self.at_once(shape)
-        if rows <= self.unit:
+        if rows <= self.smallest(shape):
             return False
         self.limit = self._whole_units(rows // 2)
         return True

@@ -36,7 +36,7 @@ class BatchShape:
     elements: int = 0
 
 
-def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
+def part_sizes(rows: int, *, limit: int, unit: int = 1, least: int = 1) -> list[int]:
     """Return how many rows each micro-batch gets: as few as `limit` allows, as even as can be.
 
     Even parts need less memory than full ones and a rest, for the same number of passes: 10 rows under a limit of 4 are
@@ -46,6 +46,7 @@ def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
         rows: Rows of the whole batch.
         limit: The largest micro-batch, in rows, at least `unit`.
         unit: Rows that must stay together, such as the completions of one prompt.
+        least: Rows that every micro-batch needs, even if some are then above the limit: BatchNorm has no statistics of one row.
 
     Raises:
         SplitError: If a split is needed and `rows` is no multiple of `unit`.
@@ -57,7 +58,7 @@ def part_sizes(rows: int, *, limit: int, unit: int = 1) -> list[int]:
             f"a batch of {rows} rows cannot be cut into units of {unit} rows (micro_batch_unit); "
             f"use a batch size that is a multiple of {unit}, or drop_last=True."
         )
-    units, parts = rows // unit, -(-(rows // unit) // (limit // unit))
+    units, parts = rows // unit, min(-(-(rows // unit) // (limit // unit)), max(rows // max(least, unit), 1))
     return [unit * (units // parts + (index < units % parts)) for index in range(parts)]
 
 

@@ -153,3 +153,19 @@ def test_another_run_goes_on_with_the_same_sizes(history, unit):
     assert all(other.at_once(batch) == sizes.at_once(batch) for batch, _ in history)
     for batch, most in history:
         assert run(sizes, batch, most=most) == run(other, batch, most=most)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, [2, 2, 2, 2]), (5, [3, 2]), (3, [3]), (1, [1])])
+def test_no_part_has_fewer_rows_than_its_layers_need(rows, parts):
+    sizes = MicroBatchSize(2)
+    sizes.keep_together(1, least=2, whose="Module")
+
+    assert sizes.parts(shape(rows)) == parts
+
+
+def test_a_size_that_layers_need_is_the_smallest():
+    sizes = MicroBatchSize("auto")
+    sizes.keep_together(1, least=2, whose="Module")
+
+    assert [sizes.failed(shape(8), room_bytes=None) for _ in range(3)] == [True, True, False]
+    assert sizes.at_once(shape(8)) == 2
