@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import OutOfMemoryError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIB = 2**20
@@ -92,3 +93,40 @@ def test_auto_precision_on_this_device_is_bf16_where_it_is_native():
     native = torch.cuda.get_device_capability() >= (8, 0)
 
     assert trainer.precision == ("bf16-mixed" if native else "32-true")
+
+
+class Evaluates(Wide):
+    """Validates with far larger batches than it trains with."""
+
+    def validation_step(self, batch, batch_idx):
+        hidden = torch.cat([self.lift(batch) for _ in range(4)], dim=-1)
+        self.log("val", (hidden.mean(-1) - batch.mean(-1)).pow(2).mean())
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(128, 768, 64), batch_size=128)
+
+
+def test_a_validation_that_does_not_fit_runs_in_parts_on_a_gpu():
+    torch.cuda.empty_cache()
+    strategy = UnifiedStrategy(budget=600 * MIB, micro_batch_size=8)
+    trainer = L.Trainer(strategy=strategy, max_steps=4, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(Evaluates())
+
+    assert trainer.global_step == 4
+    assert strategy.recoveries >= 1
+    assert all("validation" in event for event in strategy.events if "out of memory" in event)
+    assert torch.isfinite(trainer.callback_metrics["val"])
+
+
+def test_logits_that_do_not_fit_are_named_by_the_allocators_own_figure():
+    class Vocabulary(Wide):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(64, 300_000)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(batch).mean()
+
+    torch.cuda.empty_cache()
+    with pytest.raises(OutOfMemoryError, match="the logits of 1 row do"):
+        L.Trainer(strategy=UnifiedStrategy(budget=600 * MIB), max_steps=1, **QUIET).fit(Vocabulary())

@@ -174,3 +174,19 @@ def test_longer_rows_have_more_elements():
     assert elements_per_row(short, 4) == 9
     assert elements_per_row(long, 4) == 17
     assert elements_per_row(pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), 2) >= 4
+
+
+def test_batches_of_torch_geometric_are_cut_by_the_hook():
+    data = pytest.importorskip("torch_geometric.data")
+
+    class Net(L.LightningModule):
+        def split_batch(self, batch, start, stop):
+            return data.Batch.from_data_list(batch.to_data_list()[start:stop])
+
+    graphs = [data.Data(x=torch.full((1 + index, 3), float(index)), y=torch.tensor([index])) for index in range(5)]
+    batch, cutter = data.Batch.from_data_list(graphs), Cutter(Net())
+    part = cutter.cut(batch, 1, 3, rows=5)
+
+    assert cutter.shape(batch).rows == 5
+    assert part.num_graphs == 2
+    assert part.y.tolist() == [1, 2]
