@@ -3,13 +3,19 @@
 import copy
 import heapq
 import inspect
+import operator
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = ["WeightsCopy", "WeightsWatch"]
+
+_version = operator.attrgetter("_version")
 
 
 class WeightsWatch:
@@ -29,8 +35,8 @@ class WeightsWatch:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._books = _Books(optimizer)
-        self._versions = [(tensor, tensor._version) for tensor in self._books.tensors]
+        self._books = _books_of(optimizer)
+        self._versions = list(map(_version, self._books.tensors))
         self._samples = [
             (sample, sample.detach().clone())
             for group in optimizer.param_groups
@@ -40,14 +46,14 @@ class WeightsWatch:
 
     def restore(self) -> bool:
         """Drop the optimizer state created since; return False if something was written and the step cannot be repeated."""
-        written = any(tensor._version != version for tensor, version in self._versions)
+        written = list(map(_version, self._books.tensors)) != self._versions
         if (
             written
             or _writes_through_data(type(self._optimizer))
             or not all(torch.equal(*pair) for pair in self._samples)
         ):
             return False
-        self._books.restore()
+        self._books.restore(self._optimizer)
         return True
 
 
@@ -61,7 +67,8 @@ class WeightsCopy:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._books = _Books(optimizer)
+        self._optimizer = optimizer
+        self._books = _books_of(optimizer)
         self._copies = [(tensor, tensor.detach().clone()) for tensor in self._books.tensors]
 
     def restore(self) -> bool:
@@ -69,7 +76,7 @@ class WeightsCopy:
         with torch.no_grad():
             for tensor, copied in self._copies:
                 tensor.copy_(copied)
-        self._books.restore()
+        self._books.restore(self._optimizer)
         return True
 
 
@@ -77,13 +84,53 @@ class _Books:
     """What an optimizer's state and groups hold, by name: numbers by value, tensors by reference; and the tensors it may write.
 
     Step counts are plain numbers in many optimizers, in the state or in the group (`group["k"] += 1`), and are counted on before
-    the first weight is written.
+    the first weight is written. One object serves an optimizer for good, and notes anew only what is no longer the same: states
+    are as many as parameters, and are looked at before every step.
+
+    Args:
+        optimizer: Whose books these are; not held, so that it can go.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self.tensors: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.tensors: list[Tensor] = []
+        self._known: list[Any] = []
         self._state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._parameters: list[Tensor] = []
+        self.note(optimizer)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note everything as it is now."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        entries = _entries(optimizer.state)
+        if not (self._same(entries, self._known) and self._same(parameters, self._parameters)):
+            self._note_state(optimizer, parameters)
+            by_reference = all(isinstance(entry, (Tensor, str)) for entry in entries)
+            self._known = entries if by_reference else []
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Put every entry back, and drop those made since."""
+        for key in list(optimizer.state):
+            if key not in self._state:
+                del optimizer.state[key]
+        for key, noted in self._state.items():
+            if isinstance(noted, dict):
+                optimizer.state[key].clear()
+                optimizer.state[key].update(noted)
+            else:
+                optimizer.state[key] = noted
+        for group, options in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(options)
+
+    @staticmethod
+    def _same(now: list[Any], before: list[Any]) -> bool:
+        return len(now) == len(before) > 0 and all(map(operator.is_, now, before))
+
+    def _note_state(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        self._parameters, self.tensors, self._state = parameters, list(parameters), {}
         for key, state in optimizer.state.items():
             self._state[key] = noted = dict(state) if isinstance(state, dict) else state
             for name, value in state.items() if isinstance(state, dict) else ():
@@ -91,23 +138,28 @@ class _Books:
                     self.tensors.append(value)
                 elif isinstance(value, (list, dict)):
                     noted[name] = copy.copy(value)
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
 
-    def restore(self) -> None:
-        """Put every entry back, and drop those made since."""
-        for key in list(self._optimizer.state):
-            if key not in self._state:
-                del self._optimizer.state[key]
-        for key, noted in self._state.items():
-            if isinstance(noted, dict):
-                self._optimizer.state[key].clear()
-                self._optimizer.state[key].update(noted)
-            else:
-                self._optimizer.state[key] = noted
-        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(options)
+
+_BOOKS: "WeakKeyDictionary[Optimizer, _Books]" = WeakKeyDictionary()
+
+
+def _books_of(optimizer: Optimizer) -> _Books:
+    """Return the optimizer's books, as they are now."""
+    books = _BOOKS.get(optimizer)
+    if books is None:
+        books = _BOOKS[optimizer] = _Books(optimizer)
+    else:
+        books.note(optimizer)
+    return books
+
+
+def _entries(state: Mapping[Any, Any]) -> list[Any]:
+    """Return keys, names and values of all states, in order and without a loop of Python's; nothing if a state is no dict."""
+    states = list(state.values())
+    try:
+        return [*state, *chain.from_iterable(states), *chain.from_iterable(map(dict.values, states))]
+    except TypeError:
+        return []
 
 
 def _smallest(group: dict[str, Any]) -> list[Tensor]:
