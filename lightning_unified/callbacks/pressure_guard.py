@@ -16,10 +16,11 @@ from lightning_unified.callbacks.checkpoint import RunCheckpoint
 from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
 from lightning_unified.callbacks.pressure_watch import PressureTrace, PressureWatch, Verdict
 from lightning_unified.callbacks.stopping import restore_limits, run_checkpoint, stop_cleanly
+from lightning_unified.callbacks.thrash_watch import ThrashWatch
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.hardware.pressure import Pressure, PressureReader
-from lightning_unified.hardware.sources import Sources
+from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
 from lightning_unified.training.oom import release_cached_memory
+from lightning_unified.units import format_bytes
 
 __all__ = ["PressureGuard"]
 
@@ -45,6 +46,9 @@ class PressureGuard(Callback):
     may warn for hours. A critical level needs `samples` new ones for each rung, up to the stop. Normal samples lead down again,
     five for each rung, so that pressure that returns goes on where it was. Unknown is neither.
 
+    Steps that take three times what they took, while memory is being moved about, are thrashing: one message says so and what
+    helps, and every sample is critical until a step is quick again.
+
     The effective batch, and with it what is learnt, is that of an undisturbed run. On several processes one under pressure
     makes all of them act after the same batch.
 
@@ -52,7 +56,7 @@ class PressureGuard(Callback):
         every_s: Seconds between samples.
         samples: How many in a row make a level certain.
         trace: File of one JSON line for each change and each action, flushed to the disk; default `pressure.jsonl` in the
-            trainer's `default_root_dir`. A run without pressure makes none.
+            trainer's `default_root_dir`. A run without pressure, whose budget stays, makes none.
         stop: Whether the last rung is there.
 
     Attributes:
@@ -73,6 +77,9 @@ class PressureGuard(Callback):
         self.stopped_for: str | None = None
         self._given = trace
         self._watch: PressureWatch | None = None
+        self._steps = ThrashWatch()
+        self._budget: Budget | None = None
+        self._one_pool = self._has_named_thrashing = False
         self._trace = PressureTrace(None)
         self._rung = 0
         self._acted_at = 0
@@ -81,8 +88,12 @@ class PressureGuard(Callback):
 
     def reader(self) -> Callable[[], Pressure]:
         """Return what gives a sample; the one place that a test or another source of pressure replaces."""
-        reader = PressureReader(Sources.live())
+        reader = PressureReader(Sources.live(), one_pool=self._one_pool)
         return lambda: reader.read(time.monotonic())
+
+    def thrash_watch(self) -> ThrashWatch:
+        """Return what times the batches of a fit; a test or another source of readings replaces it."""
+        return ThrashWatch()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,8 +102,16 @@ class PressureGuard(Callback):
         self._trace = PressureTrace(path if trainer.is_global_zero and not is_trial(trainer) else None)
         self.stopped_for, self._has_warned, self._saved = None, False, ""
         self._rung = self._acted_at = 0
+        device = trainer.strategy.root_device
+        self._one_pool = device.type == "cuda" and read(device).pool == "unified"
+        self._budget, self._has_named_thrashing = getattr(trainer.strategy, "budget", None), False
+        self._steps = self.thrash_watch()
         self._watch = PressureWatch(self.reader(), every_s=self.every_s, samples=self.samples, trace=self._trace)
         self._watch.start()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._steps.began()
 
     @override
     def on_train_batch_end(
@@ -102,6 +121,8 @@ class PressureGuard(Callback):
         if watch is None:
             return
         verdict = watch.verdict
+        self._judge_step(trainer, batch, watch)
+        self._tell_strategy(trainer, verdict)
         asked = self._agreed(trainer, self._asked(verdict))
         if asked == _STAY or trainer.should_stop or will_stop(trainer):
             return
@@ -138,6 +159,24 @@ class PressureGuard(Callback):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
+
+    def _judge_step(self, trainer: Trainer, batch: Any, watch: PressureWatch) -> None:
+        """Let what the batch's time says count as the system's own word, and name it once."""
+        thrash = self._steps.ended(trainer, batch, watch.verdict.pressure)
+        watch.thrashing = "" if thrash is None else thrash.reason
+        if thrash is not None and not self._has_named_thrashing:
+            self._has_named_thrashing = self._has_warned = True
+            log.warning("%s", self._steps.advice(thrash, trainer.strategy.root_device))
+
+    def _tell_strategy(self, trainer: Trainer, verdict: Verdict) -> None:
+        """Let the strategy's cache policy know of pressure, and the trace of a budget that followed other programs."""
+        feel = getattr(trainer.strategy, "feel_pressure", None)
+        if feel is not None:
+            feel(verdict.pressed >= self.samples)
+        budget = getattr(trainer.strategy, "budget", None)
+        if budget is not None and budget is not self._budget:
+            self._budget = budget
+            self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
     def _asked(self, verdict: Verdict) -> int:
         """Return which way this process's own samples since its last action point."""

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class PressureTrace:
             "available_bytes": pressure.available.bytes,
             "available_source": pressure.available.source,
             "swap_out_bytes_per_s": pressure.swap_out_bytes_per_s,
+            "decompressed_bytes_per_s": pressure.decompressed_bytes_per_s,
             "stall_share": pressure.stall_share,
             "reasons": list(pressure.reasons),
             "action": action,
@@ -93,6 +94,10 @@ class PressureWatch:
         every_s: Seconds between samples.
         samples: How many in a row make a level certain.
         trace: Where what was noticed is written.
+
+    Attributes:
+        verdict: What the samples so far come to.
+        thrashing: What the run's own steps say; while it is not empty, every sample is critical.
     """
 
     def __init__(self, read: Callable[[], Pressure], *, every_s: float, samples: int, trace: PressureTrace) -> None:
@@ -102,6 +107,7 @@ class PressureWatch:
         self._told = "normal"
         self._thread = threading.Thread(target=self._run, name="memory-pressure", daemon=True)
         self.verdict = Verdict(pressure=_unknown("no sample yet"))
+        self.thrashing = ""
 
     def start(self) -> None:
         """Begin to sample."""
@@ -122,6 +128,8 @@ class PressureWatch:
             if not self._failed:
                 log.warning("Memory pressure cannot be read: %s", pressure.reasons[0])
             self._failed = True
+        if thrashing := self.thrashing:
+            pressure = replace(pressure, level="critical", reasons=(thrashing, *pressure.reasons))
         verdict = self.verdict.followed_by(pressure)
         level = "critical" if verdict.critical >= self._samples else "warn" if verdict.pressed >= self._samples else ""
         if not level and verdict.calm >= self._samples:

@@ -1,10 +1,12 @@
 """F1: what the machine has and can do. Nothing here imports torch until something is read."""
 
 from lightning_unified.hardware.budget import TIERS, Budget, parse_spec, resolve_budget
+from lightning_unified.hardware.caches import CachePolicy, ShapeWatch, idle_bytes
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment import Finding, lint_environment
 from lightning_unified.hardware.gpus import DeviceUse, GpuReader
+from lightning_unified.hardware.following import BudgetFollower
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
 from lightning_unified.hardware.peak import read_peak, reset_peak
 from lightning_unified.hardware.pressure import Pressure, PressureReader
@@ -12,12 +14,22 @@ from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.settings import HardwareSettings, host_threads
 from lightning_unified.hardware.sources import Sources
-from lightning_unified.hardware.watermarks import Cap, Watermarks, cap_allocator, set_mps_environment, watermarks
+from lightning_unified.hardware.thrash import Thrash, ThrashDetector
+from lightning_unified.hardware.watermarks import (
+    Cap,
+    Watermarks,
+    cap_allocator,
+    prepare_allocators,
+    set_mps_environment,
+    watermarks,
+)
 
 __all__ = [
     "HARDWARE",
     "TIERS",
     "Budget",
+    "BudgetFollower",
+    "CachePolicy",
     "Cap",
     "Capability",
     "DeviceUse",
@@ -28,7 +40,10 @@ __all__ = [
     "Pressure",
     "PressureReader",
     "Reading",
+    "ShapeWatch",
     "Sources",
+    "Thrash",
+    "ThrashDetector",
     "Watermarks",
     "cap_allocator",
     "capabilities",
@@ -36,9 +51,11 @@ __all__ = [
     "describe",
     "detect",
     "host_threads",
+    "idle_bytes",
     "lint_environment",
     "mps_allocator_initialized",
     "parse_spec",
+    "prepare_allocators",
     "read",
     "read_peak",
     "require",

@@ -11,7 +11,7 @@ from lightning_unified.errors import BudgetError
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
 
-__all__ = ["TIERS", "Budget", "Spec", "parse_spec", "resolve_budget", "unified_reserve"]
+__all__ = ["TIERS", "Budget", "Spec", "follow_budget", "parse_spec", "resolve_budget", "unified_reserve"]
 
 TIERS: Mapping[str, int] = MappingProxyType(
     {"debug": 4 * GIB, "small": 8 * GIB, "medium": 16 * GIB, "large": 28 * GIB, "optimal": 32 * GIB}
@@ -36,7 +36,7 @@ class Budget:
         bytes: The amount, own live bytes included.
         spec: What was asked for, as written.
         reason: How the amount came about, for people.
-        follows_others: Whether other programs' use changes it, so that what it was resolved to at the start may age.
+        follows_others: Whether other programs' use changes it, so that it is resolved again while a run goes on.
     """
 
     bytes: int
@@ -164,8 +164,25 @@ def _leave(parsed: Spec, reading: Reading) -> Budget:
             f"'{parsed.text}' leaves nothing to train with: {format_bytes(reach)} can be had on {reading.device} "
             f"({_sources(reading)}); leave less than that, or close other programs."
         )
-    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else, as it is at the start"
-    return Budget(bytes=reach - leave, spec=parsed.text, reason=reason, follows_others=True)
+    return _leaving(parsed.text, leave, reach, reading)
+
+
+def _leaving(spec: str, leave: int, reach: int, reading: Reading) -> Budget:
+    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else; read again while running"
+    return Budget(bytes=max(reach - leave, MIB), spec=spec, reason=reason, follows_others=True)
+
+
+def follow_budget(budget: Budget, reading: Reading) -> Budget:
+    """Return what a budget that follows other programs comes to by a fresh reading; itself where that cannot be said.
+
+    While a run goes on it is never refused: where nothing is left, the least there is (1 MiB) makes it take as little as it can.
+    """
+    parsed = parse_spec(budget.spec)
+    if parsed.kind != "leave" or reading.available.bytes is None:
+        return budget
+    reach = reading.available.bytes + (reading.allocated.bytes or 0)
+    reach = reach if reading.total.bytes is None else min(reach, reading.total.bytes)
+    return _leaving(parsed.text, int(parsed.amount), reach, reading)
 
 
 def _reach(reading: Reading, spec: str) -> int:

@@ -48,12 +48,14 @@ class Cap:
         fraction: The ratio handed over, None if none was.
         bytes: The bytes that ratio stands for, None if not known yet.
         reason: What was done or why nothing was, for people.
+        warning: What of it will not work as one may think; None where all will.
     """
 
     applied: bool
     fraction: float | None
     bytes: int | None
     reason: str
+    warning: str | None = None
 
 
 def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:

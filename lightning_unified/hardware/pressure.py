@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_unified.hardware.readers.cgroups import full_stall, limit_events, stall_microseconds
-from lightning_unified.hardware.readers.cpu import host_pool, host_swap
+from lightning_unified.hardware.readers.cpu import free_in_large_blocks, host_pool, host_swap
+from lightning_unified.hardware.readers.mach import read_page_counters
 from lightning_unified.hardware.reading import Figure
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
@@ -18,11 +19,18 @@ Level = Literal["normal", "warn", "critical", "unknown"]
 _MAC_LEVELS: dict[object, Level] = {1: "normal", 2: "warn", 4: "critical"}
 
 # Judgement, all of them. Stalls are PSI's "full" share (Documentation/accounting/psi.rst in Linux): above a tenth the machine mostly
-# pages. Swap-out of 16 MiB/s is more than the tidying away of idle pages. Floors are shares of the pool with a ceiling, so that
+# pages. Swap-out of 16 MiB/s is more than the tidying away of idle pages; decompression is the cheaper way back, so only much of
+# it counts, and both at once mean that the same pages go and come. Floors are shares of the pool with a ceiling, so that
 # a machine of 128 GiB does not complain while it has left what a small one has in all.
 _STALL_WARN, _STALL_CRITICAL = 0.10, 0.30
 _SWAP_OUT_WARN = 16 * MIB
+_DECOMPRESSION_WARN = 256 * MIB
 _FLOOR_WARN, _FLOOR_CRITICAL = (0.05, 4 * GIB), (0.02, 1 * GIB)
+
+# A GPU that draws on the host's pages (GB10) hangs where a card raises, so the ceilings are higher there. Its driver has failed for want
+# of free blocks of 2 MiB with 22 of 120 GiB available (vllm issue 56824), while free memory alone falls with any file that is read.
+_ONE_POOL_FLOOR_WARN, _ONE_POOL_FLOOR_CRITICAL = (0.05, 8 * GIB), (0.02, 4 * GIB)
+_ONE_POOL_AVAILABLE, _ONE_POOL_BLOCKS = 0.25, 1 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +40,11 @@ class Pressure:
     Attributes:
         level: `"unknown"` where no source could be judged; it is neither good nor bad news.
         available: Bytes that could be had now, within the cgroup limit where there is one.
-        swap_out_bytes_per_s: Bytes written to swap a second since the sample before; on macOS the growth of swap in use, which is
-            less. None while unknown.
+        swap_out_bytes_per_s: Bytes written to swap a second since the sample before; where a Mac's page counters cannot be had, the
+            growth of swap in use, which is less. None while unknown.
         stall_share: Share of the time since the sample before in which nothing ran for want of memory (PSI "full"). None while unknown.
         reasons: Why the level is above normal, or unknown, for people.
+        decompressed_bytes_per_s: macOS: bytes a second that had to be brought back from the compressor. None elsewhere.
     """
 
     level: Level
@@ -43,12 +52,14 @@ class Pressure:
     swap_out_bytes_per_s: float | None
     stall_share: float | None
     reasons: tuple[str, ...]
+    decompressed_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counters:
     at: float
-    swapped_out: int | None
+    swapped_out: dict[str, int]
+    decompressed: dict[str, int]
     stalled: dict[str, int]
     limit_events: dict[str, int]
 
@@ -78,18 +89,22 @@ class PressureReader:
 
     Args:
         sources: Where to read from.
+        one_pool: Whether the run's CUDA or ROCm device draws on the host's memory; free blocks then count too.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, *, one_pool: bool = False) -> None:
         self._sources = sources
+        self._one_pool = one_pool
         self._before: _Counters | None = None
 
     def read(self, now: float) -> Pressure:
         """Return the pressure at `now`, seconds of any clock that only goes forward; the first sample has no rates."""
         after, before = self._sample(now), self._before
         self._before = after
-        swap = _rate(before, after, before and before.swapped_out, after.swapped_out)
-        stall = _stall(before, after)
+        swap = _rate(before, after, "swapped_out")
+        decompressed = _rate(before, after, "decompressed")
+        waited = _rate(before, after, "stalled")
+        stall = None if waited is None else min(1.0, waited / 1e6)
         events = _rises(before, after)
         total, available = host_pool(self._sources)
         findings = _Findings()
@@ -103,9 +118,7 @@ class PressureReader:
                 text=f"{stall or 0:.0%} of the time everything waited for memory",
             )
             self._judge_floors(findings, total=total, available=available, events=events)
-        if swap is not None and swap >= _SWAP_OUT_WARN:
-            thrashes = stall is not None and stall >= _STALL_WARN
-            (findings.critical if thrashes else findings.warn).append(f"{format_bytes(int(swap))} a second go to swap")
+        _judge_traffic(findings, swap=swap, decompressed=decompressed, stall=stall)
         reasons = (*findings.critical, *findings.warn)
         return Pressure(
             level=findings.level,
@@ -113,16 +126,22 @@ class PressureReader:
             swap_out_bytes_per_s=swap,
             stall_share=stall,
             reasons=reasons or (() if findings.known else ("no source of memory pressure can be read here",)),
+            decompressed_bytes_per_s=decompressed,
         )
 
     def _sample(self, now: float) -> _Counters:
         sources = self._sources
-        stalled = {"cgroup": stall_microseconds(sources)}
-        stalled["host"] = full_stall(read_text(sources.proc / "pressure" / "memory"))
+        pages = read_page_counters(sources) if sources.platform == "darwin" else None
+        stalls = {
+            "cgroup": stall_microseconds(sources),
+            "host": full_stall(read_text(sources.proc / "pressure" / "memory")),
+        }
+        swaps = {"swapouts": pages and pages.swapped_out, "vm.swapusage or pswpout": self._swapped_out()}
         return _Counters(
             at=now,
-            swapped_out=self._swapped_out(),
-            stalled={name: count for name, count in stalled.items() if count is not None},
+            swapped_out=_known(swaps),
+            decompressed=_known({"decompressions": pages and pages.decompressed}),
+            stalled=_known(stalls),
             limit_events=limit_events(sources),
         )
 
@@ -145,13 +164,16 @@ class PressureReader:
     def _judge_floors(self, findings: _Findings, *, total: Figure, available: Figure, events: dict[str, int]) -> None:
         """Judge what is left. A full cgroup alone is no pressure, its page cache fills it; one that must kill to go on is."""
         low = False
+        floors = (_ONE_POOL_FLOOR_WARN, _ONE_POOL_FLOOR_CRITICAL) if self._one_pool else (_FLOOR_WARN, _FLOOR_CRITICAL)
         if available.bytes is not None and total.bytes is not None:
-            warn, critical = (min(int(share * total.bytes), most) for share, most in (_FLOOR_WARN, _FLOOR_CRITICAL))
+            warn, critical = (min(int(share * total.bytes), most) for share, most in floors)
             low = available.bytes < warn
             text = (
                 f"only {format_bytes(available.bytes)} of {format_bytes(total.bytes)} can be had ({available.source})"
             )
             findings.share(-available.bytes, warn=-warn + 1, critical=-critical + 1, text=text)
+            if self._one_pool and available.bytes < _ONE_POOL_AVAILABLE * total.bytes:
+                self._judge_blocks(findings)
         if events.get("oom", 0) > 0:
             findings.critical.append("the cgroup ran out of memory")
         if low and events.get("max", 0) > 0:
@@ -162,24 +184,44 @@ class PressureReader:
                 f"MemFree is {format_bytes(free)}, below the kernel's own reserve ({format_bytes(least)})"
             )
 
+    def _judge_blocks(self, findings: _Findings) -> None:
+        blocks = free_in_large_blocks(self._sources)
+        if blocks.bytes is not None and blocks.bytes < _ONE_POOL_BLOCKS:
+            findings.warn.append(
+                f"only {format_bytes(blocks.bytes)} are free in blocks of 2 MiB ({blocks.source}), which the GPU's driver needs"
+            )
+
     def _least_free(self) -> int | None:
         """Return the free bytes below which every allocation must reclaim first; free memory alone says nothing above it."""
         text = (read_text(self._sources.proc / "sys" / "vm" / "min_free_kbytes") or "").strip()
         return int(text) * KIB if text.isdigit() else None
 
 
-def _rate(before: _Counters | None, after: _Counters, then: int | None, count: int | None) -> float | None:
-    if before is None or then is None or count is None or after.at <= before.at:
-        return None
-    return max(0, count - then) / (after.at - before.at)
+def _judge_traffic(findings: _Findings, *, swap: float | None, decompressed: float | None, stall: float | None) -> None:
+    """Judge what goes out and comes back; each is a warning, and the two ways at once, or with everything waiting, thrashing."""
+    out = swap is not None and swap >= _SWAP_OUT_WARN
+    back = decompressed is not None and decompressed >= _DECOMPRESSION_WARN
+    thrashes = out and (back or (stall is not None and stall >= _STALL_WARN))
+    found = findings.critical if thrashes else findings.warn
+    if out:
+        found.append(f"{format_bytes(int(swap or 0))} a second go to swap")
+    if back:
+        found.append(f"{format_bytes(int(decompressed or 0))} a second come back out of the compressor")
 
 
-def _stall(before: _Counters | None, after: _Counters) -> float | None:
-    if before is None:
+def _known(counts: dict[str, int | None]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _rate(
+    before: _Counters | None, after: _Counters, field: Literal["swapped_out", "decompressed", "stalled"]
+) -> float | None:
+    """Return by how much a second the counters of `field` grew, the fastest of them; None while unknown."""
+    if before is None or after.at <= before.at:
         return None
-    rates = [_rate(before, after, before.stalled.get(name), count) for name, count in after.stalled.items()]
-    shares = [min(1.0, rate / 1e6) for rate in rates if rate is not None]
-    return max(shares, default=None)
+    then, now = getattr(before, field), getattr(after, field)
+    grown = [max(0, count - then[name]) for name, count in now.items() if name in then]
+    return max(grown) / (after.at - before.at) if grown else None
 
 
 def _rises(before: _Counters | None, after: _Counters) -> dict[str, int]:

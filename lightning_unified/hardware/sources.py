@@ -1,6 +1,7 @@
 """Everything hardware/ reads from outside the program, gathered in one injectable record."""
 
 import ctypes
+import functools
 import importlib.util
 import os
 import platform
@@ -15,13 +16,14 @@ from typing import Any
 __all__ = ["Sources", "core_count", "meminfo", "read_text", "torch_version"]
 
 _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
+_HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour, and its size in integers of 4 bytes
 
 
 def _no_sysctl(_name: str) -> int | str | None:
     return None
 
 
-def _nothing() -> int | None:
+def _nothing() -> None:
     return None
 
 
@@ -48,6 +50,7 @@ class Sources:
         proc: Root of procfs; a folder that does not exist means there is none.
         sys: Root of sysfs, with the cgroup mount under `fs/cgroup`.
         sysctl: Value of a macOS sysctl by name, None where there is no such name.
+        vm_info: macOS's `vm_statistics64` as the kernel writes it, None where there is none; `readers/mach.py` reads it.
         environ: Environment variables; the watermarks are written into it where it is mutable.
         platform: As `sys.platform`: `"linux"`, `"darwin"`, `"win32"`.
         machine: As `platform.machine()`: `"x86_64"`, `"arm64"`, `"aarch64"`.
@@ -62,6 +65,7 @@ class Sources:
     proc: Path = Path("/nonexistent/proc")
     sys: Path = Path("/nonexistent/sys")
     sysctl: Callable[[str], int | str | None] = _no_sysctl
+    vm_info: Callable[[], bytes | None] = _nothing
     environ: Mapping[str, str] = field(default_factory=dict)
     platform: str = "linux"
     machine: str = "x86_64"
@@ -86,6 +90,7 @@ class Sources:
             proc=Path("/proc"),
             sys=Path("/sys"),
             sysctl=_sysctl_by_name,
+            vm_info=_vm_info,
             environ=os.environ,
             platform=sys.platform,
             machine=platform.machine(),
@@ -193,3 +198,22 @@ def _sysctl_by_name(name: str) -> int | str | None:
     if name in _TEXT_SYSCTLS:
         return buffer.value.decode(errors="replace")
     return int.from_bytes(buffer.raw[: size.value], sys.byteorder)
+
+
+@functools.cache
+def _mach_host() -> int:
+    """Return the port of this machine; each call of `mach_host_self` would hold one more reference to it."""
+    ask = ctypes.CDLL(None).mach_host_self
+    ask.restype = ctypes.c_uint32
+    return ask()
+
+
+def _vm_info() -> bytes | None:
+    """Return `host_statistics64(HOST_VM_INFO64)`; None off macOS and where the kernel gives less than the counters need."""
+    if sys.platform != "darwin":
+        return None
+    buffer = ctypes.create_string_buffer(4 * _HOST_VM_INFO64_COUNT)
+    count, host = ctypes.c_uint32(_HOST_VM_INFO64_COUNT), ctypes.c_uint32(_mach_host())
+    if ctypes.CDLL(None).host_statistics64(host, _HOST_VM_INFO64, buffer, ctypes.byref(count)) != 0:
+        return None
+    return buffer.raw if count.value == _HOST_VM_INFO64_COUNT else None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_unified.hardware.budget import Budget
+from lightning_unified.hardware.cuda_environment import set_cuda_environment, written_share
 from lightning_unified.hardware.mps_environment import (
     DEFAULT_LOW,
     HIGH,
@@ -22,7 +23,11 @@ from lightning_unified.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Cap", "Watermarks", "cap_allocator", "set_mps_environment", "watermarks"]
+__all__ = ["Cap", "Watermarks", "cap_allocator", "prepare_allocators", "set_mps_environment", "watermarks"]
+
+# The fractions this process handed over, by device: torch gives back what stands, not who set it.
+_HANDED_OVER: dict[tuple[int, str, int], float] = {}
+_SAME = 1e-3  # torch keeps the bytes, and divides again when it is asked for the fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +57,21 @@ def watermarks(budget: Budget, reading: Reading, environ: Mapping[str, str]) -> 
     return Watermarks(high=high, low=min(low, high))
 
 
+def prepare_allocators(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
+    """Write what torch's allocators read once, when they are made; call it before anything is asked of an accelerator (R4).
+
+    Returns:
+        What was done, for the accelerator that is here.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+        ConfigurationError: If your own settings are ones that torch refuses.
+    """
+    sources = sources or Sources.live()
+    metal, cuda = set_mps_environment(spec, sources=sources), set_cuda_environment(spec, sources=sources)
+    return cuda if cuda.applied or getattr(sources.torch.version, "cuda", None) else metal
+
+
 def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sources | None = None) -> Cap:
     """Tell the allocator of `device` not to go beyond the budget, so that it raises before the machine suffers.
 
@@ -60,7 +80,7 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
     outside it, or host memory.
 
     Returns:
-        What was done. Nothing, and why, on the CPU, above the denominator, or where a user's own MPS ratio stands.
+        What was done. Nothing, and why, on the CPU, above the denominator, or where a user's own MPS ratio or lower fraction stands.
     """
     sources = sources or Sources.live()
     kind, _, index = str(device).partition(":")
@@ -87,9 +107,24 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
         reason = f"the budget is above props.total_memory ({format_bytes(total)}), the cap's denominator: only the pool's end limits it"
         return Cap(applied=False, fraction=None, bytes=None, reason=reason)
     fraction = budget.bytes / total
+    own = _users_fraction(module, kind, chosen, sources.environ)
+    if own is not None and own < fraction:
+        reason = f"your own memory fraction of {own:.3g} stays: {format_bytes(int(own * total))}, less than the budget"
+        return Cap(applied=False, fraction=own, bytes=int(own * total), reason=reason)
     module.set_per_process_memory_fraction(fraction, chosen)
+    _HANDED_OVER[id(module), kind, chosen] = fraction
     reason = f"{format_bytes(budget.bytes)} of props.total_memory, {format_bytes(total)}"
     return Cap(applied=True, fraction=fraction, bytes=budget.bytes, reason=reason)
+
+
+def _users_fraction(module: Any, kind: str, index: int, environ: Mapping[str, str]) -> float | None:
+    """Return the fraction that somebody else has set, in this process or its environment; None if nobody did."""
+    ask = getattr(module, "get_per_process_memory_fraction", None)
+    if ask is None:
+        return None
+    stands = float(ask(index))
+    ours = {1.0, _HANDED_OVER.get((id(module), kind, index), 1.0), written_share(environ) or 1.0}
+    return None if any(abs(stands - fraction) < _SAME for fraction in ours) else stands
 
 
 def _cap_metal(budget: Budget, sources: Sources) -> Cap:
@@ -106,6 +141,8 @@ def _cap_metal(budget: Budget, sources: Sources) -> Cap:
     reason = f"{format_bytes(budget.bytes)} of Metal's recommended working set, {format_bytes(recommended)}"
     low = ratio_of(sources.environ, LOW)
     low = DEFAULT_LOW if low is None else low
+    warning = None
     if fraction < low:
-        reason += f"; it lies below LOW ({low:g}), so cached blocks are freed only when the cap is hit, not before"
-    return Cap(applied=True, fraction=fraction, bytes=int(fraction * recommended), reason=reason)
+        warning = f"it lies below LOW ({low:g}), so cached blocks are freed only when the cap is hit, not before"
+        reason += f"; {warning}"
+    return Cap(applied=True, fraction=fraction, bytes=int(fraction * recommended), reason=reason, warning=warning)

@@ -20,6 +20,7 @@ class Recorder:
 
     def __init__(self):
         self.calls, self.metal_saw, self.environ = [], None, {}
+        self.cuda_is_up, self.stands = False, 1.0
 
     def metal(self, value):
         def ask():
@@ -33,6 +34,7 @@ class Recorder:
             assert isinstance(value, float), "torch refuses anything but a float"
             assert low <= value <= high, "torch refuses a ratio out of range"
             self.calls.append(("fraction", value, device))
+            self.stands = value
 
         return call
 
@@ -81,7 +83,9 @@ def gpu_torch(
         memory_allocated=lambda index: gib(allocated),
         memory_reserved=lambda index: gib(reserved),
         max_memory_allocated=lambda index: gib(allocated),
+        is_initialized=lambda: recorder.cuda_is_up,
         set_per_process_memory_fraction=recorder.fraction(0, 1),
+        get_per_process_memory_fraction=lambda index: recorder.stands,
         synchronize=_refuse("a reading must not wait for the device"),
     )
     torch = bare_torch(cuda=cuda)
@@ -179,6 +183,7 @@ APU = {
     "sys/class/drm/card1/device/mem_info_vram_total": str(GIB // 2),
     "sys/class/drm/card1/device/mem_info_gtt_total": str(gib(128)),
 }
+GB10 = {"proc/driver/nvidia/gpus/000f:01:00.0/information": "Model: \t\t NVIDIA GB10\nIRQ:   \t\t 500\n"}
 TEGRA = {"proc/device-tree/compatible": "nvidia,p3737-0000+p3701-0005\0nvidia,tegra234\0"}
 V1 = {
     "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n",
@@ -217,7 +222,7 @@ def _gb10(folder, rec):
     torch = gpu_torch(
         rec, name="NVIDIA GB10", total=119.7, free=41.52, capability=(12, 1), integrated=1, allocated=2, reserved=5
     )
-    return linux(folder, torch, ram=119.7, free=41.52, available=115.7, cores=20)
+    return linux(folder, torch, ram=119.7, free=41.52, available=115.7, files=GB10, cores=20)
 
 
 def _jetson(folder, rec):

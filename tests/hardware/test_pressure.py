@@ -172,3 +172,39 @@ def test_a_clock_that_stands_still_gives_no_rate(machine):
     reader.read(3.0)
 
     assert reader.read(3.0).swap_out_bytes_per_s is None
+
+
+def on_one_pool(machine, *, available, free, blocks=None):
+    """The level of a GB10 of 119.7 GiB; GiB that can be had, are free, and are free in blocks of 2 MiB, where blocks are listed."""
+    sources = machine("gb10")
+    figures = {"MemTotal": 119.7, "MemAvailable": available, "MemFree": free}
+    write(sources.proc, "meminfo", "".join(f"{name}: {int(count * 2**20)} kB\n" for name, count in figures.items()))
+    if blocks is not None:
+        orders = [free * GIB // mmap.PAGESIZE, *[0] * 8, blocks * GIB // (mmap.PAGESIZE << 9), 0]
+        counts = " ".join(str(int(count)) for count in orders)
+        write(sources.proc, "buddyinfo", f"Node 0, zone      DMA 9 9\nNode 0, zone   Normal {counts}\n")
+    return PressureReader(sources, one_pool=True).read(0.0)
+
+
+@pytest.mark.parametrize(
+    ("available", "free", "blocks", "level"),
+    [
+        (100, 0.5, 0.0, "normal"),
+        (22, 0.5, None, "warn"),
+        (22, 9.0, None, "normal"),
+        (22, 9.0, 0.5, "warn"),
+        (22, 9.0, 2.0, "normal"),
+    ],
+    ids=["only the page cache", "little free", "enough free", "free in crumbs", "free in blocks"],
+)
+def test_a_gpu_in_the_hosts_memory_needs_free_blocks_where_little_can_be_had(machine, available, free, blocks, level):
+    assert on_one_pool(machine, available=available, free=free, blocks=blocks).level == level
+
+
+@pytest.mark.parametrize(("available", "level"), [(7, "normal"), (5, "warn"), (2, "critical")])
+def test_a_gpu_that_hangs_instead_of_raising_has_higher_floors(machine, available, level):
+    sources = machine("gb10")
+    pressure = on_one_pool(machine, available=available, free=4.0, blocks=2.0)
+
+    assert pressure.level == level
+    assert PressureReader(sources).read(0.0).level == ("normal" if available > 4 else "warn")

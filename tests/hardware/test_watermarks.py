@@ -268,3 +268,53 @@ def test_a_torch_that_cannot_say_whether_the_allocator_exists_is_quoted_so(machi
     assert cap.applied
     assert "cannot say whether it is in time" in cap.reason
     assert "before Metal's allocator exists" in set_mps_environment("4GiB", sources=machine("m2")).reason
+
+
+def test_a_fraction_that_the_user_set_stays_where_it_is_lower_and_is_reported(machine, recorder):
+    sources, recorder.stands = machine("rtx4090"), 0.5
+    cap = cap_allocator("cuda:0", budget(18), sources=sources)
+
+    assert recorder.calls == []
+    assert (cap.applied, cap.bytes) == (False, 12 * GIB)
+    assert cap.reason == "your own memory fraction of 0.5 stays: 12.00 GiB, less than the budget"
+
+
+def test_a_budget_below_the_users_fraction_is_the_cap(machine, recorder):
+    sources, recorder.stands = machine("rtx4090"), 0.5
+
+    assert cap_allocator("cuda:0", budget(6), sources=sources).applied
+    assert recorder.stands == 0.25
+
+
+def test_a_cap_of_an_earlier_budget_is_not_taken_for_the_users(machine, recorder):
+    sources = machine("rtx4090")
+    caps = [cap_allocator("cuda:0", budget(count), sources=sources) for count in (6, 18)]
+
+    assert [cap.applied for cap in caps] == [True, True]
+    assert recorder.stands == 0.75
+
+
+@pytest.mark.parametrize(("name", "cap_gib"), [("m1", 4.0), ("m2", 11.84 * 0.95), ("m4_pro", 36 * 0.95)])
+def test_the_safe_cap_of_a_mac_is_within_its_working_set_and_leaves_the_rest_of_ram(machine, recorder, name, cap_gib):
+    """The lower of 95 % of the working set and of RAM less 15 %, at least 4 GiB; LOW 85 % of it. Written before it is known."""
+    sources = machine(name, sysctl=_idle(machine(name)))
+    set_mps_environment("auto", sources=sources)
+    high, low = pair(recorder.environ)
+    total = read(sources=sources).total.bytes
+
+    assert high * total <= cap_gib * GIB * 1.001
+    assert low == pytest.approx(0.85 * high, abs=1e-3)
+
+
+def _idle(mac):
+    """A Mac on which nothing else runs."""
+    pages = mac.sysctl("hw.memsize") // mac.sysctl("hw.pagesize")
+    return lambda name: pages if name == "vm.page_free_count" else mac.sysctl(name)
+
+
+def test_only_a_cap_that_lies_below_low_is_warned_about(machine, recorder):
+    sources = machine("m4_pro")
+    set_mps_environment("60%", sources=sources)
+
+    assert cap_allocator("mps", budget(21), sources=sources).warning is None
+    assert "LOW (0.51)" in cap_allocator("mps", budget(9), sources=sources).warning

@@ -1,10 +1,22 @@
 """The reader of the CPU's pool: RAM, within the cgroup limit where there is one."""
 
+import mmap
+
 from lightning_unified.hardware.readers.cgroups import memory_limit
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
+from lightning_unified.units import MIB
 
-__all__ = ["cpu_name", "host_available", "host_pool", "host_swap", "host_total", "peak_resident", "read_cpu"]
+__all__ = [
+    "cpu_name",
+    "free_in_large_blocks",
+    "host_available",
+    "host_pool",
+    "host_swap",
+    "host_total",
+    "peak_resident",
+    "read_cpu",
+]
 
 _XSW_BITS, _XSW_USED = 64, 2  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
 
@@ -86,6 +98,19 @@ def host_swap(sources: Sources) -> tuple[Figure, Figure]:
         return Figure(total, "vm.swapusage"), Figure(used, "vm.swapusage")
     unknown = Figure(None, "unknown: neither SwapTotal of /proc/meminfo nor sysctl vm.swapusage")
     return unknown, unknown
+
+
+def free_in_large_blocks(sources: Sources) -> Figure:
+    """Return what is free in blocks of 2 MiB or more, all that is free where the kernel does not list blocks."""
+    found = None
+    for line in (read_text(sources.proc / "buddyinfo") or "").splitlines():
+        counts = [int(word) for word in line.partition("zone")[2].split()[1:] if word.isdigit()]
+        sizes = [mmap.PAGESIZE << order for order in range(len(counts))]
+        found = (found or 0) + sum(count * size for count, size in zip(counts, sizes, strict=True) if size >= 2 * MIB)
+    if found is not None:
+        return Figure(found, "buddyinfo")
+    free = meminfo(sources).get("MemFree")
+    return Figure(free, "unknown: neither /proc/buddyinfo nor MemFree" if free is None else "MemFree")
 
 
 def cpu_name(sources: Sources) -> str:

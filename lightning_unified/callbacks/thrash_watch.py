@@ -1,0 +1,70 @@
+"""What the guard times and reads of each training batch, to tell thrashing from a slow step."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning import Trainer
+
+from lightning_unified.hardware import Pressure, Reading, Thrash, ThrashDetector, idle_bytes, read
+from lightning_unified.training.cache_care import shapes_of
+
+__all__ = ["ThrashWatch"]
+
+_EVERY_S = 1.0  # between two readings of the device's pool
+
+
+class ThrashWatch:
+    """Feeds the detector: the time inside training batches, the system's memory traffic, what the driver holds for nothing.
+
+    Args:
+        clock: Seconds, of a clock that only goes forward.
+        read: Gives what the pool of a device says now.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        read: Callable[[torch.device], Reading] = read,
+    ) -> None:
+        self._clock, self._read = clock, read
+        self._detector = ThrashDetector(clock=clock)
+        self._reading: Reading | None = None
+        self._read_at = -math.inf
+
+    def began(self) -> None:
+        """A training batch begins."""
+        self._detector.begin()
+
+    def ended(self, trainer: Trainer, batch: Any, pressure: Pressure) -> Thrash | None:
+        """A training batch ends: return what its time says, beside the system's newest sample."""
+        strategy = trainer.strategy
+        reading, budget = self._pool(strategy.root_device), getattr(strategy, "budget", None)
+        flows = [
+            flow for flow in (pressure.swap_out_bytes_per_s, pressure.decompressed_bytes_per_s) if flow is not None
+        ]
+        return self._detector.end(
+            (_work(batch), getattr(strategy, "micro_batch_size", None)),
+            traffic=sum(flows) if flows else None,
+            gap=None if reading is None else idle_bytes(reading),
+            room=budget.bytes if budget is not None else None if reading is None else reading.total.bytes,
+        )
+
+    def advice(self, thrash: Thrash, device: torch.device) -> str:
+        """Return the message for people, with what helps on this backend."""
+        return thrash.advice(self._read(device).backend)
+
+    def _pool(self, device: torch.device) -> Reading | None:
+        """Return a reading at most a second old; a CPU caches nothing that it could be read for."""
+        if device.type != "cpu" and self._clock() - self._read_at >= _EVERY_S:
+            self._reading, self._read_at = self._read(device), self._clock()
+        return self._reading
+
+
+def _work(batch: Any) -> int:
+    """Return the size of a batch in steps of a fifth: what is as large takes as long, whatever its exact shape."""
+    elements = sum(shape.numel() for shape in shapes_of(batch))
+    return round(4 * math.log2(elements)) if elements else 0
