@@ -163,6 +163,8 @@ class PressureGuard(Callback):
     def _judge_step(self, trainer: Trainer, batch: Any, watch: PressureWatch) -> None:
         """Let what the batch's time says count as the system's own word, and name it once."""
         thrash = self._steps.ended(trainer, batch, watch.verdict.pressure)
+        if watch.thrashing and thrash is None:
+            self._acted_at = watch.verdict.index  # what was sampled during the quick step is no reason any more
         watch.thrashing = "" if thrash is None else thrash.reason
         if thrash is not None and not self._has_named_thrashing:
             self._has_named_thrashing = self._has_warned = True
