@@ -144,8 +144,9 @@ class Job:
             resumed, changes = joined(self.saved, self.given)
             config = relocated(resumed.config, directory)
         elif choices.get("hardware") == "auto":
-            from lightning_unified.hardware import describe, detect
+            from lightning_unified.hardware import describe, detect, prepare_allocators
 
+            prepare_allocators(config.memory.budget)  # to look at an accelerator is to make its allocator
             found = detect()
             config = composed(merged_overrides(list(HydraConfig.get().overrides.task), [f"hardware={found}"])).config
             show_note(f"hardware=auto found hardware={found}: {describe()}")

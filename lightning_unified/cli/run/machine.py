@@ -14,10 +14,10 @@ from lightning_unified.hardware import (
     HardwareSettings,
     Reading,
     capabilities,
+    prepare_allocators,
     read,
     require,
     resolve_budget,
-    set_mps_environment,
 )
 
 __all__ = ["Machine", "check_numbers", "prepare"]
@@ -46,8 +46,8 @@ def prepare(config: DictConfig) -> Machine:
         BudgetError: If the budget exceeds the pool.
     """
     settings: HardwareSettings = make("hardware", config.hardware)
+    prepare_allocators(config.memory.budget)
     require(settings.name)
-    set_mps_environment(config.memory.budget)
     reading = read("cpu" if settings.accelerator == "cpu" else "auto")
     budget = resolve_budget(config.memory.budget, reading)
     settings = settings.resolve(reading, capabilities(reading.device))
