@@ -27,7 +27,7 @@ __all__ = ["PressureGuard"]
 log = logging.getLogger("lightning_unified")
 
 _FILE = "pressure.ckpt"
-_CHECKPOINT, _STOP = 4, 5  # the last two of the rungs, which count from 1
+_SHRINK, _CHECKPOINT, _STOP = 3, 4, 5  # the last of the rungs, which count from 1
 _DOWN, _STAY, _UP, _UP_TO_STOP = -1, 0, 1, 2
 
 # Judgement: samples between two rungs while pressure is a warning, and between two steps down. macOS smooths the way down by 5 s
@@ -38,8 +38,8 @@ _COOL_DOWN = 5
 class PressureGuard(Callback):
     """Give memory back, one rung a batch, for as long as the operating system says that the machine is running short of it.
 
-    The rungs: say so; clear caches; shrink the micro-batch, where the strategy has `shrink(reason) -> bool`; save a checkpoint; stop
-    as after a signal. A thread samples the system's verdict; what is done is done at the ends of batches only, and what splits
+    The rungs: say so; clear caches; shrink the micro-batch, where the strategy has `shrink(reason) -> bool` (and take that back on
+    the way down, where it has `grow(reason) -> bool`); save a checkpoint; stop as after a signal. A thread samples the system's verdict; what is done is done at the ends of batches only, and what splits
     or saves state only where no accumulation window is open. A rung that cannot be taken is named and passed over.
 
     A warning needs `samples` in a row for the first rung and five new ones for each further one, and never stops the run: a laptop
@@ -127,8 +127,7 @@ class PressureGuard(Callback):
         if asked == _STAY or trainer.should_stop or will_stop(trainer):
             return
         if asked == _DOWN:
-            self._rung -= 1
-            self._trace.write(verdict.pressure, f"down to rung {self._rung} of {_STOP}")
+            self._trace.write(verdict.pressure, self._down(trainer))
         elif not self._climb(trainer, _STOP if asked == _UP_TO_STOP and self.stop else _CHECKPOINT, verdict.pressure):
             return
         self._acted_at = watch.verdict.index
@@ -217,6 +216,15 @@ class PressureGuard(Callback):
                 return True
             log.warning("%s", text)
         return False
+
+    def _down(self, trainer: Trainer) -> str:
+        """Go down a rung, and take back what it did if that can be; return in words what was done."""
+        rung, self._rung = self._rung, self._rung - 1
+        text = f"down to rung {self._rung} of {_STOP}"
+        grow = getattr(trainer.strategy, "grow", None)
+        if rung != _SHRINK or grow is None or not grow("memory pressure is over"):
+            return text
+        return f"{text}, micro-batch grown to {getattr(trainer.strategy, 'micro_batch_size', None)} rows"
 
     def _say(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
         if not self._has_warned and trainer.is_global_zero:

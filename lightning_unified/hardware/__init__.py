@@ -5,8 +5,8 @@ from lightning_unified.hardware.caches import CachePolicy, ShapeWatch, idle_byte
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment import Finding, lint_environment
-from lightning_unified.hardware.gpus import DeviceUse, GpuReader
 from lightning_unified.hardware.following import BudgetFollower
+from lightning_unified.hardware.gpus import DeviceUse, GpuReader
 from lightning_unified.hardware.mps_environment import mps_allocator_initialized
 from lightning_unified.hardware.peak import read_peak, reset_peak
 from lightning_unified.hardware.pressure import Pressure, PressureReader

@@ -56,6 +56,7 @@ class Budgeted(Strategy):
 
     def _resolve_precision(self) -> None:
         """Put the gate's plugin in place of the stock one that the Trainer made from its flag; the device is known."""
+        self.policy.watch.prepare(self.root_device)
         given = self._precision_plugin
         flag = plugin_precision(given) if given is not None else "32-true"
         asked = self._asked_precision
@@ -113,6 +114,7 @@ class Budgeted(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._status.tell(self._figures)
+        self.policy.caches.batch_began(batch)
 
     @override
     def teardown(self) -> None:
@@ -156,6 +158,7 @@ class Budgeted(Strategy):
         differentiated is the loss's `share` of the batch.
         """
         assert self.lightning_module is not None
+        self.policy.caches.sample()
         self.pre_backward(loss)
         scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
         if share is not None:
@@ -211,6 +214,7 @@ class Budgeted(Strategy):
     def plan(self) -> Plan:
         """What was decided, and why, as far as it is known by now."""
         budget, cap, choice = self.policy.watch.budget, self.policy.watch.cap, self.precision_choice
+        written = self.policy.watch.written
         assert budget is not None, "the plan exists once fit has begun"
         return Plan(
             micro_batch_size=self.micro_batch_size,
@@ -224,6 +228,7 @@ class Budgeted(Strategy):
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,
                 "cap": cap.reason if cap is not None else "none",
+                **({} if written is None else {"allocator_settings": written.reason}),
             },
         )
 
@@ -243,9 +248,13 @@ class Budgeted(Strategy):
         """Take back one halving by `shrink`; return whether there was one."""
         return self.policy.grow(reason)
 
+    def feel_pressure(self, pressed: bool) -> None:
+        """Learn whether the system warns that memory is short: caches are then cleared for less."""
+        self.policy.caches.pressed = pressed
+
     @property
     def budget(self) -> Budget | None:
-        """The bytes this run may use; None before `fit`."""
+        """The bytes this run may use; None before `fit`. What leaves room for other programs changes as they come and go."""
         return self.policy.watch.budget
 
     @property

@@ -1,25 +1,33 @@
 """The budget of a run on its device: resolved, handed to the allocator, and held against what the run really uses."""
 
+import logging
+from dataclasses import replace
+
 import torch
 
 from lightning_unified.hardware import (
     Budget,
+    BudgetFollower,
     Cap,
     Figure,
     Reading,
     cap_allocator,
+    prepare_allocators,
     read,
     read_peak,
     reset_peak,
     resolve_budget,
-    set_mps_environment,
 )
+from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = ["BudgetWatch"]
 
+log = logging.getLogger("lightning_unified")
+
 _NEW_PEAK = 1.1  # a peak is told anew when it is a tenth higher than the one told last
 _WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
+_NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lower
 
 
 class BudgetWatch:
@@ -30,24 +38,28 @@ class BudgetWatch:
 
     Attributes:
         device: The device whose pool it is.
-        budget: The bytes the spec comes to; None before `resolve`.
-        cap: What was done to hold the allocator to it.
+        budget: The bytes the spec comes to; None before `resolve`. A `leave` budget becomes another one while a run goes on.
+        written: What was written for the allocator to read when it is made; None on a CPU.
+        cap: What was done to hold the allocator to the budget.
     """
 
     def __init__(self, spec: str | int) -> None:
         self.spec = spec
         self.device = torch.device("cpu")
         self.budget: Budget | None = None
+        self.written: Cap | None = None
         self.cap: Cap | None = None
+        self._follower: BudgetFollower | None = None
+        self._has_followed = False
         self._batches = 0
         self._earlier_peak: int | None = None
         self._told = 0
 
     def prepare(self, device: torch.device) -> None:
-        """Do what must be done before the device's allocator exists."""
+        """Do what must be done before anything is asked of the device, because asking makes its allocator."""
+        if device.type != "cpu" and (self.written is None or device.type != self.device.type):
+            self.written = prepare_allocators(self.spec)
         self.device = device
-        if device.type == "mps":
-            set_mps_environment(self.spec)
 
     def resolve(self) -> None:
         """Find the budget in bytes, and cap the allocator; before anything is allocated on the device.
@@ -57,10 +69,14 @@ class BudgetWatch:
         """
         self.budget = resolve_budget(self.spec, self.reading())
         self.cap = cap_allocator(self.device, self.budget)
+        if self.cap.warning is not None:
+            log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.cap.warning)
 
     def begin(self) -> None:
-        """Count the peak from here on."""
+        """Count the peak from here on, and follow other programs if the budget does."""
         reset_peak(self.device)
+        self._follower = None if self.budget is None else BudgetFollower(self.budget)
+        self._has_followed = False
         self._batches = self._told = 0
         self._earlier_peak = None
 
@@ -88,15 +104,48 @@ class BudgetWatch:
             return now
         return Figure(self._earlier_peak, now.source)
 
+    def follow(self) -> str | None:
+        """Between two batches: resolve a `leave` budget anew, if it is time to; return in words how it changed.
+
+        The cap follows, but never below what the run has just held: it would fail where it could be made smaller. Once it is
+        smaller, the cap comes down after it. What a lower budget sets free goes back to the system at once.
+        """
+        follower = self._follower
+        if follower is None or not follower.due:
+            return None
+        self._has_followed = True
+        before, reading = self.bytes, self.reading()
+        has_changed = follower.follow(reading)
+        self.budget = follower.budget
+        self._cap_at(max(self.bytes, reading.reserved.bytes or 0, reading.peak.bytes or 0))
+        if not has_changed:
+            return None
+        if self.bytes < before:
+            self._told = 0
+            release_cached_memory(self.device)
+        verb = "fell" if self.bytes < before else "rose"
+        return f"the budget {verb} from {format_bytes(before)} to {format_bytes(self.bytes)}: {self.budget.reason}"
+
+    def _cap_at(self, count: int) -> None:
+        stands = None if self.cap is None else self.cap.bytes
+        if self.device.type != "cpu" and (stands is None or abs(count - stands) >= _NEW_CAP * stands):
+            assert self.budget is not None
+            self.cap = cap_allocator(self.device, replace(self.budget, bytes=count))
+
     def overrun(self) -> str | None:
         """After a batch: return in words by how much its peak is above the budget, once for each new peak.
 
-        On a CPU only, whose allocator has no cap: elsewhere the allocator raises before it gets there.
+        On a CPU, whose allocator has no cap, and whenever a budget that follows other programs was read anew; else the allocator
+        raises before it gets there.
         """
         self._batches += 1
-        if self.device.type != "cpu" or not (self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0):
+        is_time = self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
+        looks, self._has_followed = self._has_followed or (self.device.type == "cpu" and is_time), False
+        if not looks:
             return None
         peak = read_peak(self.device).bytes
+        if peak is None:
+            peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
         if peak is None or peak <= max(self.bytes, _NEW_PEAK * self._told):
             return None
         self._earlier_peak, self._told = max(peak, self._earlier_peak or 0), peak

@@ -1,5 +1,6 @@
 """The caches of a run's device, cleared between batches when that is worth it."""
 
+import logging
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -13,6 +14,8 @@ from lightning_unified.training.split import tensors_in
 from lightning_unified.units import format_bytes
 
 __all__ = ["CacheCare", "shapes_of"]
+
+log = logging.getLogger("lightning_unified")
 
 _EVERY_S = 1.0  # between two looks: counters are cheap, and still not free
 _LEAVES = 64  # tensors of a batch that are looked at
@@ -68,7 +71,7 @@ class CacheCare:
             self._seen = max(self._seen, self._live(self._device) or 0)
 
     def batch_done(self, budget: int) -> list[str]:
-        """After the step: clear if it is worth it; return what is to be said, each thing once a fit.
+        """After the step: clear if it is worth it; return what was said, each thing once a fit.
 
         Args:
             budget: Bytes the run may use.
@@ -85,6 +88,8 @@ class CacheCare:
         idle = idle_bytes(reading, seen=self._seen)
         advice = self._shapes.look(self._shape, beyond=idle, budget=budget)
         said = [] if advice is None else [advice]
+        if advice is not None:
+            log.warning("%s", advice)
         if self._policy.due(idle=idle, budget=budget, pressed=self.pressed):
             self._release(self._device)
             self._policy.cleared(self._clock() - now)
@@ -92,6 +97,7 @@ class CacheCare:
             if self.clears == 1:
                 why = ", while memory is short" if self.pressed else ""
                 said.append(f"caches cleared: {format_bytes(idle)} were held beyond what tensors needed{why}")
+                log.info("%s", said[-1])
         return said
 
 

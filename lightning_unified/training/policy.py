@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
 from lightning_unified.planning import describe_bytes, describe_shortage, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
+from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.training.oom import release_cached_memory, requested_bytes
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
@@ -40,6 +41,7 @@ class MemoryPolicy:
         remember: File for the sizes found, or None.
 
     Attributes:
+        caches: What clears the device's caches between batches.
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
@@ -68,6 +70,7 @@ class MemoryPolicy:
         if window_mean not in ("batches", "terms"):
             raise ConfigurationError(f'window_mean={window_mean!r}: give "batches" or "terms".')
         self.watch = watch
+        self.caches = CacheCare()
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
@@ -108,6 +111,7 @@ class MemoryPolicy:
         self._largest = None
         self._forget()
         self.watch.begin()
+        self.caches.begin(self.watch.device)
         unit, name = getattr(module, "micro_batch_unit", 1), type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
@@ -227,6 +231,10 @@ class MemoryPolicy:
 
     def batch_done(self, shape: BatchShape | None) -> None:
         """Learn from a batch that went well, and see whether the process has outgrown its budget or may use more of it."""
+        self.events.extend(self.caches.batch_done(self.watch.bytes))
+        if (followed := self.watch.follow()) is not None:
+            self.events.append(followed)
+            log.info("%s", followed)
         if shape is not None:
             if self._largest is None or shape.rows >= self._largest.rows:
                 self._largest = shape

@@ -228,15 +228,23 @@ def test_pressure_that_returns_goes_on_where_it_was(small_run, tmp_path, by_hand
     ]
 
 
-def test_a_shrunk_micro_batch_learns_the_same(tmp_path, by_hand):
+def test_a_micro_batch_that_shrinks_and_grows_back_learns_the_same(tmp_path, by_hand):
     plain, _ = fit_exact(tmp_path / "a")
     module, trainer = fit_exact(
         tmp_path / "b", Scripted("critical", "critical", "critical", "critical", "critical", "critical", "normal")
     )
 
-    assert actions(tmp_path / "b")[:4] == ["noticed", "warned", "caches cleared", "micro-batch shrunk to 4 rows"]
-    assert (trainer.strategy.effective_batch_size, trainer.strategy.micro_batch_size) == (8, 4)
-    assert module.rows == [8] * 3 + [4] * 14
+    assert actions(tmp_path / "b")[:6] == [
+        "noticed",
+        "warned",
+        "caches cleared",
+        "micro-batch shrunk to 4 rows",
+        "over",
+        "down to rung 2 of 5, micro-batch grown to 8 rows",
+    ]
+    assert (trainer.strategy.effective_batch_size, trainer.strategy.micro_batch_size) == (8, 8)
+    assert module.rows == [8] * 3 + [4] * 6 + [8] * 4
+    assert "memory pressure is over" in trainer.strategy.plan.reasons["micro_batch_size"]
     assert plain.rows == [8] * 10
     assert trainer.global_step == 10
     for name, weight in plain.state_dict().items():

@@ -174,7 +174,9 @@ def test_every_machine_is_seen_without_torch_and_as_json(any_machine, runs):
     printed = json.loads(json.dumps(look(replace(any_machine, torch=None), folder).as_json()))
 
     assert list(printed) == KEYS
-    assert set(printed["pressure"]) == {"level", "available", "swap_out_bytes_per_s", "stall_share", "reasons"}
+    assert set(printed["pressure"]) == {
+        "level", "available", "swap_out_bytes_per_s", "stall_share", "reasons", "decompressed_bytes_per_s",
+    }  # fmt: skip
     assert set(printed["swap"]) == {"total", "used"}
     assert set(printed["devices"][0]) == {
         "device", "name", "pool", "total", "used", "available", "busy", "busy_source",
