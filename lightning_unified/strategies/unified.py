@@ -35,7 +35,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     A strategy object serves one Trainer.
 
     Args:
-        budget: What this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else.
+        budget: What this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else, read
+            again while running, so that it follows other programs.
         micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less once memory asks for it.
         recompute: Sets the module's own `recompute` attribute, where it has one; `"auto"` leaves it alone.
         precision: `"trainer"` runs what `Trainer(precision=…)` says; `"auto"` what the device does best; or Lightning's name of

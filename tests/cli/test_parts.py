@@ -3,6 +3,8 @@
 import json
 import math
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from lightning import LightningModule
@@ -144,3 +146,19 @@ def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
         assert module.net._compiled_call_impl is not None
         assert module._compiled_call_impl is None
     assert module.net._compiled_call_impl is None
+
+
+def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):
+    """hardware=auto reads the accelerator, and the first reading of an Apple GPU freezes its watermarks."""
+    from lightning_unified import hardware
+    from lightning_unified.cli.run import job
+
+    order, config = [], OmegaConf.create({"memory": {"budget": "leave 6GiB"}, "name": "test"})
+    asked = SimpleNamespace(runtime=SimpleNamespace(choices={"hardware": "auto"}), overrides=SimpleNamespace(task=[]))
+    monkeypatch.setattr(job.HydraConfig, "get", lambda: asked)
+    monkeypatch.setattr(job, "composed", lambda overrides: SimpleNamespace(config=config))
+    for name, value in (("prepare_allocators", None), ("detect", "mps"), ("describe", "a Mac")):
+        monkeypatch.setattr(hardware, name, lambda *a, name=name, value=value: order.append((name, *a)) or value)
+    job.Job(config=config)._configuration(Path("here"))
+
+    assert order == [("prepare_allocators", "leave 6GiB"), ("detect",), ("describe",)]

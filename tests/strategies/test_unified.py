@@ -232,6 +232,7 @@ def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
         "somebody needs memory; micro-batches of 1 rows from here on",
         "somebody needs memory; nothing left to shrink",
     ]
+    assert strategy.plan.reasons["micro_batch_size"] == "as asked, then smaller: somebody needs memory"
 
 
 def test_two_devices_are_refused_with_what_to_write():
