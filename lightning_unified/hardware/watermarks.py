@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Cap", "Watermarks", "cap_allocator", "prepare_allocators", "set_mps_environment", "watermarks"]
 
-# The fractions this process handed over, by device: torch gives back what stands, not who set it.
-_HANDED_OVER: dict[tuple[int, str, int], float] = {}
+# The fractions this process handed over, by module and device: torch gives back what stands, not who set it. The module is held, so
+# that its id is never another's.
+_HANDED_OVER: dict[tuple[int, int], tuple[Any, float]] = {}
 _SAME = 1e-3  # torch keeps the bytes, and divides again when it is asked for the fraction
 
 
@@ -107,23 +108,24 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
         reason = f"the budget is above props.total_memory ({format_bytes(total)}), the cap's denominator: only the pool's end limits it"
         return Cap(applied=False, fraction=None, bytes=None, reason=reason)
     fraction = budget.bytes / total
-    own = _users_fraction(module, kind, chosen, sources.environ)
+    own = _users_fraction(module, chosen, sources.environ)
     if own is not None and own < fraction:
         reason = f"your own memory fraction of {own:.3g} stays: {format_bytes(int(own * total))}, less than the budget"
         return Cap(applied=False, fraction=own, bytes=int(own * total), reason=reason)
     module.set_per_process_memory_fraction(fraction, chosen)
-    _HANDED_OVER[id(module), kind, chosen] = fraction
+    _HANDED_OVER[id(module), chosen] = (module, fraction)
     reason = f"{format_bytes(budget.bytes)} of props.total_memory, {format_bytes(total)}"
     return Cap(applied=True, fraction=fraction, bytes=budget.bytes, reason=reason)
 
 
-def _users_fraction(module: Any, kind: str, index: int, environ: Mapping[str, str]) -> float | None:
+def _users_fraction(module: Any, index: int, environ: Mapping[str, str]) -> float | None:
     """Return the fraction that somebody else has set, in this process or its environment; None if nobody did."""
     ask = getattr(module, "get_per_process_memory_fraction", None)
     if ask is None:
         return None
     stands = float(ask(index))
-    ours = {1.0, _HANDED_OVER.get((id(module), kind, index), 1.0), written_share(environ) or 1.0}
+    _, handed_over = _HANDED_OVER.get((id(module), index), (None, 1.0))
+    ours = {1.0, handed_over, written_share(environ) or 1.0}
     return None if any(abs(stands - fraction) < _SAME for fraction in ours) else stands
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.hardware import Budget, BudgetFollower, Figure, Reading, read, resolve_budget
@@ -95,6 +95,7 @@ def test_it_is_read_every_two_seconds_only_and_only_if_it_follows(machine):
 
 
 @given(st.lists(st.floats(0, 60), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
 def test_the_budget_is_always_one_that_a_reading_gave_or_nearer_than_the_newest(readings):
     unknown, start = Figure(None, "unknown"), 20 * GIB
     reading = Reading(
