@@ -32,7 +32,8 @@ def test_the_help_names_the_commands_there_are(capfd):
     assert main(["--help"]) == 0
     out = capfd.readouterr().out
     assert "doctor" in out
-    assert "watch" not in out
+    assert "watch" in out
+    assert "report" not in out
 
 
 def test_the_help_of_training_shows_groups_overrides_and_configuration(command):
