@@ -5,6 +5,7 @@ import errno
 import gc
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,7 +58,7 @@ def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
+        return None, textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" …")
 
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -100,10 +101,9 @@ def elements_per_row(batch: Any, rows: int) -> int:
 
 
 def positions(batch: Any, rows: int) -> set[int]:
-    """Return how many entries the batched tensors of `batch` have per row, each different number once."""
-    return {
-        tensor.numel() // rows for tensor in tensors_in(batch) if tensor.dim() and tensor.shape[0] == rows and rows > 0
-    }
+    """Return how many positions a row may have: of each batched tensor (rows, T, …) T, and the products with what follows it."""
+    batched = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.shape[0] == rows]
+    return {math.prod(tensor.shape[1:end]) for tensor in batched for end in range(1, tensor.dim() + 1)}
 
 
 def cut(batch: Any, start: int, stop: int, *, rows: int) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.training.cutter import Cutter
-from lightning_unified.training.split import BatchShape, cut, elements_per_row, merge, num_rows
+from lightning_unified.training.split import BatchShape, cut, elements_per_row, merge, num_rows, positions
 
 
 class Encoding(UserDict):
@@ -190,3 +190,7 @@ def test_batches_of_torch_geometric_are_cut_by_the_hook():
     assert cutter.shape(batch).rows == 5
     assert part.num_graphs == 2
     assert part.y.tolist() == [1, 2]
+
+
+def test_positions_of_a_row_are_told_with_and_without_its_features():
+    assert positions({"x": torch.zeros(4, 8, 3), "y": torch.zeros(4), "other": torch.zeros(9, 2)}, 4) == {1, 8, 24}
