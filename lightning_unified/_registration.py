@@ -1,4 +1,4 @@
-"""Puts `"unified"` into Lightning's registry of strategies, now or when Lightning is imported."""
+"""Puts `"unified"` into Lightning's registries of strategies, now or when Lightning is imported."""
 
 import importlib
 import importlib.abc
@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["register"]
 
 _REGISTRY_HOME = "lightning.pytorch.strategies"
+_FABRICS_HOME = "lightning.fabric.strategies"  # Lightning's strategies are built on these, so they are there before
 
 
 def register() -> None:
@@ -30,6 +31,18 @@ def _add_names(strategies: ModuleType) -> None:
     registry = getattr(strategies, "StrategyRegistry", None)
     if registry is not None and "unified" not in registry:  # None while that module is still being executed
         registry.register("unified", _unified, description="Trains on one device inside a memory budget.")
+
+
+    fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
+    if fabric is not None and "unified" not in fabric:
+        fabric.register("unified", _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason.")
+
+
+def _not_for_fabric(**_options: Any) -> Any:
+    raise importlib.import_module("lightning_unified.errors").ConfigurationError(
+        'Fabric(strategy="unified"): this strategy is for lightning.Trainer, whose steps it cuts and repeats; the loop of a Fabric program '
+        'is your own. Write L.Trainer(strategy="unified"), or leave the strategy out here.'
+    )
 
 
 def _unified(**options: Any) -> Any:

@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_unified.callbacks import random_state
 from lightning_unified.callbacks.loops import align_logged_step, window_is_open
+from lightning_unified.precision import gradient_scale
 
 __all__ = ["Continuation"]
 
@@ -45,6 +46,7 @@ class Continuation:
         # other ranks hold other halves of an open window's gradients, and one file has room for one
         if window_is_open(trainer) and trainer.world_size == 1:
             noted["gradients"] = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            noted["gradient_scale"] = gradient_scale(trainer.precision_plugin)
         checkpoint[_KEY] = noted
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -86,10 +88,25 @@ class Continuation:
             return
         loaded, self._loaded = self._loaded, None
         self._restore_random(trainer, loaded)
+        self._restore_gradients(trainer, module, loaded)
+
+    @staticmethod
+    def _restore_gradients(trainer: Trainer, module: LightningModule, loaded: dict[str, Any]) -> None:
+        """Give an open window its gradients, under the scale of this run: a change of precision changes it."""
         gradients = loaded.get("gradients", {})
+        if not gradients:
+            return
+        factor = gradient_scale(trainer.precision_plugin) / loaded.get("gradient_scale", 1.0)
+        if factor != 1 and not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            rank_zero_warn(
+                "the gradients of the open accumulation window were not finite in 16-mixed, whose scaler would have skipped their step; "
+                "in this precision they would spoil the weights, so the window goes on without them"
+            )
+            return
         for name, parameter in module.named_parameters():
             if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device)
+                gradient = gradients[name].to(parameter.device)
+                parameter.grad = gradient if factor == 1 else (gradient * factor).to(parameter.dtype)
 
     @staticmethod
     def _restore_random(trainer: Trainer, loaded: dict[str, Any]) -> None:

@@ -13,10 +13,13 @@ from lightning_unified.hardware.sources import Sources, read_text, torch_version
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Capability", "capabilities", "capability"]
+__all__ = ["MPS_SCALER_SINCE", "MPS_SCALER_SOUND_SINCE", "Capability", "capabilities", "capability"]
 
-_MPS_SCALER_SINCE = (2, 8)
-_MPS_SCALER_SOUND_SINCE = (2, 13)
+MPS_SCALER_SINCE = (2, 8)
+"""Before, unscaling asks for float64, which MPS lacks (pytorch #142397)."""
+MPS_SCALER_SOUND_SINCE = (2, 13)
+"""Before, 16-bit gradients were zeroed in unscaling (pytorch #184286), and fused optimizers ignored the scale (#186360)."""
+
 _NO_KERNEL_LIST = "unknown: this torch has no list of the devices with {} kernels"
 
 
@@ -143,7 +146,7 @@ def _bf16_emulated(sources: Sources, device: str, reason: str) -> tuple[str, str
 def _fp16(reading: Reading, sources: Sources) -> Capability:
     if reading.backend == "cpu":
         return _say("fp16", "emulated", "training in fp16 on a CPU becomes bf16: its fp16 kernels are for inference")
-    if reading.backend == "mps" and torch_version(sources) < _MPS_SCALER_SINCE:
+    if reading.backend == "mps" and torch_version(sources) < MPS_SCALER_SINCE:
         return _say("fp16", "none", "the loss scaler raises on MPS before torch 2.8; use bf16")
     return _say("fp16", "native", "with a live loss scaler only; see scaler")
 
@@ -170,9 +173,9 @@ def _scaler(reading: Reading, sources: Sources) -> Capability:
         kind = "xpu" if reading.backend == "xpu" else "cuda"
         return _say("scaler", kind, f"torch.amp.GradScaler('{kind}') for fp16; bf16 needs none")
     version = torch_version(sources)
-    if version < _MPS_SCALER_SINCE:
+    if version < MPS_SCALER_SINCE:
         return _say("scaler", "none", "before torch 2.8 unscaling needs float64, which MPS lacks (pytorch #142397)")
-    if version < _MPS_SCALER_SOUND_SINCE:
+    if version < MPS_SCALER_SOUND_SINCE:
         bugs = "16-bit gradients were zeroed (#184286) and fused optimizers ignored the scale (#186360) before 2.13"
         return _say("scaler", "mps", f"fp32 parameters and an unfused optimizer only: {bugs}")
     return _say("scaler", "mps", "torch.amp.GradScaler('mps'), sound since torch 2.13")
@@ -191,7 +194,7 @@ def _fused(reading: Reading, sources: Sources, optimizer: str) -> Capability:
 def _fused_with_scaler(reading: Reading, sources: Sources) -> Capability:
     if reading.backend == "cpu":
         return _say("fused_with_scaler", False, "there is no scaler on a CPU")
-    if reading.backend == "mps" and torch_version(sources) < _MPS_SCALER_SOUND_SINCE:
+    if reading.backend == "mps" and torch_version(sources) < MPS_SCALER_SOUND_SINCE:
         return _say(
             "fused_with_scaler", False, "before torch 2.13 the MPS kernels ignored grad_scale and found_inf (#186360)"
         )

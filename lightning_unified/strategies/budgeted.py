@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning as L
-import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, PrecisionError
-from lightning_unified.hardware import Budget, Cap, Figure, Reading, capabilities
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.planning import Plan
-from lightning_unified.precision import PrecisionChoice, build_plugin, choose_precision, plugin_precision, verify_plugin
+from lightning_unified.precision import PrecisionChoice, platform_of, plugin_precision, resolve_precision, verify_run
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
@@ -45,6 +44,11 @@ class Budgeted(Strategy):
         self.precision_choice: PrecisionChoice | None = None
         self._status = RunStatus(None)
 
+    @override
+    def __repr__(self) -> str:
+        """Say whose it is: Fabric, whose loop is the user's own, shows this in the error with which it refuses a Trainer's strategy."""
+        return f"<{type(self).__name__}: for lightning.Trainer(strategy=…) only, for it cuts and repeats the Trainer's steps>"
+
     @property
     @override
     def precision_plugin(self) -> Precision:
@@ -55,32 +59,11 @@ class Budgeted(Strategy):
         self._precision_plugin = precision_plugin
 
     def _resolve_precision(self) -> None:
-        """Put the gate's plugin in place of the stock one that the Trainer made from its flag; the device is known."""
-        self.policy.watch.prepare(self.root_device)
-        given = self._precision_plugin
-        flag = plugin_precision(given) if given is not None else "32-true"
-        asked = self._asked_precision
-        custom = given is not None and not type(given).__module__.startswith(("lightning.", "lightning_unified."))
-        if asked != "trainer" and (custom or (flag not in ("32-true", asked) and asked != "auto")):
-            raise PrecisionError(
-                f"the strategy was given precision={asked!r} and the Trainer {type(given).__name__ if custom else repr(flag)}; give one of them."
-            )
-        if custom or (asked == "trainer" and not isinstance(given, MixedPrecision)):
-            self.precision_choice = PrecisionChoice(precision=flag, scaler=False, reason="as the Trainer says")
-            return
-        follows = asked == "trainer" or (asked == "auto" and flag != "32-true")
-        backend, native = self._bfloat16()
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        choice = choose_precision(
-            flag if follows else asked, backend=backend, native_bf16=native, torch_version=(version[0], version[1])
+        """Put the gate's plugin in place of the one that the Trainer made from its flag; the device is known."""
+        self.policy.watch.prepare(self.root_device)  # before the gate asks the device what it is
+        self.precision_choice, self._precision_plugin = resolve_precision(
+            self._precision_plugin, asked=self._asked_precision, platform=platform_of(self.root_device)
         )
-        self.precision_choice = choice
-        self._precision_plugin = build_plugin(choice, device_type=self.root_device.type, given=given)
-
-    def _bfloat16(self) -> tuple[str, bool]:
-        found = {capability.name: capability.value for capability in capabilities(self.root_device)}
-        backend = "rocm" if self.root_device.type == "cuda" and torch.version.hip else self.root_device.type
-        return backend, found.get("bf16") == "native"
 
     @override
     def setup_environment(self) -> None:
@@ -96,12 +79,7 @@ class Budgeted(Strategy):
         self._set_recompute(module)
         super().setup(trainer)
         self.policy.refuse_if_too_small(module, self.optimizers)
-        verify_plugin(
-            self.precision_plugin,
-            device_type=self.root_device.type,
-            optimizers=self.optimizers,
-            clips=bool(trainer.gradient_clip_val),
-        )
+        verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop

@@ -280,7 +280,14 @@ def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
 
 
 def _forget_unscaled(trainer: L.Trainer) -> None:
-    """Let the gradient scaler unscale again: it refuses a second `unscale_` before `update`, which a repeated step needs."""
+    """Let the gradient scaler begin the step again: it refuses a second `unscale_` before `update`.
+
+    A fused optimizer is handed the scale as an attribute, which the scaler takes off after the step and multiplies with what it
+    finds there before (torch 2.13, grad_scaler.py): left on by a failed step, it would divide the next gradients twice.
+    """
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         plugin.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for optimizer in trainer.strategy.optimizers:
+            for name in ("grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)

@@ -1,0 +1,63 @@
+"""What float16 does in silence, in words: nothing here is refused, for it may be meant."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import precision as stock
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_unified.precision.mixed import live_scaler
+from lightning_unified.precision.resolve import plugin_precision
+from lightning_unified.precision.verify import unscales_itself
+
+__all__ = ["float16_warnings"]
+
+_NAMED = 2  # layers and parameters that a warning names; the rest is counted
+_WITHOUT_RULE = (
+    (nn.BCELoss, "CUDA's refuses it, for its logarithms overflow; use nn.BCEWithLogitsLoss"),
+    (nn.RMSNorm, "CUDA's runs it in float32 since torch 2.13; use bf16-mixed, or convert its input to float32"),
+)
+
+
+def float16_warnings(
+    module: L.LightningModule, plugin: stock.Precision, *, device_type: str, optimizers: Iterable[Optimizer]
+) -> Iterator[str]:
+    """Tell what the run is about to do in float16 that its user may not know of.
+
+    Args:
+        module: In the precision it trains in.
+        plugin: What runs.
+        device_type: Where.
+        optimizers: All of the run.
+
+    Yields:
+        Warnings, each with what to do instead.
+
+    Source:
+        Autocast's tables of operators for MPS and CUDA, torch 2.13. Layers are seen, calls of `torch.nn.functional` are not.
+    """
+    scaler = live_scaler(plugin)
+    halves = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if halves and scaler is None:
+        yield (
+            f"{_named(halves)}: float16 parameters train without a gradient scaler, so gradients below 6e-8 become zero. Use "
+            "bf16-true, which has the range of float32, or 16-mixed with the parameters in float32."
+        )
+    fused = any(unscales_itself(optimizer) for optimizer in optimizers)
+    if fused and scaler is not None and is_overridden("configure_gradient_clipping", module):
+        yield (
+            f"{type(module).__name__}.configure_gradient_clipping will see gradients that are still multiplied by the scale, for a "
+            "fused optimizer unscales inside its step. Use fused=False if it clips."
+        )
+    if device_type == "mps" and plugin_precision(plugin) == "16-mixed":
+        for kind, instead in _WITHOUT_RULE:
+            found = [name or type(module).__name__ for name, child in module.named_modules() if isinstance(child, kind)]
+            if found:
+                yield f"{_named(found)}: autocast on mps has no rule for {kind.__name__}, which runs in float16; {instead}."
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,95 @@
+"""From what the Trainer was told and what the strategy was told to the one plugin that runs."""
+
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.plugins import precision as stock
+
+from lightning_unified.errors import PrecisionError
+from lightning_unified.precision.gate import Platform, PrecisionChoice, choose_precision, full_name
+from lightning_unified.precision.mixed import MixedPrecision, live_scaler
+
+__all__ = ["build_plugin", "plugin_precision", "resolve_precision"]
+
+_STOCK = (stock.Precision, stock.MixedPrecision, stock.HalfPrecision, stock.DoublePrecision, MixedPrecision)
+
+
+def plugin_precision(plugin: stock.Precision | None) -> str:
+    """Return Lightning's name of what `plugin` runs."""
+    return str(getattr(plugin, "precision", "32-true"))
+
+
+def resolve_precision(
+    given: stock.Precision | None, *, asked: str, platform: Platform
+) -> tuple[PrecisionChoice, stock.Precision]:
+    """Return what runs and the plugin for it, built for the device that is really used.
+
+    Lightning 2.6.6 builds its plugin from the accelerator *flag* (accelerator_connector.py), and takes "cuda" where that is an object:
+    autocast and scaler are then disabled on every other device, and the module trains in float32.
+
+    Args:
+        given: The plugin that the Trainer hands over: made from its flag, the user's own, or one that the strategy carried.
+        asked: What the strategy itself was given; `"trainer"` leaves it to the Trainer.
+        platform: Where it will run.
+
+    Raises:
+        PrecisionError: If the two contradict each other, or the platform cannot give what is asked.
+    """
+    asked, flag = full_name(asked), plugin_precision(given)
+    own = given is not None and type(given) not in _STOCK
+    if asked != "trainer" and (own or (asked != "auto" and flag not in ("32-true", asked))):
+        said = type(given).__name__ if own else repr(flag)
+        raise PrecisionError(f"the strategy was given precision={asked!r} and the Trainer {said}; give one of them.")
+    if given is not None and own:
+        scaler = live_scaler(given) is not None
+        return PrecisionChoice(precision=flag, scaler=scaler, reason="as the Trainer's own plugin says"), given
+    if asked == "trainer" or (asked == "auto" and flag != "32-true"):
+        choice = replace(_followed(given, flag, platform), reason="as the Trainer says")
+    else:
+        choice = choose_precision(asked, platform=platform)
+    return choice, build_plugin(choice, device_type=platform.device_type, given=given)
+
+
+def _followed(given: stock.Precision | None, flag: str, platform: Platform) -> PrecisionChoice:
+    """Return the choice that follows the Trainer; a live scaler for a CPU, which only a user makes, is enough for float16 there."""
+    scaler = live_scaler(given) if given is not None else None
+    if platform.backend == "cpu" and flag == "16-mixed" and scaler is not None and scaler._device == "cpu":
+        return PrecisionChoice(precision=flag, scaler=True, reason="")
+    return choose_precision(flag, platform=platform)
+
+
+def build_plugin(choice: PrecisionChoice, *, device_type: str, given: stock.Precision | None = None) -> stock.Precision:
+    """Return the plugin for `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …).
+
+    Args:
+        choice: What to run.
+        device_type: Where.
+        given: The plugin that this one takes the place of. A gradient scaler of its is kept if it is live here, for it may be the
+            user's own, with settings of its own.
+
+    Raises:
+        PrecisionError: If `given` was made for this very device with a scaler that is disabled, or is for another one.
+    """
+    if choice.precision in ("16-mixed", "bf16-mixed"):
+        scaler = None
+        if choice.scaler and isinstance(given, stock.MixedPrecision) and given.precision == choice.precision:
+            scaler = _scaler_here(given, device_type)
+        return MixedPrecision(choice.precision, device_type=device_type, scaler=scaler)
+    if given is not None and plugin_precision(given) == choice.precision:
+        return given
+    if choice.precision in ("16-true", "bf16-true"):
+        return stock.HalfPrecision(choice.precision)  # type: ignore[arg-type]
+    return stock.DoublePrecision() if choice.precision == "64-true" else stock.Precision()
+
+
+def _scaler_here(given: stock.MixedPrecision, device_type: str) -> torch.amp.GradScaler | None:
+    scaler = live_scaler(given)
+    if scaler is not None and scaler._device == device_type:
+        return scaler
+    if given.device == device_type:
+        what = "is disabled" if scaler is None else f"is for {scaler._device}"
+        raise PrecisionError(
+            f"plugins=[MixedPrecision('16-mixed', {device_type!r}, scaler=…)]: its gradient scaler {what}, so float16 gradients would go "
+            f"unscaled; give torch.amp.GradScaler({device_type!r}), or Trainer(precision='16-mixed') and no plugin."
+        )
+    return None

@@ -1,0 +1,331 @@
+"""From Trainer flag and strategy to what runs: what Lightning 2.6.6 makes of each way to ask, and what the unified strategy does."""
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.accelerators import MPSAccelerator as FabricsMPS
+from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import precision as stock
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import ConfigurationError, PrecisionError
+from lightning_unified.precision import MixedPrecision, PrecisionChoice, build_plugin, verify_plugin
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported:UserWarning"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="what is seen here is the absence of CUDA"),
+]
+
+
+def seen(trainer):
+    """What runs: (device of the module, device of autocast, dtype or None where it is disabled, device of a live scaler)."""
+    plugin = trainer.precision_plugin
+    context = plugin.autocast_context_manager()
+    live = plugin.scaler is not None and plugin.scaler.is_enabled()
+    return (
+        trainer.strategy.root_device.type,
+        plugin.device,
+        context.fast_dtype if context._enabled else None,
+        plugin.scaler._device if live else None,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["auto", "unified"])
+@pytest.mark.parametrize("accelerator", ["mps", "gpu", "auto"])
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("16-mixed", (torch.float16, "mps")), ("bf16-mixed", (torch.bfloat16, None))],
+)
+def test_the_accelerator_as_a_string_is_right_under_both(mac, trainer, strategy, accelerator, precision, expected):
+    mac()
+
+    assert seen(trainer(strategy, accelerator=accelerator, precision=precision)) == ("mps", "mps", *expected)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_accelerator_as_an_object_trains_in_float32_under_lightning_alone(mac, trainer, precision):
+    mac()
+
+    assert seen(trainer("auto", accelerator=MPSAccelerator(), precision=precision)) == ("mps", "cuda", None, None)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("16-mixed", (torch.float16, "mps")), ("bf16-mixed", (torch.bfloat16, None))],
+)
+def test_the_accelerator_as_an_object_is_repaired(mac, trainer, precision, expected):
+    mac()
+
+    assert seen(trainer("unified", accelerator=MPSAccelerator(), precision=precision)) == ("mps", "mps", *expected)
+
+
+def test_a_strategy_that_carries_an_accelerator_object_trains_in_float32_under_lightning_alone(mac, trainer):
+    mac()
+    carrying = SingleDeviceStrategy("mps", accelerator=MPSAccelerator())
+
+    assert seen(trainer(carrying, precision="16-mixed")) == ("mps", "cuda", None, None)
+
+
+def test_a_strategy_that_carries_an_accelerator_object_is_repaired(mac, trainer):
+    mac()
+    carrying = UnifiedStrategy()
+    carrying.accelerator = MPSAccelerator()
+
+    assert seen(trainer(carrying, precision="16-mixed")) == ("mps", "mps", torch.float16, "mps")
+
+
+def test_a_cpu_object_with_fp16_trains_in_float32_under_lightning_alone(trainer):
+    assert seen(trainer("auto", accelerator=CPUAccelerator(), precision="16-mixed")) == ("cpu", "cuda", None, None)
+
+
+def test_a_cpu_object_with_fp16_is_refused(trainer):
+    with pytest.raises(PrecisionError, match="use bf16-mixed or 32-true"):
+        trainer("unified", accelerator=CPUAccelerator(), precision="16-mixed")
+
+
+def test_a_cpu_object_with_bf16_is_repaired(trainer):
+    made = trainer("unified", accelerator=CPUAccelerator(), precision="bf16-mixed")
+    made.fit(BoringModel())
+
+    assert seen(made) == ("cpu", "cpu", torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "unified"])
+def test_a_cpu_by_name_with_fp16_becomes_bf16_with_lightnings_warning(trainer, strategy):
+    with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+        made = trainer(strategy, accelerator="cpu", precision="16-mixed")
+
+    assert seen(made) == ("cpu", "cpu", torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "mps"])
+def test_a_strategy_made_for_a_device_is_right_under_lightning_and_ours_takes_none(mac, trainer, accelerator):
+    mac()
+    made = trainer(SingleDeviceStrategy("mps"), accelerator=accelerator, precision="16-mixed")
+
+    assert seen(made) == ("mps", "mps", torch.float16, "mps")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        UnifiedStrategy(device="mps")
+
+
+def test_a_strategy_by_name_is_right_under_both(mac, trainer):
+    mac()
+    StrategyRegistry.register("single_mps", SingleDeviceStrategy, device="mps")
+    try:
+        for name in ("single_mps", "unified"):
+            assert seen(trainer(name, precision="16-mixed")) == ("mps", "mps", torch.float16, "mps")
+    finally:
+        StrategyRegistry.remove("single_mps")
+
+
+def test_a_module_and_its_autocast_on_two_devices_go_unnoticed_under_lightning_alone(mac, trainer):
+    mac()
+
+    assert seen(trainer(SingleDeviceStrategy("cpu"), accelerator="mps", precision="bf16-mixed"))[:2] == ("cpu", "mps")
+
+
+def test_a_module_and_its_autocast_on_two_devices_are_refused_before_the_first_step(trainer):
+    made = trainer("unified", accelerator="cpu", precision="bf16-mixed")
+    made.strategy.precision_plugin = stock.MixedPrecision("bf16-mixed", "mps")
+    with pytest.raises(PrecisionError, match="built for mps and the module is on cpu.*Pass the accelerator as a string"):
+        made.fit(BoringModel())
+
+
+def test_a_plugin_that_the_strategy_carries_silences_the_trainers_flag_under_lightning_alone(mac, trainer):
+    mac()
+    carrying = SingleDeviceStrategy("mps", precision_plugin=stock.MixedPrecision("16-mixed", "mps"))
+
+    assert trainer(carrying, precision="bf16-mixed").precision == "16-mixed"
+
+
+def test_a_plugin_that_the_strategy_carries_and_another_flag_are_refused_before_the_first_step(trainer):
+    carrying = UnifiedStrategy()
+    carrying.precision_plugin = stock.MixedPrecision("bf16-mixed", "cpu")
+    made = trainer(carrying, accelerator="cpu", precision="64-true")
+    with pytest.raises(PrecisionError, match=r"precision='64-true'.* carries a plugin for 'bf16-mixed'"):
+        made.fit(BoringModel())
+
+
+def test_a_plugin_that_the_strategy_carries_runs_if_no_flag_contradicts_it(trainer):
+    for flag in (None, "bf16-mixed"):
+        carrying = UnifiedStrategy()
+        carrying.precision_plugin = stock.MixedPrecision("bf16-mixed", "cpu")
+        made = trainer(carrying, accelerator="cpu", precision=flag)
+        made.fit(BoringModel())
+
+        assert seen(made) == ("cpu", "cpu", torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "unified"])
+def test_a_plugin_beside_a_flag_is_refused_by_lightning_itself(trainer, strategy):
+    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
+        trainer(
+            strategy, accelerator="cpu", precision="bf16-mixed", plugins=[stock.MixedPrecision("bf16-mixed", "cpu")]
+        )
+
+
+def test_a_plugin_made_for_another_device_is_repaired(mac, trainer):
+    mac()
+    plugins = [stock.MixedPrecision("16-mixed", "cuda")]
+
+    assert seen(trainer("auto", plugins=list(plugins))) == ("mps", "cuda", None, None)
+    assert seen(trainer("unified", plugins=list(plugins))) == ("mps", "mps", torch.float16, "mps")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "unified"])
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_half_precision_never_has_a_scaler(mac, trainer, strategy, precision):
+    mac()
+    plugin = trainer(strategy, accelerator="mps", precision=precision).precision_plugin
+
+    assert (type(plugin), plugin.precision) == (stock.HalfPrecision, precision)
+    assert not hasattr(plugin, "scaler")
+
+
+def test_float64_on_mps_is_accepted_by_lightning_and_refused_at_once_here(mac, trainer):
+    mac()
+
+    assert trainer("auto", accelerator="mps", precision="64-true").precision == "64-true"
+    with pytest.raises(PrecisionError, match="Metal has no float64"):
+        trainer("unified", accelerator="mps", precision="64-true")
+    with pytest.raises(PrecisionError, match="Metal has no float64"):
+        trainer(UnifiedStrategy(precision="64-true"), accelerator="mps")
+
+
+def test_fp16_on_mps_before_torch_2_8_is_refused_at_once(mac, trainer):
+    mac(version="2.7.1")
+    with pytest.raises(PrecisionError, match=r"needs torch 2\.8 .* this is torch 2\.7"):
+        trainer("unified", accelerator="mps", precision="16-mixed")
+
+
+def test_fabric_has_the_fault_of_the_accelerator_object_as_well(mac):
+    mac()
+    plugin = L.Fabric(accelerator=FabricsMPS(), precision="16-mixed")._precision
+
+    assert (plugin.device, plugin.scaler.is_enabled()) == ("cuda", False)
+
+
+def test_fabric_is_told_that_the_strategy_is_the_trainers(mac):
+    mac()
+    with pytest.raises(ValueError, match=r"<UnifiedStrategy: for lightning.Trainer\(strategy=…\) only"):
+        L.Fabric(strategy=UnifiedStrategy())
+    with pytest.raises(ConfigurationError, match=r"for lightning.Trainer.* Write L.Trainer\(strategy=.unified.\)"):
+        L.Fabric(accelerator=FabricsMPS(), precision="16-mixed", strategy="unified")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize(
+    ("flag", "expected"), [(None, "32-true"), ("bf16-mixed", "bf16-mixed"), ("32-true", "32-true")]
+)
+def test_the_four_routes_give_the_trainers_precision(trainer, as_object, flag, expected):
+    made = trainer(UnifiedStrategy() if as_object else "unified", accelerator="cpu", precision=flag)
+
+    assert made.precision_plugin is made.strategy.precision_plugin
+    assert made.precision_plugin.precision == expected
+    assert type(made.precision_plugin) is (MixedPrecision if "mixed" in expected else stock.Precision)
+
+
+def test_the_strategys_own_precision_is_used_if_the_trainer_names_none(trainer):
+    made = trainer(UnifiedStrategy(precision="bf16-mixed"), accelerator="cpu")
+    made.fit(BoringModel())
+
+    assert made.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("flag", ["64-true", "16-true"])
+def test_two_precisions_are_a_conflict_not_an_override(trainer, flag):
+    with pytest.raises(PrecisionError, match=rf"precision='bf16-mixed' and the Trainer '{flag}'; give one of them"):
+        trainer(UnifiedStrategy(precision="bf16-mixed"), accelerator="cpu", precision=flag)
+
+
+def test_the_same_precision_by_two_names_is_no_conflict(trainer):
+    assert trainer(UnifiedStrategy(precision="bf16"), accelerator="cpu", precision="bf16").precision == "bf16-mixed"
+
+
+class Custom(stock.Precision):
+    precision = "my own"
+
+
+def test_a_precision_plugin_of_the_users_own_is_kept(trainer):
+    plugin = Custom()
+
+    assert trainer("unified", accelerator="cpu", plugins=[plugin]).precision_plugin is plugin
+
+
+@pytest.mark.parametrize("asked", ["auto", "bf16-mixed"])
+def test_a_precision_plugin_of_the_users_own_beside_the_strategys_precision_is_a_conflict(trainer, asked):
+    with pytest.raises(PrecisionError, match="the Trainer Custom; give one of them"):
+        trainer(UnifiedStrategy(precision=asked), accelerator="cpu", plugins=[Custom()])
+
+
+def test_auto_gives_way_to_what_the_trainer_names(trainer):
+    made = trainer(UnifiedStrategy(precision="auto"), accelerator="cpu", precision="bf16-mixed")
+
+    assert made.precision == "bf16-mixed"
+    assert made.strategy.precision_choice.reason == "as the Trainer says"
+
+
+def test_auto_on_a_mac_has_its_watermarks_from_the_budget_before_the_chip_is_asked(mac, trainer, monkeypatch):
+    import os
+
+    mac("Apple M2")
+    asked_with = []
+    name = torch.backends.mps.get_name
+    monkeypatch.setattr(
+        torch.backends.mps,
+        "get_name",
+        lambda: asked_with.append(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO")) or name(),
+    )
+    made = trainer(UnifiedStrategy(budget="60%", precision="auto"), accelerator="mps")
+
+    assert made.precision == "bf16-mixed"
+    assert asked_with and set(asked_with) == {"0.6000"}
+
+
+FP16 = PrecisionChoice(precision="16-mixed", scaler=True, reason="as asked")
+
+
+def test_a_live_scaler_of_the_users_own_is_kept(trainer):
+    own = torch.amp.GradScaler("cpu", init_scale=4.0)
+    made = trainer("unified", accelerator="cpu", plugins=[stock.MixedPrecision("16-mixed", "cpu", scaler=own)])
+
+    assert made.precision_plugin.scaler is own
+    assert seen(made) == ("cpu", "cpu", torch.float16, "cpu")
+    assert made.strategy.precision_choice.scaler
+
+
+def test_a_scaler_that_torch_disabled_for_want_of_cuda_is_refused(mac, trainer):
+    """What a script written for CUDA does on a Mac: `scale()` is the identity then, and float16 trains unscaled."""
+    mac()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        disabled = torch.cuda.amp.GradScaler()
+    plugins = [stock.MixedPrecision("16-mixed", "mps", scaler=disabled)]
+
+    assert seen(trainer("auto", plugins=list(plugins))) == ("mps", "mps", torch.float16, None)
+    with pytest.raises(PrecisionError, match=r"scaler is disabled.* give torch.amp.GradScaler\('mps'\)"):
+        trainer("unified", plugins=plugins)
+
+
+def test_a_live_scaler_for_another_device_is_refused(mac, trainer):
+    mac()
+    with pytest.raises(PrecisionError, match=r"scaler is for cpu"):
+        trainer("unified", plugins=[stock.MixedPrecision("16-mixed", "mps", scaler=torch.amp.GradScaler("cpu"))])
+
+
+def test_a_scaler_that_torch_disables_is_an_error():
+    """On a machine without CUDA torch disables its scaler with one warning: training would go on unscaled."""
+    with pytest.raises(PrecisionError, match="disabled gradient scaler"):
+        build_plugin(FP16, device_type="cuda")
+
+
+def test_what_was_built_is_what_the_check_asks_for(mac, trainer):
+    mac()
+    plugin = trainer("unified", accelerator=MPSAccelerator(), precision="16-mixed").precision_plugin
+    verify_plugin(plugin, device_type="mps", optimizers=[], clips=True)
