@@ -32,10 +32,11 @@ def _add_names(strategies: ModuleType) -> None:
     if registry is not None and "unified" not in registry:  # None while that module is still being executed
         registry.register("unified", _unified, description="Trains on one device inside a memory budget.")
 
-
     fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
     if fabric is not None and "unified" not in fabric:
-        fabric.register("unified", _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason.")
+        fabric.register(
+            "unified", _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason."
+        )
 
 
 def _not_for_fabric(**_options: Any) -> Any:

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.seed import _collect_rng_states
 
 from lightning_unified.callbacks import random_state
+from lightning_unified.callbacks.continuation import Continuation
+from lightning_unified.training.snapshot import _generator_states, _set_generator_states
 
 
 class Generators:
@@ -98,3 +101,56 @@ def test_a_generator_that_is_not_here_is_named():
 
 def test_one_process_gathers_its_own_state():
     assert random_state.gather({"a": 1}) == [{"a": 1}]
+
+
+def mocked_mps(monkeypatch):
+    mps = Generators(1)
+    monkeypatch.setattr(torch.mps, "get_rng_state", mps.get_rng_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", mps.set_rng_state)
+    return mps
+
+
+def trainer_on(kind, **changes):
+    loop = SimpleNamespace(_should_accumulate=lambda: False)
+    strategy = SimpleNamespace(root_device=torch.device(kind))
+    return SimpleNamespace(
+        **{"strategy": strategy, "fit_loop": loop, "world_size": 1, "global_rank": 0, "is_last_batch": True, **changes}
+    )
+
+
+def test_lightning_alone_leaves_the_generator_of_mps_out(monkeypatch):
+    mocked_mps(monkeypatch)
+
+    assert not any("mps" in name for name in _collect_rng_states())
+
+
+def test_a_resumed_run_on_mps_finds_its_generator_as_the_checkpoint_has_it(monkeypatch):
+    mps, checkpoint = mocked_mps(monkeypatch), {}
+    Continuation().note(trainer_on("mps"), torch.nn.Module(), checkpoint, called_off=False)
+    mps.states[0] = torch.tensor([77], dtype=torch.uint8)
+    resumed = Continuation()
+    resumed.load(checkpoint)
+    resumed.before_loaders(trainer_on("mps"))
+
+    assert mps.states[0].item() == 0
+
+
+def test_a_run_that_moves_from_cpu_to_mps_says_that_this_generator_starts_anew(monkeypatch, caplog):
+    mocked_mps(monkeypatch)
+    checkpoint = {}
+    Continuation().note(trainer_on("cpu"), torch.nn.Module(), checkpoint, called_off=False)
+    resumed = Continuation()
+    resumed.load(checkpoint)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        resumed.before_loaders(trainer_on("mps"))
+
+    assert "not restored: the mps generator: the checkpoint was written without one" in caplog.text
+
+
+def test_a_repeated_step_on_mps_draws_the_same_numbers(monkeypatch):
+    mps, device = mocked_mps(monkeypatch), torch.device("mps")
+    noted = _generator_states(device)
+    mps.states[0] = torch.tensor([77], dtype=torch.uint8)
+    _set_generator_states(noted, device)
+
+    assert mps.states[0].item() == 0

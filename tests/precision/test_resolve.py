@@ -133,7 +133,9 @@ def test_a_module_and_its_autocast_on_two_devices_go_unnoticed_under_lightning_a
 def test_a_module_and_its_autocast_on_two_devices_are_refused_before_the_first_step(trainer):
     made = trainer("unified", accelerator="cpu", precision="bf16-mixed")
     made.strategy.precision_plugin = stock.MixedPrecision("bf16-mixed", "mps")
-    with pytest.raises(PrecisionError, match="built for mps and the module is on cpu.*Pass the accelerator as a string"):
+    with pytest.raises(
+        PrecisionError, match=r"built for mps and the module is on cpu.*Pass the accelerator as a string"
+    ):
         made.fit(BoringModel())
 
 

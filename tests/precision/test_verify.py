@@ -99,7 +99,7 @@ def test_frozen_half_parameters_are_no_matter():
 
 def test_lbfgs_is_refused_with_a_scaler_and_taken_without():
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(PrecisionError, match="LBFGS with 16-mixed.* use bf16-mixed, 32-true, or another"):
+    with pytest.raises(PrecisionError, match=r"LBFGS with 16-mixed.* use bf16-mixed, 32-true, or another"):
         verify(scaled(), "cpu", optimizer)
     verify(stock.MixedPrecision("bf16-mixed", "cpu"), "cpu", optimizer)
 
@@ -118,7 +118,7 @@ def test_a_plugin_for_another_device_is_an_error():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is seen here is the absence of CUDA")
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")
 def test_autocast_that_torch_disables_is_an_error():
-    with pytest.raises(PrecisionError, match="torch disables autocast to torch.bfloat16 here"):
+    with pytest.raises(PrecisionError, match=r"torch disables autocast to torch\.bfloat16 here"):
         verify(stock.MixedPrecision("bf16-mixed", "cuda"), "cuda")
 
 
