@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor

@@ -82,3 +82,16 @@ def fresh(seed=3, **options):
 
 def weights(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def seen(trainer):
+    """What runs: (device of the module, device of autocast, dtype or None where it is disabled, device of a live scaler)."""
+    plugin = trainer.precision_plugin
+    context = plugin.autocast_context_manager()
+    live = plugin.scaler is not None and plugin.scaler.is_enabled()
+    return (
+        trainer.strategy.root_device.type,
+        plugin.device,
+        context.fast_dtype if context._enabled else None,
+        plugin.scaler._device if live else None,
+    )

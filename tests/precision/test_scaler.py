@@ -97,7 +97,7 @@ def test_memory_that_runs_out_leaves_scale_tracker_and_weights_as_undisturbed(mo
     twin, twins_scales = fresh(fused=fused, spoilt={4}), Scales()
     fit(twin, Halves(failing.batch), twins_scales, **options)
 
-    assert (failing.raised, trainer.strategy.recoveries, trainer.strategy.sizes.limit) == (1, 1, 2)
+    assert (failing.raised, trainer.strategy.recoveries, trainer.strategy.micro_batch_size) == (1, 1, 2)
     assert scales.seen == twins_scales.seen
     assert torch.equal(weights(module), weights(twin))
 
