@@ -119,6 +119,7 @@ class Budgeted(Strategy):
 
     @override
     def teardown(self) -> None:
+        self.policy.recomputation.end()
         self._status.end()
         super().teardown()
 
@@ -141,11 +142,6 @@ class Budgeted(Strategy):
             budget_bytes=None if self.budget is None else self.budget.bytes,
             recoveries=self.recoveries,
         )
-
-    @override
-    def teardown(self) -> None:
-        self.policy.recomputation.end()
-        super().teardown()
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.

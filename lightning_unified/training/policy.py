@@ -151,6 +151,11 @@ class MemoryPolicy:
         """What counts the loss terms of a part, as far as gradients have told; None for rows or as declared."""
         return None if self._verdict is None else self._verdict.count
 
+    @property
+    def cuts_are_exact(self) -> bool:
+        """Whether gradients have told that a batch's parts come to the whole."""
+        return self._verdict is not None and self._verdict.conclusive
+
     def allow_split(self, shape: BatchShape) -> None:
         """Raise `SplitError` if the module says, or shows, that such a batch cannot be cut exactly."""
         module = self._module
