@@ -168,7 +168,7 @@ def _bytes_of_copies(module: nn.Module) -> int:
 
 
 @contextmanager
-def _on_host(trainer: L.Trainer, metrics: Sequence[Metric]) -> Iterator[list[Tensor]]:
+def _on_host(trainer: L.Trainer, metrics: Sequence[Metric]) -> Iterator[Sequence[Tensor]]:
     """Let the module run on the CPU in float32, on copies of its parameters and buffers; yield the copies that are trained."""
     module, strategy = trainer.lightning_module, trainer.strategy
     with ExitStack() as undo:
