@@ -1,12 +1,13 @@
 """Recompute a block in the backward pass instead of keeping its activations, with the same noise and the same buffers.
 
-`torch.utils.checkpoint` runs the block a second time. Two things may then differ from the first run: the random numbers
-of a device whose generator torch does not put back (MPS: issue 127676, open in torch 2.13), and the buffers a block
-writes (BatchNorm counts every batch twice). Both give gradients or statistics that are silently wrong.
+`torch.utils.checkpoint` runs the block a second time. Two things may then differ from the first run: random numbers, for torch puts
+back its own generators only, and those of the devices of positional arguments (never MPS: issue 127676, open in torch 2.13); and the
+buffers a block writes (BatchNorm counts every batch twice). Both give gradients or statistics that are silently wrong.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["RandomState", "recompute"]
+__all__ = ["RandomState", "recompute", "recompute_call"]
 
 
 class RandomState(Protocol):
@@ -35,35 +36,94 @@ def recompute(block: Callable[..., Any], *args: Any, random_state: RandomState |
     Args:
         block: A module, or any callable whose random numbers and tensors come from its arguments.
         *args: Its arguments.
-        random_state: The generator to put back besides those torch puts back itself; by default `torch.mps` when an
+        random_state: The generator to put back besides torch's and Python's own; by default `torch.mps` when an
             argument lies on MPS, else none.
         **kwargs: Its keyword arguments.
 
     Returns:
         What the block returns.
     """
+    owner = block if isinstance(block, nn.Module) else None
+    return recompute_call(block, args, kwargs, owner=owner, random_state=random_state)
+
+
+def recompute_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    owner: nn.Module | None = None,
+    random_state: RandomState | None = None,
+) -> Any:
+    """Return `function(*args, **kwargs)` as `recompute` does, for a function that reads and writes the buffers of `owner`.
+
+    Args:
+        function: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        owner: The module whose buffers the second run must find as the first did; None for a function that writes none.
+        random_state: As for `recompute`.
+
+    Returns:
+        What the function returns.
+    """
     if not torch.is_grad_enabled():
-        return block(*args, **kwargs)
+        return function(*args, **kwargs)
+    values = (*args, *kwargs.values())
     if random_state is None and any(
-        isinstance(leaf, Tensor) and leaf.device.type == "mps" for leaf in tree_leaves(args)
+        isinstance(leaf, Tensor) and leaf.device.type == "mps" for leaf in tree_leaves(values)
     ):
         random_state = torch.mps
-    buffers = (
-        _Buffers(block)
-        if isinstance(block, nn.Module) and block.training and next(block.buffers(), None) is not None
-        else None
-    )
-    if random_state is None and buffers is None:
-        # torch.compile accepts no context of ours, so none is given where none is due.
-        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
-    return checkpoint(
-        block,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=True,
-        context_fn=lambda: _contexts(random_state, buffers),
-        **kwargs,
-    )
+    writes = owner is not None and owner.training and next(owner.buffers(), None) is not None
+    called = _by_position(function, len(args), tuple(kwargs))
+    if torch.compiler.is_compiling() and random_state is None and not writes:
+        return checkpoint(
+            called, *values, use_reentrant=False
+        )  # the noise of a compiled graph is put back by the graph
+    return _eager(called, values, owner=owner if writes else None, random_state=random_state)
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # a graph takes no context of ours; as torch.utils.checkpoint does
+def _eager(
+    function: Callable[..., Any], values: Sequence[Any], *, owner: nn.Module | None, random_state: RandomState | None
+) -> Any:
+    again = _Again(_Noise(random_state), _Buffers(owner) if owner is not None else None)
+    return checkpoint(function, *values, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again))
+
+
+def _by_position(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return `function` with its keyword arguments behind its `count` others: torch looks for devices in positional ones only."""
+    if not names:
+        return function
+
+    def called(*values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    return called
+
+
+class _Noise:
+    """The generators that torch does not put back, as they were before the first run."""
+
+    def __init__(self, random_state: RandomState | None) -> None:
+        self._generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
+        if random_state is not None:
+            self._generators.append((random_state.get_rng_state, random_state.set_rng_state))
+        self._before = [get() for get, _ in self._generators]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the block draw the numbers that it drew first."""
+        current = [get() for get, _ in self._generators]
+        self._set(self._before)
+        try:
+            yield
+        finally:
+            self._set(current)
+
+    def _set(self, states: list[Any]) -> None:
+        for (_, put), state in zip(self._generators, states, strict=True):
+            put(state)
 
 
 class _Buffers:
@@ -71,57 +131,48 @@ class _Buffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._slots = [
-            (module, name) for module in block.modules() for name, value in module._buffers.items() if value is not None
+            (module, name, value)
+            for module in block.modules()
+            for name, value in module._buffers.items()
+            if value is not None
         ]
-        self._before = [self._read(module, name).detach().clone() for module, name in self._slots]
-
-    @staticmethod
-    def _read(module: nn.Module, name: str) -> Tensor:
-        value = module._buffers[name]
-        if value is None:
-            raise RuntimeError(
-                f"buffer {name!r} vanished between the forward and the backward pass; keep it registered."
-            )
-        return value
+        self._before = [value.detach().clone() for value in _each_once(value for _, _, value in self._slots)]
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Exchange the block's buffers for fresh copies of the old values; a swap, because a copy back would count as a
         write and invalidate what autograd saved.
         """
-        current = [self._read(module, name) for module, name in self._slots]
-        for (module, name), value in zip(self._slots, self._before, strict=True):
-            module._buffers[name] = value.clone()
+        current = [module._buffers.get(name) for module, name, _ in self._slots]
+        originals = _each_once(value for _, _, value in self._slots)
+        copies = {id(one): before.clone() for one, before in zip(originals, self._before, strict=True)}
+        for module, name, value in self._slots:
+            module._buffers[name] = copies[id(value)]
         try:
             yield
         finally:
-            for (module, name), value in zip(self._slots, current, strict=True):
+            for (module, name, _), value in zip(self._slots, current, strict=True):
                 module._buffers[name] = value
 
 
-def _contexts(
-    random_state: RandomState | None, buffers: _Buffers | None
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    saved = random_state.get_rng_state() if random_state is not None else None
-    return contextlib.nullcontext(), _Again(random_state, saved, buffers)
+def _each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors without repeats: a buffer that two modules share stays one."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-class _Again(contextlib.AbstractContextManager[None]):
+class _Again(AbstractContextManager[None]):
     """The surroundings of the second run; may be entered more than once, as `retain_graph=True` does."""
 
-    def __init__(self, random_state: RandomState | None, saved: Tensor | None, buffers: _Buffers | None) -> None:
-        self._random_state, self._saved, self._buffers = random_state, saved, buffers
+    def __init__(self, noise: _Noise, buffers: _Buffers | None) -> None:
+        self._noise, self._buffers = noise, buffers
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        stack = contextlib.ExitStack()
-        if self._random_state is not None and self._saved is not None:
-            current = self._random_state.get_rng_state()
-            self._random_state.set_rng_state(self._saved)
-            stack.callback(self._random_state.set_rng_state, current)
-        if self._buffers is not None:
-            stack.enter_context(self._buffers.lent())
-        self._stack = stack
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._noise.again())
+            if self._buffers is not None:
+                stack.enter_context(self._buffers.lent())
+            self._stack = stack.pop_all()
 
     def __exit__(self, *details: object) -> None:
         self._stack.close()

@@ -56,6 +56,7 @@ def describe_shortage(
     rows: int | None,
     requested: int | None = None,
     positions: Collection[int] = (),
+    recomputes: bool = False,
 ) -> str:
     """Return in three lines what did not fit, beside what, and what would help.
 
@@ -69,6 +70,7 @@ def describe_shortage(
         rows: Rows that ran at once; None for a batch that cannot be cut.
         requested: Bytes of the allocation that failed, if the allocator said so.
         positions: How many entries a row of the batch's tensors has, such as its number of tokens: logits are told by it.
+        recomputes: Whether activations are recomputed already.
     """
     optimizers = list(optimizers)
     need = static_bytes(module, optimizers)
@@ -77,7 +79,7 @@ def describe_shortage(
     return (
         f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
         f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(budget_bytes)} leaves {format_bytes(left)}.\n"
-        "What helps: memory.recompute=true, hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
+        f"What helps: {'' if recomputes else 'memory.recompute=true, '}hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
         "or a larger memory.budget if the machine has it."
     )
 

@@ -9,11 +9,11 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.planning import Plan
 from lightning_unified.precision import PrecisionChoice, platform_of, plugin_precision, resolve_precision, verify_run
@@ -21,6 +21,7 @@ from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
+from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.status import RunFigures, RunStatus, runs_directory
 
@@ -38,9 +39,7 @@ class Budgeted(Strategy):
     policy: MemoryPolicy
 
     def _set_options(self, *, recompute: bool | Literal["auto"], precision: str) -> None:
-        if recompute not in ("auto", True, False):
-            raise ConfigurationError(f'recompute={recompute!r}: give true, false or "auto".')
-        self._recompute = recompute
+        self.policy.recomputation = Recomputation(recompute)
         self._asked_precision = str(precision)
         self.precision_choice: PrecisionChoice | None = None
         self._status = RunStatus(None)
@@ -77,7 +76,8 @@ class Budgeted(Strategy):
         module = self.lightning_module
         assert module is not None
         self.policy.refuse_if_too_small(module, ())
-        self._set_recompute(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.policy.recomputation.begin(module)
         super().setup(trainer)
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
@@ -97,6 +97,7 @@ class Budgeted(Strategy):
 
     @override
     def teardown(self) -> None:
+        self.policy.recomputation.end()
         self._status.end()
         super().teardown()
 
@@ -119,16 +120,6 @@ class Budgeted(Strategy):
             budget_bytes=None if self.budget is None else self.budget.bytes,
             recoveries=self.recoveries,
         )
-
-    def _set_recompute(self, module: L.LightningModule) -> None:
-        if self._recompute == "auto":
-            return
-        if not hasattr(module, "recompute"):
-            raise ConfigurationError(
-                f"recompute={self._recompute} was asked for, and {type(module).__name__} has no `recompute` attribute to set; "
-                'add one that its forward reads, or leave recompute="auto".'
-            )
-        module.recompute = self._recompute  # type: ignore[assignment]
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.
@@ -197,13 +188,13 @@ class Budgeted(Strategy):
         assert budget is not None, "the plan exists once fit has begun"
         return Plan(
             micro_batch_size=self.micro_batch_size,
-            recompute=None if self._recompute == "auto" else bool(self._recompute),
+            recompute=self.policy.recomputation.on,
             precision=plugin_precision(self.precision_plugin),
             budget_bytes=budget.bytes,
             reasons={
                 "budget": budget.reason,
                 "micro_batch_size": self.policy.size_reason,
-                "recompute": "as asked" if self._recompute != "auto" else "as the module is",
+                "recompute": self.policy.recomputation.reason,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,
                 "cap": cap.reason if cap is not None else "none",

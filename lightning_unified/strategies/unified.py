@@ -38,7 +38,9 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         budget: What this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else, read
             again while running, so that it follows other programs.
         micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less once memory asks for it.
-        recompute: Sets the module's own `recompute` attribute, where it has one; `"auto"` leaves it alone.
+        recompute: Whether activations are recomputed in the backward pass; see docs/recomputation.md. True sets the module's own
+            `recompute` attribute, where it has one, else its blocks are made to; `"auto"` leaves the module as it is until memory
+            runs out and nothing smaller is left to try.
         precision: `"trainer"` runs what `Trainer(precision=…)` says; `"auto"` what the device does best; or Lightning's name of
             one. A name here and another at the Trainer is an error, never an override.
         recover: Repeat a step in smaller parts after an out-of-memory error.

@@ -27,6 +27,7 @@ from lightning_unified.errors import ConfigurationError, HalfUpdatedError, Split
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught
+from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
@@ -54,6 +55,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._buffers = BufferWatch(module)
         self._metrics = metrics_of(module)
         self._check = SplittabilityCheck(trainer, step=self._training_step, metrics=lambda: self._metrics)
+        self._parity = GradientParity(
+            trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
+        )
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
@@ -177,7 +181,9 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        return _MicroBatchClosure(self, self._cut(kwargs), optimizer, zero_grad)
+        batch = self._cut(kwargs)
+        self._parity.look(kwargs, cut=batch.parts > 1)
+        return _MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _cut(self, kwargs: "OrderedDict[str, Any]") -> "_WholeBatch | _CutBatch":
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""

@@ -13,6 +13,7 @@ from lightning_unified.planning import describe_bytes, describe_shortage, static
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.training.oom import release_cached_memory, requested_bytes
+from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
 from lightning_unified.training.split import BatchShape, positions
@@ -42,6 +43,7 @@ class MemoryPolicy:
 
     Attributes:
         caches: What clears the device's caches between batches.
+        recomputation: Whether activations are recomputed; `"auto"` turns that on once nothing smaller is left to try.
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
@@ -71,6 +73,7 @@ class MemoryPolicy:
             raise ConfigurationError(f'window_mean={window_mean!r}: give "batches" or "terms".')
         self.watch = watch
         self.caches = CacheCare()
+        self.recomputation = Recomputation("auto")
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
@@ -93,6 +96,7 @@ class MemoryPolicy:
         self._verdict: Verdict | None = None
         self._refusal: SplitError | None = None
         self._before_watch: dict[str, Any] | None = None
+        self._before_failure: dict[str, Any] | None = None
 
     def refuse_if_too_small(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Raise `BudgetError` if the budget cannot even hold what `module` needs before any activation."""
@@ -116,7 +120,7 @@ class MemoryPolicy:
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
         self.evaluation_sizes.keep_together(unit, whose=name)
-        self._fingerprint = fingerprint(module, self.watch, precision=precision)
+        self._fingerprint = fingerprint(module, self.watch, precision=precision, recompute=self.recomputation.on)
         self.load_sizes_state(self._file.read(self._fingerprint))
 
     @property
@@ -147,6 +151,11 @@ class MemoryPolicy:
         """What counts the loss terms of a part, as far as gradients have told; None for rows or as declared."""
         return None if self._verdict is None else self._verdict.count
 
+    @property
+    def cuts_are_exact(self) -> bool:
+        """Whether gradients have told that a batch's parts come to the whole."""
+        return self._verdict is not None and self._verdict.conclusive
+
     def allow_split(self, shape: BatchShape) -> None:
         """Raise `SplitError` if the module says, or shows, that such a batch cannot be cut exactly."""
         module = self._module
@@ -172,7 +181,15 @@ class MemoryPolicy:
         self._verdict = verdict
 
     def runs_whole(self, refusal: SplitError) -> bool:
-        """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller."""
+        """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller, or if it now
+        needs less because activations are recomputed.
+        """
+        before = self._before_failure
+        if before is not None and self.recompute_more():
+            self.sizes.load_state_dict(before)
+            self._refusal, self._before_failure, self._changed_by = refusal, None, ""
+            log.warning("%s It goes on with its batches whole.", refusal)
+            return True
         if self._before_watch is None:
             return False
         self.sizes.load_state_dict(self._before_watch)
@@ -201,20 +218,50 @@ class MemoryPolicy:
         sizes = self.evaluation_sizes if evaluates else self.sizes
         failed = None if shape is None else sizes.at_once(shape)
         can_be_cut = not evaluates or getattr(self._module, "splittable", True) is not False
-        shrunk = shape is not None and can_be_cut and sizes.failed(shape, room_bytes=self.watch.room())
-        if not shrunk and attempt > 1:
+        trains = phase in ("forward", "backward")
+        if self._verdict is None and trains and self._before_failure is None:
+            self._before_failure = sizes.state_dict()
+        recomputes = trains and shape is not None and self._refuses_cut(shape) and self.recompute_more()
+        shrunk = (
+            not recomputes and shape is not None and can_be_cut and sizes.failed(shape, room_bytes=self.watch.room())
+        )
+        recomputes = recomputes or (trains and not shrunk and attempt > 1 and self.recompute_more())
+        if not shrunk and not recomputes and attempt > 1:
             lengths = set() if shape is None else positions(batch, shape.rows)
             raise OutOfMemoryError(self._shortage(phase, reason, failed, lengths))
         self.recoveries += 1
         what_next = f"with {sizes.at_once(shape)} at once" if shrunk and shape is not None else "after clearing caches"
+        if recomputes:
+            what_next = f"with activations recomputed ({self.recomputation.reason})"
         size = "the whole batch" if failed is None else f"{failed} rows at once"
         told = f"out of memory in {phase} with {size}; repeated {what_next}"
-        if not evaluates:
+        if shrunk and not evaluates:
             self._changed_by = f"smaller: {told}"
         self._before_watch = None
         self.events.append(told)
         log.warning("Memory ran out in %s with %s (%s). It is repeated %s.", phase, size, reason, what_next)
         self._remember()
+
+    def recompute_more(self, why: str = "because memory ran out") -> bool:
+        """Recompute activations from here on, if that was left open; sizes are then found anew, for a step needs less.
+
+        Args:
+            why: For people.
+
+        Returns:
+            Whether it could be done and is new.
+        """
+        done = self.recomputation.more(why)
+        if done:
+            self.sizes.start_over()
+        return done
+
+    def _refuses_cut(self, shape: BatchShape) -> bool:
+        try:
+            self.allow_split(shape)
+        except SplitError:
+            return True
+        return False
 
     def _shortage(self, phase: str, reason: str, rows: int | None, lengths: set[int]) -> str:
         assert self._module is not None
@@ -227,6 +274,7 @@ class MemoryPolicy:
             rows=rows,
             requested=requested_bytes(reason),
             positions=lengths,
+            recomputes=bool(self.recomputation.on),
         )
 
     def batch_done(self, shape: BatchShape | None) -> None:
@@ -304,11 +352,14 @@ class MemoryPolicy:
             "fingerprint": self._fingerprint,
             "training": self.sizes.state_dict(),
             "evaluation": self.evaluation_sizes.state_dict(),
+            "recomputes": self.recomputation.on,
         }
 
     def load_sizes_state(self, state: dict[str, Any] | None) -> None:
         """Go on with sizes that another run found, if it ran the same module in the same memory."""
         if state is not None and state["fingerprint"] == self._fingerprint:
+            if state.get("recomputes"):
+                self.recompute_more("as memory ran out without it in an earlier run")
             self.sizes.load_state_dict(state["training"])
             self.evaluation_sizes.load_state_dict(state["evaluation"])
 

@@ -19,7 +19,7 @@ from lightning_unified.training.snapshot import BufferWatch, StepSnapshot
 __all__ = ["Undone", "gradient_sample"]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
-_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; the same for all, so that it cancels
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
 
 
 class Undone:
@@ -82,21 +82,28 @@ class Undone:
         self._snapshot.restore()
 
 
-def gradient_sample(trainer: L.Trainer, step: Callable[[], ClosureResult]) -> Tensor:
+def gradient_sample(
+    trainer: L.Trainer, step: Callable[[], ClosureResult], *, parameters: Sequence[Tensor] | None = None
+) -> Tensor:
     """Run one step and its backward, and return entries of the gradient it makes, the same ones each time, as float64 on the host.
 
     Hooks around the backward pass are not run, and no gradient is left behind. A step without a loss has a gradient of zeros.
+
+    Args:
+        trainer: In `fit`.
+        step: Runs `training_step`.
+        parameters: Whose gradient; by default of all that are trained.
     """
-    parameters = _parameters(trainer)
+    parameters = _parameters(trainer) if parameters is None else parameters
+    scale = _FLOAT16_SCALE if str(trainer.precision_plugin.precision).startswith("16") else 1.0
     with torch.enable_grad():
         loss = step().closure_loss
         if loss is not None and loss.requires_grad:
-            half = str(trainer.precision_plugin.precision).startswith("16")
-            trainer.lightning_module.backward(loss * _FLOAT16_SCALE if half else loss)
+            trainer.lightning_module.backward(loss * scale)
     samples = [_sample(parameter) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    return torch.cat(samples).cpu().double() if samples else torch.zeros(1, dtype=torch.float64)
+    return torch.cat(samples).cpu().double() / scale if samples else torch.zeros(1, dtype=torch.float64)
 
 
 def _sample(parameter: Tensor) -> Tensor:

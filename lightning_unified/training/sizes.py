@@ -161,6 +161,10 @@ class MicroBatchSize:
         forgiven, self._failures = len(kept) < len(self._failures), kept
         return forgiven
 
+    def start_over(self) -> None:
+        """Forget what failed: a step now needs less than it did then."""
+        self._failures, self._calm, self._patience = [], 0, _PATIENCE
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values from which another run goes on with the same sizes."""
         return {

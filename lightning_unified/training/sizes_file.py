@@ -18,14 +18,15 @@ __all__ = ["SizesFile", "fingerprint"]
 log = logging.getLogger("lightning_unified")
 
 
-def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str) -> dict[str, Any]:
-    """Return what sizes depend on besides the batch: the module, the precision, the device and the budget."""
+def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
+    """Return what sizes depend on besides the batch: the module, the precision, recomputation, the device and the budget."""
     reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
         "precision": precision,
+        "recompute": recompute,
         "device": reading.name,
         "total_bytes": reading.total.bytes,
         # as written: what others leave over differs from run to run, and would make every run's sizes its own

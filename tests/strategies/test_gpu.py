@@ -130,3 +130,46 @@ def test_logits_that_do_not_fit_are_named_by_the_allocators_own_figure():
     torch.cuda.empty_cache()
     with pytest.raises(OutOfMemoryError, match="the logits of 1 row do"):
         L.Trainer(strategy=UnifiedStrategy(budget=600 * MIB), max_steps=1, **QUIET).fit(Vocabulary())
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.dropout(self.norm(self.linear(x)))
+
+
+class KeywordBlocks(L.LightningModule):
+    """Calls its blocks by keyword only, which is where torch's own checkpoint does not look for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropped() for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x = batch
+        for block in self.blocks:
+            x = block(x=x)
+        return x.pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(
+            torch.randn(96, 64, generator=torch.Generator().manual_seed(0)), batch_size=32
+        )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_recomputed_blocks_draw_the_same_noise_and_count_batches_once(precision):
+    def trained(recompute):
+        L.seed_everything(1)
+        module = KeywordBlocks()
+        strategy = UnifiedStrategy(recompute=recompute)
+        L.Trainer(strategy=strategy, precision=precision, max_epochs=1, deterministic=True, **QUIET).fit(module)
+        return [*module.state_dict().values(), torch.cuda.get_rng_state()]
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(False), trained(True), strict=True))

@@ -254,17 +254,6 @@ def test_bad_arguments_say_what_is_allowed(options, text):
         UnifiedStrategy(**options)
 
 
-def test_recompute_sets_the_modules_own_switch_and_refuses_where_there_is_none():
-    class Switch(BoringModel):
-        recompute = False
-
-    module = Switch()
-    L.Trainer(strategy=UnifiedStrategy(recompute=True), max_steps=1, **QUIET).fit(module)
-    assert module.recompute is True
-    with pytest.raises(ConfigurationError, match="has no `recompute` attribute"):
-        L.Trainer(strategy=UnifiedStrategy(recompute=True), max_steps=1, **QUIET).fit(BoringModel())
-
-
 def test_the_plan_tells_what_was_chosen_and_why():
     trainer = L.Trainer(strategy=UnifiedStrategy(micro_batch_size=4, budget="60%"), max_steps=2, **QUIET)
     trainer.fit(BoringModel())

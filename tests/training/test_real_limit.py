@@ -36,3 +36,23 @@ def test_the_unified_strategy_finishes_with_the_whole_batch_in_every_step():
     assert report["steps"] == 4
     assert report["recoveries"] >= 1
     assert report["micro_batch_size"] < report["effective_batch_size"] == 32
+
+
+@pytest.mark.slow
+def test_a_stack_of_blocks_of_which_not_one_row_fits_trains_by_recomputing_them():
+    program = PROGRAM.with_name("limited_blocks.py")
+    # or glibc keeps what was freed in a heap too fragmented to serve the next attempt, and the address space is what is limited
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    kept, auto = (
+        subprocess.run(
+            [sys.executable, program, how], capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+        for how in ("false", "auto")
+    )
+
+    assert kept.returncode != 0
+    assert "OutOfMemoryError" in kept.stderr
+    assert auto.returncode == 0, auto.stderr
+    report = json.loads(auto.stdout.splitlines()[-1])
+    assert report["steps"] == 3
+    assert report["recompute"] == "because memory ran out: 24 blocks of blocks (Block), detected"

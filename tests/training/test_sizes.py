@@ -169,3 +169,11 @@ def test_a_size_that_layers_need_is_the_smallest():
 
     assert [sizes.failed(shape(8), room_bytes=None) for _ in range(3)] == [True, True, False]
     assert sizes.at_once(shape(8)) == 2
+
+
+def test_a_step_that_needs_less_than_before_is_tried_whole_again():
+    sizes = MicroBatchSize("auto")
+    run(sizes, shape(32), most=1)
+    sizes.start_over()
+
+    assert run(sizes, shape(32), most=8) == [32, 16, 8]
