@@ -9,6 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.hardware import Cap, Figure, Reading
+from lightning_unified.precision import Platform
 from lightning_unified.training import budget_watch
 from lightning_unified.training.budget_watch import BudgetWatch
 
@@ -169,8 +170,9 @@ def test_the_allocators_settings_are_written_before_the_device_is_asked_anything
     order = []
     note = Cap(applied=True, fraction=None, bytes=None, reason="written")
     monkeypatch.setattr(budget_watch, "prepare_allocators", lambda spec: order.append(spec) or note)
+    platform = Platform(backend="cuda", native_bf16=False, torch_version=(2, 13))
     monkeypatch.setattr(
-        "lightning_unified.strategies.budgeted.capabilities", lambda device: order.append("asked") or []
+        "lightning_unified.strategies.budgeted.platform_of", lambda device: order.append("asked") or platform
     )
     strategy = UnifiedStrategy(budget="leave 6GiB", precision="auto")
     strategy.parallel_devices = [torch.device(device)]
