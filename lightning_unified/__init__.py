@@ -1,6 +1,6 @@
 """Train any LightningModule inside the memory you have.
 
-`import lightning_unified` registers the strategy `"unified"` with Lightning, before or after Lightning itself is imported, and
+`import lightning_unified` registers the strategies `"unified"` and `"unified_ddp"` with Lightning, before or after Lightning itself is imported, and
 imports neither torch nor Lightning to do so: a project that only reads this package's configuration does not wait for them.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from lightning_unified.hardware import Reading, read
     from lightning_unified.planning import Plan
-    from lightning_unified.strategies import UnifiedStrategy
+    from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
     from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "PressureGuard",
     "Reading",
     "RunCheckpoint",
+    "UnifiedDDPStrategy",
     "UnifiedStrategy",
     "read",
 ]
@@ -44,6 +45,7 @@ _HOMES = {
     "PressureGuard": "callbacks",
     "Reading": "hardware",
     "RunCheckpoint": "callbacks",
+    "UnifiedDDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
     "read": "hardware",
 }

@@ -1,4 +1,4 @@
-"""Puts `"unified"` into Lightning's registries of strategies, now or when Lightning is imported."""
+"""Puts `"unified"` and `"unified_ddp"` into Lightning's registries of strategies, now or when Lightning is imported."""
 
 import importlib
 import importlib.abc
@@ -31,23 +31,35 @@ def _add_names(strategies: ModuleType) -> None:
     registry = getattr(strategies, "StrategyRegistry", None)
     if registry is not None and "unified" not in registry:  # None while that module is still being executed
         registry.register("unified", _unified, description="Trains on one device inside a memory budget.")
+        for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            registry.register(
+                f"unified_ddp{suffix}",
+                _unified_ddp,
+                description=f"Trains on several devices, each inside a memory budget, with `start_method` '{start_method}'.",
+                start_method=start_method,
+            )
 
     fabric = getattr(sys.modules.get(_FABRICS_HOME), "STRATEGY_REGISTRY", None)
     if fabric is not None and "unified" not in fabric:
-        fabric.register(
-            "unified", _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason."
-        )
+        for name in ("unified", "unified_ddp"):
+            fabric.register(
+                name, _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason.", asked=name
+            )
 
 
-def _not_for_fabric(**_options: Any) -> Any:
+def _not_for_fabric(*, asked: str, **_options: Any) -> Any:
     raise importlib.import_module("lightning_unified.errors").ConfigurationError(
-        'Fabric(strategy="unified"): this strategy is for lightning.Trainer, whose steps it cuts and repeats; the loop of a Fabric program '
-        'is your own. Write L.Trainer(strategy="unified"), or leave the strategy out here.'
+        f'Fabric(strategy="{asked}"): this strategy is for lightning.Trainer, whose steps it cuts and repeats; the loop of a Fabric program '
+        f'is your own. Write L.Trainer(strategy="{asked}"), or leave the strategy out here.'
     )
 
 
 def _unified(**options: Any) -> Any:
     return importlib.import_module("lightning_unified.strategies").UnifiedStrategy(**options)
+
+
+def _unified_ddp(**options: Any) -> Any:
+    return importlib.import_module("lightning_unified.strategies").UnifiedDDPStrategy(**options)
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder):

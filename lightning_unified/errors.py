@@ -9,6 +9,7 @@
     └── RunError               the run failed                                          (exit code 1)
         ├── OutOfMemoryError       the smallest unit of work does not fit
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
+        ├── RankError              another rank failed, is gone, or came to another point of the run
         ├── GradientError          gradients were not finite for too long
         └── CheckpointError        a checkpoint cannot be read or written
 
@@ -25,6 +26,7 @@ __all__ = [
     "LightningUnifiedError",
     "OutOfMemoryError",
     "PrecisionError",
+    "RankError",
     "RunError",
     "SplitError",
 ]
@@ -68,6 +70,10 @@ class OutOfMemoryError(RunError):
 
 class HalfUpdatedError(RunError):
     """Memory ran out while the optimizer was writing weights, and no copy was kept to go back to."""
+
+
+class RankError(RunError):
+    """Another rank failed, is gone, or came to another point of the run, so that this one cannot go on."""
 
 
 class GradientError(RunError):

@@ -102,7 +102,8 @@ class GradientHealth(Callback):
         if scaler is not None and scales:
             self._look_at_scale(float(scaler.get_scale()))
         spoilt = worst.longest.length >= (self.scaler_patience if scales else self.patience)
-        if trainer.strategy.reduce_boolean_decision(spoilt, all=False):
+        alike = getattr(trainer.strategy, "gradients_are_alike", False)  # then a collective in mid-step is spared
+        if spoilt if alike else trainer.strategy.reduce_boolean_decision(spoilt, all=False):
             raise GradientError(_message(worst.longest, elements, module=module, scales=scales))
 
     def _look_at_scale(self, scale: float) -> None:

@@ -1,6 +1,6 @@
 """F1: what the machine has and can do. Nothing here imports torch until something is read."""
 
-from lightning_unified.hardware.budget import TIERS, Budget, parse_spec, resolve_budget
+from lightning_unified.hardware.budget import TIERS, Budget, divide_budget, parse_spec, resolve_budget
 from lightning_unified.hardware.caches import CachePolicy, ShapeWatch, idle_bytes
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
@@ -50,6 +50,7 @@ __all__ = [
     "capability",
     "describe",
     "detect",
+    "divide_budget",
     "host_threads",
     "idle_bytes",
     "lint_environment",

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,7 +11,16 @@ from lightning_unified.errors import BudgetError
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
 
-__all__ = ["TIERS", "Budget", "Spec", "follow_budget", "parse_spec", "resolve_budget", "unified_reserve"]
+__all__ = [
+    "TIERS",
+    "Budget",
+    "Spec",
+    "divide_budget",
+    "follow_budget",
+    "parse_spec",
+    "resolve_budget",
+    "unified_reserve",
+]
 
 TIERS: Mapping[str, int] = MappingProxyType(
     {"debug": 4 * GIB, "small": 8 * GIB, "medium": 16 * GIB, "large": 28 * GIB, "optimal": 32 * GIB}
@@ -37,12 +46,14 @@ class Budget:
         spec: What was asked for, as written.
         reason: How the amount came about, for people.
         follows_others: Whether other programs' use changes it, so that it is resolved again while a run goes on.
+        sharers: Processes of the run that draw on the same pool, of which this is one's part.
     """
 
     bytes: int
     spec: str
     reason: str
     follows_others: bool
+    sharers: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +129,24 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
     return Budget(bytes=amount, spec=parsed.text, reason=_stated(amount, reading, what), follows_others=False)
 
 
+def divide_budget(budget: Budget, reading: Reading, *, sharers: int) -> Budget:
+    """Return one process's part of `budget`, where `sharers` processes of one run draw on the same pool.
+
+    An amount is divided. Of what can be had besides what this process holds already, each gets an equal part.
+
+    Args:
+        budget: As resolved by this process.
+        reading: What it was resolved from.
+        sharers: How many processes, this one among them.
+    """
+    if sharers == 1:
+        return budget
+    own = 0 if parse_spec(budget.spec).kind in ("bytes", "share") else reading.allocated.bytes or 0
+    amount = own + (budget.bytes - own) // sharers
+    reason = f"one part of {sharers}, for as many processes on the same memory: {budget.reason}"
+    return replace(budget, bytes=max(amount, MIB), sharers=sharers, reason=reason)
+
+
 def unified_reserve(ram: int) -> int:
     """Return the bytes of a unified pool that `"auto"` leaves to everything else: 10 % of RAM, at least 4 GiB."""
     return max(_RESERVE_FLOOR, math.ceil(_RESERVE_SHARE * ram))
@@ -182,7 +211,7 @@ def follow_budget(budget: Budget, reading: Reading) -> Budget:
         return budget
     reach = reading.available.bytes + (reading.allocated.bytes or 0)
     reach = reach if reading.total.bytes is None else min(reach, reading.total.bytes)
-    return _leaving(parsed.text, int(parsed.amount), reach, reading)
+    return divide_budget(_leaving(parsed.text, int(parsed.amount), reach, reading), reading, sharers=budget.sharers)
 
 
 def _reach(reading: Reading, spec: str) -> int:

@@ -69,6 +69,9 @@ class Budgeted(Strategy):
     def setup_environment(self) -> None:
         self.policy.watch.prepare(self.root_device)
         super().setup_environment()
+        self._resolve_budget()
+
+    def _resolve_budget(self) -> None:
         self.policy.watch.resolve()
 
     @override
@@ -85,9 +88,12 @@ class Budgeted(Strategy):
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
+        loop.automatic_optimization = self._optimization(trainer)
         loop.automatic_optimization.optim_progress = progress
         self._status = RunStatus(runs_directory())
+
+    def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
+        return UnifiedOptimization(trainer, self.policy)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -103,7 +103,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices is not None and len(devices) != 1:
             raise ConfigurationError(
-                f'strategy="unified" trains on one device and was given {len(devices)}: {", ".join(map(str, devices))}; pass devices=1.'
+                f'strategy="unified" trains on one device and was given {len(devices)}: {", ".join(map(str, devices))}; pass devices=1, '
+                'or strategy="unified_ddp" to train on all of them.'
             )
         self._devices = devices
         if devices:

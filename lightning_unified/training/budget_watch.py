@@ -12,6 +12,7 @@ from lightning_unified.hardware import (
     Figure,
     Reading,
     cap_allocator,
+    divide_budget,
     prepare_allocators,
     read,
     read_peak,
@@ -41,6 +42,7 @@ class BudgetWatch:
         budget: The bytes the spec comes to; None before `resolve`. A `leave` budget becomes another one while a run goes on.
         written: What was written for the allocator to read when it is made; None on a CPU.
         cap: What was done to hold the allocator to the budget.
+        sharers: Processes of this run that draw on the same pool, each on an equal part of the budget.
     """
 
     def __init__(self, spec: str | int) -> None:
@@ -51,6 +53,7 @@ class BudgetWatch:
         self.cap: Cap | None = None
         self._follower: BudgetFollower | None = None
         self._has_followed = False
+        self.sharers = 1
         self._batches = 0
         self._earlier_peak: int | None = None
         self._told = 0
@@ -67,7 +70,8 @@ class BudgetWatch:
         Raises:
             BudgetError: If the pool cannot give what was asked for.
         """
-        self.budget = resolve_budget(self.spec, self.reading())
+        reading = self.reading()
+        self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
         self.cap = cap_allocator(self.device, self.budget)
         if self.cap.warning is not None:
             log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.cap.warning)

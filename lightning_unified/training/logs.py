@@ -1,6 +1,7 @@
 """What `self.log` and torchmetrics say of a batch that ran as micro-batches: the same as if it had run whole."""
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -56,11 +57,27 @@ class LogRecorder:
         if results is None:
             yield
             return
+        outer = results.__dict__.get("log")
         results.__dict__["log"] = self._record
         try:
             yield
         finally:
             del results.__dict__["log"]
+            if outer is not None:
+                results.__dict__["log"] = outer
+
+    def forget(self) -> None:
+        """Drop what has been recorded."""
+        self._calls, self._seen = {}, {}
+
+    @property
+    def names(self) -> set[tuple[str, str, int]]:
+        """What has been recorded: hook, name, and how often before in the same micro-batch."""
+        return set(self._calls)
+
+    def keep(self, names: AbstractSet[tuple[str, str, int]]) -> None:
+        """Drop what is not among `names`."""
+        self._calls = {key: call for key, call in self._calls.items() if key in names}
 
     def flush(self, results: _ResultCollection) -> None:
         """Log every recorded name once, with the value of the whole batch."""

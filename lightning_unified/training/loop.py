@@ -106,7 +106,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         run = super().run
         while True:
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
-            outputs, reason = caught(lambda: run(optimizer, batch_idx, OrderedDict(kwargs)))
+            outputs, reason = self._attempt(partial(run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
             attempt += 1
@@ -121,6 +121,10 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
         assert outputs is not None
         return outputs
+
+    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+        """Return the outputs and None, or None and why memory ran out."""
+        return caught(run)
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
@@ -244,22 +248,29 @@ class UnifiedOptimization(_AutomaticOptimization):
             loss: What was differentiated last; None if nothing was.
             optimizer: Whose gradients they are.
         """
-        closes = self._window is not None and not self.trainer.fit_loop._should_accumulate()
-        if loss is None and not closes:
-            return
-        self._phase = "backward"
-        if self._gradients is not None:
-            if loss is None:
-                self._gradients.hold()
-            self._gradients.add_back()
-        if closes and self._window is not None:
-            self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if loss is not None or self._closes_window:
+            self._phase = "backward"
+            if self._gradients is not None:
+                if loss is None:
+                    self._gradients.hold()
+                self._gradients.add_back()
+        self._finish_gradients(optimizer)
         if loss is not None:
             call._call_strategy_hook(self.trainer, "after_backward", loss)
 
+    def _finish_gradients(self, optimizer: Optimizer) -> None:
+        """Make the sum in the gradients what the optimizer is to see, once the window's last backward is over."""
+        if self._window is not None and self._closes_window:
+            self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    @property
+    def _closes_window(self) -> bool:
+        """Whether weights are written after this batch."""
+        return not self.trainer.fit_loop._should_accumulate()
+
     def before_weights(self, optimizer: Optimizer) -> None:
         """Note weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
-        if self._policy.recover and not self.trainer.fit_loop._should_accumulate():
+        if self._policy.recover and self._closes_window:
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
             self._phase = "optimizer step"

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.units import GIB, KIB, MIB
 
 __all__ = ["caught", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
@@ -37,6 +38,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Only an error that names memory counts: everything else must reach the user untouched.
     """
+    if isinstance(error, LightningUnifiedError):
+        return False  # our own, which may tell of memory that ran out, are final
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):

@@ -41,9 +41,19 @@ class WindowTerms:
         """By what the batch's mean loss is multiplied before it is differentiated; 0 for one without a term."""
         return self._now / self._unit
 
-    def divide(self, parameters: Iterable[Tensor]) -> None:
-        """Make the sum in the gradients the mean over the window; called once, after its last backward."""
-        total = sum(self._before) + self._now
+    @property
+    def terms(self) -> float:
+        """The loss terms in the window so far, this batch's among them."""
+        return sum(self._before) + self._now
+
+    def divide(self, parameters: Iterable[Tensor], *, total: float | None = None) -> None:
+        """Make the sum in the gradients the mean over the window; called once, after its last backward.
+
+        Args:
+            parameters: Whose gradients they are.
+            total: Over how many terms the mean is, where that is not the window's own number.
+        """
+        total = self.terms if total is None else total
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if total and total != self._unit and gradients:
             with torch.no_grad():

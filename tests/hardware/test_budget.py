@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import TIERS, Figure, Reading, read, resolve_budget
-from lightning_unified.hardware.budget import unified_reserve
+from lightning_unified.hardware.budget import divide_budget, follow_budget, unified_reserve
 
 GIB, MIB = 2**30, 2**20
 
@@ -224,3 +224,29 @@ def test_the_named_tiers_are_the_ones_the_configuration_ships():
     shipped = {name: content["memory"]["budget"] for name, content in read_tiers().items() if name != "auto"}
 
     assert {name: parse_bytes(spec) for name, spec in shipped.items()} == dict(TIERS)
+
+
+def test_processes_on_one_pool_get_a_part_of_an_amount_each():
+    budget = divide_budget(
+        resolve_budget("8GiB", pool(total=16 * GIB, available=GIB)), pool(total=16 * GIB, available=GIB), sharers=4
+    )
+
+    assert (budget.bytes, budget.sharers) == (2 * GIB, 4)
+    assert budget.reason.startswith("one part of 4, for as many processes on the same memory: as written")
+
+
+def test_processes_on_one_pool_share_what_can_be_had_besides_what_each_holds():
+    now = pool(total=64 * GIB, available=20 * GIB, allocated=2 * GIB)
+    whole = resolve_budget("leave 6GiB", now)
+    part = divide_budget(whole, now, sharers=2)
+
+    assert whole.bytes == 16 * GIB
+    assert part.bytes == 2 * GIB + 7 * GIB
+    assert follow_budget(part, now).bytes == part.bytes
+
+
+def test_one_process_has_all_of_its_budget():
+    now = pool(total=16 * GIB, available=9 * GIB)
+    budget = resolve_budget("8GiB", now)
+
+    assert divide_budget(budget, now, sharers=1) is budget

@@ -1,0 +1,268 @@
+"""`Trainer(strategy="unified_ddp")`: several ranks, each inside its memory budget, as one run."""
+
+import zlib
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError, RunError
+from lightning_unified.strategies.budgeted import Budgeted
+from lightning_unified.training.budget_watch import BudgetWatch
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
+from lightning_unified.training.loop import UnifiedOptimization
+from lightning_unified.training.ranked import RankedOptimization
+from lightning_unified.training.ranked_policy import RankedPolicy
+from lightning_unified.training.ranks import Point, Ranks
+from lightning_unified.training.reduction import Replicas
+
+__all__ = ["UnifiedDDPStrategy"]
+
+
+class UnifiedDDPStrategy(Budgeted, DDPStrategy):
+    """Trains a copy of any LightningModule on each of several devices or processes, each inside its memory budget, as `ddp` does.
+
+    Each rank runs its own batch, cut as its own memory asks for, and gradients are averaged once when the window's last batch is
+    over: what is learnt is what `strategy="ddp"` learns from undivided batches. Ranks meet before and after everything that they do
+    together, so that a rank that runs out of memory, in forward, backward, reduction or optimizer step, makes all of them repeat
+    the batch, and one that fails otherwise, or is gone, makes all of them end with an error that names it. See docs/several_ranks.md.
+
+    What `training_step` runs must hold no collective of its own, for a rank may repeat it alone: SyncBatchNorm, metrics with
+    `dist_sync_on_step` and `self.all_gather` in it are refused. `self.log(…, sync_dist=True)` is written when the step is over.
+
+    A strategy object serves one Trainer.
+
+    Args:
+        budget: What each device may use: `"auto"`, `"28GiB"`, `"60%"` of its pool, or `"leave 6GiB"` for everything else. Ranks on
+            CPUs of one machine draw on the same memory and get equal parts of it.
+        micro_batch_size: The largest number of rows run at once on a rank, or `"auto"`.
+        recompute: As for `UnifiedStrategy`.
+        precision: As for `UnifiedStrategy`.
+        recover: Repeat a step in smaller parts after an out-of-memory error on any rank.
+        optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
+            takes weights and state from another one.
+        batch_norm: As for `UnifiedStrategy`.
+        check_split: As for `UnifiedStrategy`; each rank looks at its own batch.
+        evaluation_micro_batch_size: As for `UnifiedStrategy`; each rank recovers by itself.
+        window_mean: As for `UnifiedStrategy`; `"terms"` counts those of all ranks.
+        remember: As for `UnifiedStrategy`; the first rank writes the file.
+        process_group_backend: What gradients are averaged with; default NCCL on CUDA, gloo elsewhere.
+        timeout: How long a rank waits for the others, at a meeting or in a collective, before it ends with an error.
+        start_method: How processes are started: `"popen"` runs the script again, `"spawn"`, `"fork"` and `"forkserver"` are
+            multiprocessing's.
+        broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
+        find_unused_parameters: For manual optimization, which `DistributedDataParallel` reduces; otherwise parameters without a
+            gradient on some ranks count as zero there, and those without one on any rank have none.
+        gradient_as_bucket_view: For manual optimization; otherwise there are no buckets to take memory.
+        static_graph: For manual optimization.
+
+    Raises:
+        ConfigurationError: If an argument is not one of those named.
+    """
+
+    strategy_name = "unified_ddp"
+    gradients_are_alike = (
+        True  # on all ranks when the optimizer sees them: what follows from them alone needs no agreement
+    )
+
+    def __init__(
+        self,
+        *,
+        budget: str | int = "auto",
+        micro_batch_size: int | Literal["auto"] = "auto",
+        recompute: bool | Literal["auto"] = "auto",
+        precision: str = "trainer",
+        recover: bool = True,
+        optimizer_rollback: bool = False,
+        batch_norm: Literal["refuse", "micro"] = "refuse",
+        check_split: bool = True,
+        evaluation_micro_batch_size: int | Literal["auto"] = "auto",
+        window_mean: Literal["batches", "terms"] = "batches",
+        remember: str | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
+        if not timeout > timedelta(0):
+            raise ConfigurationError(f"timeout={timeout} must be above 0.")
+        self.policy = self._policy = RankedPolicy(
+            BudgetWatch(budget),
+            micro_batch_size=micro_batch_size,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
+            recover=recover,
+            optimizer_rollback=optimizer_rollback,
+            batch_norm=batch_norm,
+            check_split=check_split,
+            window_mean=window_mean,
+            remember=remember,
+        )
+        self._set_options(recompute=recompute, precision=precision)
+        self._broadcast_buffers = broadcast_buffers
+        self._ranks: Ranks | None = None
+        self._replicas: Replicas | None = None
+        super().__init__(
+            checkpoint_io=AtomicCheckpointIO(),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks, once their processes are connected."""
+        assert self._ranks is not None, "ranks are connected once fit, validate, test or predict has begun"
+        return self._ranks
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this machine's ranks."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+        if parallel_devices and self._start_method == "popen":
+            self._resolve_precision()
+
+    @override
+    def setup_environment(self) -> None:
+        if self.precision_choice is None:  # in a process of its own now, which may ask the device
+            self._resolve_precision()
+        self.policy.watch.sharers = self.num_processes if self.root_device.type == "cpu" else 1
+        super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        if self._ranks is None:
+            self._ranks = self._policy.ranks = Ranks(timeout=self._timeout)
+
+    @override
+    def _resolve_budget(self) -> None:
+        with self.ranks.told():
+            super()._resolve_budget()
+        self.ranks.meet(Point.ENVIRONMENT)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        self._refuse_collectives()
+        with self.ranks.told():
+            super().setup(trainer)
+            self._refuse_sharded_optimizers()
+        self.ranks.meet(Point.READY)
+
+    def _refuse_collectives(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        layers = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+        if self._layer_sync is not None or layers:
+            raise ConfigurationError(
+                f'strategy="unified_ddp" cannot run SyncBatchNorm ({layers[0] if layers else "sync_batchnorm=True"}): it waits for the other '
+                "ranks in the middle of forward and backward, where one of them may have run out of memory. Use GroupNorm, BatchNorm "
+                'with each rank\'s own statistics, or strategy="ddp".'
+            )
+        metrics = [
+            name for name, child in module.named_modules() if isinstance(child, Metric) and child.dist_sync_on_step
+        ]
+        if metrics and self.policy.recover:
+            raise ConfigurationError(
+                f"the metric {metrics[0]} has dist_sync_on_step=True, which waits for the other ranks in the middle of a step that this "
+                "rank may have to repeat alone; leave it False (its value at the end of the epoch is of all ranks), or set recover=False."
+            )
+
+    def _refuse_sharded_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            if type(optimizer).__module__.startswith("torch.distributed."):
+                raise ConfigurationError(
+                    f'strategy="unified_ddp" needs an optimizer that each rank runs by itself, and {type(optimizer).__name__} waits for '
+                    'the other ranks in its step; use an ordinary one, or strategy="ddp".'
+                )
+
+    @override
+    def configure_ddp(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._replicas = None
+        if not module.automatic_optimization:
+            super().configure_ddp()
+            return
+        replicas = Replicas(module, self.ranks)
+        words = self.ranks.meet(Point.MODULE, digest=zlib.crc32(replicas.description.encode()))
+        other = next((word.rank for word in words if word.digest != words[0].digest), None)
+        if other is not None:
+            self.ranks.part()
+            raise ConfigurationError(
+                f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
+                "the module from the same arguments on all ranks."
+            )
+        replicas.copy_from_first(with_parameters=True)
+        self._replicas = replicas
+
+    @override
+    def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
+        if self._replicas is None:  # no training, or manual optimization
+            return super()._optimization(trainer)
+        return RankedOptimization(
+            trainer,
+            self._policy,
+            ranks=self.ranks,
+            replicas=self._replicas,
+            broadcast_buffers=self._broadcast_buffers,
+        )
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        module = self.lightning_module
+        if module is None or not module.trainer.training:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self.ranks.told():  # the others will be where the step meets first
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def shrink(self, reason: str) -> bool:
+        """Halve the micro-batch of all ranks from the next batch on, if it can be done on any; all of them call it together."""
+        return self._on_any(super().shrink(reason))
+
+    @override
+    def grow(self, reason: str) -> bool:
+        """Take back one halving by `shrink` on all ranks; all of them call it together. Return whether there was one on any."""
+        return self._on_any(super().grow(reason))
+
+    def _on_any(self, mine: bool) -> bool:
+        return any(word.digest for word in self.ranks.meet(Point.DECISION, digest=int(mine)))
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._refuse_apart("all_gather")
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        self._refuse_apart("reduce")
+        return super().reduce(tensor, group=group, reduce_op=reduce_op)
+
+    def _refuse_apart(self, what: str) -> None:
+        if self._ranks is not None and self._ranks.are_apart and self.policy.recover:
+            raise RunError(
+                f"training_step asks for {what} over all ranks, which waits for ranks that may have run out of memory in theirs. Do it in "
+                'on_train_batch_end, or set recover=False with whole batches, or use strategy="ddp".'
+            )

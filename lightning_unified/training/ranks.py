@@ -1,0 +1,237 @@
+"""What the ranks of a run tell each other, so that all go on or all stop: over sockets of their own, never over the device."""
+
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_unified.errors import RankError
+
+__all__ = ["Outcome", "Point", "Ranks", "Word"]
+
+_ROLL_CALL_S = 3.0  # judgement: how long the ranks that are still there have to say so once one is missed
+_RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; what follows is the mask of absent gradients
+
+
+class Point(IntEnum):
+    """Where ranks meet; one that comes to another point than the others has taken another path through the run."""
+
+    ENVIRONMENT = 1
+    MODULE = 2
+    READY = 3
+    GRADIENTS = 4
+    FILLED = 5
+    BEFORE_WEIGHTS = 6
+    AFTER_WEIGHTS = 7
+    TAKE_OVER = 8
+    SIZES = 9
+    DECISION = 10
+
+
+class Outcome(IntEnum):
+    """How a rank came to a meeting."""
+
+    WELL = 0
+    SHORT = 1
+    """Memory ran out, and nothing was done that cannot be undone."""
+    WRITTEN = 2
+    """Memory ran out while weights were written."""
+    FAILED = 3
+    """Another error; the rank stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """What one rank said at a meeting.
+
+    Attributes:
+        rank: Whose word it is.
+        point: Where it came to.
+        outcome: How it came there.
+        digest: A number that is to be the same on all ranks; 0 for none.
+        terms: Loss terms in its accumulation window.
+        absent: Its parameters without a gradient, a bit each.
+        text: Why, if not well.
+    """
+
+    rank: int
+    point: int
+    outcome: Outcome
+    digest: int
+    terms: float
+    absent: int
+    text: str = ""
+
+
+class Ranks:
+    """The ranks of a run, which meet at fixed points; to be made on all of them at once.
+
+    Meetings run over a group of sockets of their own (gloo): they need no memory of the device and do not wait for what it has
+    still to compute, and no collective of the module's can be taken for one of theirs.
+
+    Args:
+        timeout: How long a rank waits for the others at a meeting; None for torch's own.
+
+    Attributes:
+        rank: This one's number.
+        size: How many there are.
+        are_apart: Whether ranks are in the part of a step that each runs, and may run again, for itself.
+    """
+
+    def __init__(self, *, timeout: timedelta | None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.are_apart = False
+        self._timeout = timeout
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+        self._is_over = False
+        self.expect(parameters=0)
+
+    def expect(self, *, parameters: int) -> None:
+        """Make room for a mask of so many parameters in what is said from here on."""
+        self._mask_bytes = -(-parameters // 8)
+        self._table = torch.zeros(self.size, _RECORD.size + self._mask_bytes, dtype=torch.uint8)
+
+    def meet(
+        self,
+        point: Point,
+        outcome: Outcome = Outcome.WELL,
+        *,
+        text: str = "",
+        digest: int = 0,
+        terms: float = 0.0,
+        absent: int = 0,
+    ) -> list[Word]:
+        """Wait for all ranks, and return what each has to say, in their order.
+
+        Raises:
+            RankError: If another rank failed, is gone, or came to another point.
+        """
+        record = _RECORD.pack(point, outcome, digest, terms) + absent.to_bytes(self._mask_bytes, "little")
+        self._table.zero_()
+        self._table[self.rank] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        with self._losses_named():
+            dist.all_reduce(self._table, group=self._group)
+            words = [self._word(rank) for rank in range(self.size)]
+            if any(word.outcome is not Outcome.WELL for word in words):
+                words = [self._word(rank, said) for rank, said in enumerate(self._gathered(text))]
+        if outcome is not Outcome.FAILED:
+            self._raise_if_over(words)
+        return words
+
+    def exchange(self, point: Point, value: Any) -> list[Any]:
+        """Meet, and return the `value` of each rank; for what is rare, as it is pickled."""
+        self.meet(point)
+        with self._losses_named():
+            return self._gathered(value)
+
+    def hand_round(self, value: Any, *, source: int) -> Any:
+        """Return on every rank the `value` of rank `source`."""
+        box = [value]
+        with self._losses_named():
+            dist.broadcast_object_list(box, source, group=self._group)
+        return box[0]
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> None:
+        """Write rank `source`'s `tensor` into this rank's, wherever it lies."""
+        with self._losses_named():
+            dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
+
+    def average(self, tensor: Tensor) -> None:
+        """Add up the ranks' `tensor` in place; each has divided its own by the number of ranks before."""
+        with self._losses_named():
+            dist.all_reduce(tensor)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the others of an error in the block where they meet next, so that none waits for this rank."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_over:
+                first_line = (str(error).splitlines() or [""])[0]
+                self._is_over = True
+                with suppress(RankError):
+                    self.meet(Point.READY, Outcome.FAILED, text=f"{type(error).__name__}: {first_line}")
+            raise
+
+    def part(self) -> None:
+        """Note that all ranks stop, each with an error of its own: no further meeting."""
+        self._is_over = True
+
+    def _word(self, rank: int, text: str = "") -> Word:
+        record = bytes(self._table[rank].tolist())
+        point, outcome, digest, terms = _RECORD.unpack_from(record)
+        absent = int.from_bytes(record[_RECORD.size :], "little")
+        return Word(
+            rank=rank,
+            point=point,
+            outcome=Outcome(outcome),
+            digest=digest,
+            terms=terms,
+            absent=absent,
+            text=text,
+        )
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _raise_if_over(self, words: list[Word]) -> None:
+        failed = [word for word in words if word.outcome is Outcome.FAILED]
+        if failed:
+            self._is_over = True
+            raise RankError(
+                f"{'; '.join(f'rank {word.rank} failed: {word.text}' for word in failed)} [rank {self.rank} stops with it; go on from the "
+                "last checkpoint]"
+            )
+        if len({word.point for word in words}) > 1:
+            self._is_over = True
+            where = ", ".join(f"rank {word.rank} {Point(word.point).name.lower()}" for word in words)
+            raise RankError(
+                f"the ranks came to different points of the run ({where}): they must train the same number of batches and of closures "
+                "of their optimizer. Give each rank as many batches (DistributedSampler does), and no optimizer that decides by its "
+                "own loss how often it runs, such as LBFGS."
+            )
+
+    @contextmanager
+    def _losses_named(self) -> Iterator[None]:
+        """Turn the failure of a collective, where ranks are missing, into an error that says which."""
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:
+            self._is_over = True
+            missing = self._missing()
+            if not missing:
+                raise RankError(f"a collective failed on rank {self.rank} or on one that shares it: {error}") from error
+            raise RankError(
+                f"no answer from rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}: a process that is gone, or that did not "
+                f"come to where rank {self.rank} waits for it ({self._timeout or 'for as long as torch waits'}). Its own output says "
+                "why; go on from the last checkpoint."
+            ) from error
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that do not answer within some seconds, asked past the sockets that have failed."""
+        dist.destroy_process_group(self._group)  # closes them, so that whoever still waits there learns of it too
+        deadline = time.monotonic() + _ROLL_CALL_S
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            store = _get_default_store()
+            store.set(f"lightning_unified/here/{self.rank}", "yes")
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not store.check([f"lightning_unified/here/{rank}"])]
+                time.sleep(0.05)
+        except RuntimeError:
+            return [0]  # who keeps the store
+        return missing

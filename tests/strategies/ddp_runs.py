@@ -1,0 +1,486 @@
+"""What the ranks of these tests run: small modules, faults on one rank only, and what is left of each fit."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
+from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.training import reduction
+
+TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
+
+
+def rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
+class Rows(Dataset):
+    """Rows that are the same in every run."""
+
+    dtype = torch.float64
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(rows, 6, generator=generator, dtype=self.dtype)
+        self.y = torch.randint(4, (rows,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+class Net(L.LightningModule):
+    """Small and large parameters, so that gradients are reduced in place and together."""
+
+    def __init__(self, **kinds: bool) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.seen: list[float] = []
+        layers = [nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 4)]
+        if kinds.get("norm"):
+            layers.insert(1, nn.BatchNorm1d(400))
+        if kinds.get("dropout"):
+            layers.insert(1, nn.Dropout(0.3))
+        self.net = nn.Sequential(*layers)
+        if kinds.get("unused"):
+            self.extra, self.never = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        if self.kinds.get("unused") and rank() == 1:
+            logits = logits + self.extra(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch["x"]), batch["y"]), sync_dist=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(float(self.trainer.callback_metrics["loss_step"]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.02, fused=False, foreach=True)
+
+
+class OwnData:
+    """Marks a module that brings its own loader."""
+
+
+class RaggedNet(OwnData, Net):
+    """Ranks have batches of different sizes."""
+
+    def train_dataloader(self):
+        own = [range(32), range(32, 44)][rank()]
+        return DataLoader(Subset(Rows(44), own), batch_size=[8, 3][rank()])
+
+
+class Fails(L.Callback):
+    """Raises an out-of-memory error once, on one rank, in the given phase of the given batch, after work has been done."""
+
+    def __init__(self, phase: str, *, on: int = 1, batch: int = 2, times: int = 1) -> None:
+        self.phase, self.on, self.batch, self.seen, self.left = phase, on, batch, -1, times
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if rank() != self.on or self.seen != self.batch:
+            return
+        layer = module.net[-1]
+        if self.phase == "forward":
+            handle = layer.register_forward_hook(lambda *_: self._raise(handle))
+        elif self.phase == "backward":
+            handle = module.net[0].weight.register_hook(lambda *_: self._raise(handle))
+        elif self.phase == "last backward":
+            handle = layer.weight.register_hook(self._second(lambda: self._raise(handle)))
+        elif self.phase == "reduction":
+            self._in_reduction(trainer)
+        elif self.phase == "optimizer step":
+            self._in_step(trainer.optimizers[0])
+        elif self.phase == "half written":
+            self._half_written(trainer.optimizers[0])
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if self.phase == "validation" and rank() == self.on and self.left and not trainer.sanity_checking:
+            handle = module.net[-1].register_forward_hook(lambda *_: self._raise(handle))
+
+    def on_after_backward(self, trainer, module):
+        if self.phase == "hook" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.phase == "clipping" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    @staticmethod
+    def _second(then):
+        """Return a hook that calls `then` the second time it is called."""
+        calls = []
+
+        def hook(_):
+            calls.append(1)
+            if len(calls) == 2:
+                then()
+
+        return hook
+
+    def _in_reduction(self, trainer):
+        copy = reduction._copy
+
+        def failing(*args):
+            if self.left:
+                self._raise(None)
+            copy(*args)
+
+        reduction._copy = failing
+
+    def _in_step(self, optimizer):
+        create_state = optimizer._init_group
+
+        def failing(*args, **kwargs):
+            result = create_state(*args, **kwargs)
+            if self.left:
+                self._raise(None)
+            return result
+
+        optimizer._init_group = failing
+
+    def _half_written(self, optimizer):
+        def step(closure=None):
+            if not self.left:
+                return type(optimizer).step(optimizer, closure)
+            closure()
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].add_(1.0)
+            return self._raise(None)
+
+        optimizer.step = step
+
+    def _raise(self, handle):
+        if handle is not None:
+            handle.remove()
+        self.left -= 1
+        raise RuntimeError(TEXT)
+
+
+class ShrinksAt(L.Callback):
+    """The undisturbed twin: uses the smaller size from the same batch on, on all ranks."""
+
+    def __init__(self, limit: int, *, batch: int = 2) -> None:
+        self.limit, self.batch, self.seen = limit, batch, -1
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if self.seen == self.batch:
+            trainer.strategy.sizes.limit = self.limit
+
+
+class Gradients(L.Callback):
+    """Notes the gradients the optimizer sees."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None]
+        self.seen.append(torch.cat(gradients).clone())
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def trainer_of(strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    quiet()
+    return L.Trainer(
+        accelerator=options.pop("accelerator", "cpu"),
+        devices=2,
+        strategy=strategy,
+        precision=options.pop("precision", "64-true"),
+        max_epochs=options.pop("max_epochs", 1),
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    """Train from seed 10 + rank; return what this rank has then."""
+    recorder = Gradients()
+    checkpoint, validates = options.pop("ckpt_path", None), options.pop("validates", False)
+    trainer = trainer_of(strategy, recorder, *callbacks, **options)
+    torch.manual_seed(10 + rank())
+    trainer.fit(
+        module,
+        None if isinstance(module, OwnData) else DataLoader(Rows(64), batch_size=8),
+        DataLoader(Rows(40), batch_size=8) if validates else None,
+        ckpt_path=checkpoint,
+        weights_only=False,
+    )
+    policy = getattr(trainer.strategy, "policy", None)
+    return {
+        "weights": torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()]),
+        "buffers": [buffer.detach().cpu() for buffer in module.buffers()],
+        "gradients": recorder.seen,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": list(getattr(module, "seen", [])),
+        "steps": trainer.global_step,
+        **(
+            {}
+            if policy is None
+            else {
+                "recoveries": policy.recoveries,
+                "events": policy.events,
+                "sizes": policy.sizes.state_dict(),
+                "largest": policy.micro_batch_size,
+                "budget": policy.watch.budget,
+            }
+        ),
+    }
+
+
+def net(kind: type[Any] = Net, **kinds: bool) -> Any:
+    torch.manual_seed(7)
+    return kind(**kinds).double()
+
+
+def same_as_ddp() -> dict[str, dict[str, Any]]:
+    """Fits of `ddp` and of ours, whole and cut."""
+    windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    unused = "ddp_find_unused_parameters_true"
+    return {
+        "ddp": fit(net(), "ddp", validates=True),
+        "whole": fit(net(), "unified_ddp", validates=True),
+        "cut": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
+        "ddp, windows": fit(net(norm=True), "ddp", **windows),
+        "whole, windows": fit(net(norm=True), "unified_ddp", **windows),
+        "ddp, cut, windows": fit(net(), "ddp", **windows),
+        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
+        "ddp, unused": fit(net(unused=True), unused),
+        "whole, unused": fit(net(unused=True), "unified_ddp"),
+        "cut, unused": fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
+        "ddp, ragged": fit(net(RaggedNet), "ddp"),
+        "whole, ragged": fit(net(RaggedNet), "unified_ddp"),
+        "cut, ragged": fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
+        "ddp, manual": fit(net(ManualNet), "ddp"),
+        "manual": fit(net(ManualNet), "unified_ddp"),
+    }
+
+
+class ManualNet(Net):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+STEPS = ("forward", "backward", "reduction", "hook")
+WEIGHTS = ("clipping", "optimizer step", "half written")
+
+
+def recovered() -> dict[str, dict[str, Any]]:
+    """Fits in which one rank runs out of memory once, and their undisturbed twins."""
+    step = {"gradient_clip_val": 0.3, "validates": True}
+    windows = {**step, "accumulate_grad_batches": 2}
+    fits = {phase: fit(net(dropout=True), "unified_ddp", Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
+    for phase in ("backward", "reduction"):
+        fits[f"{phase}, windows"] = fit(net(dropout=True), "unified_ddp", Fails(phase, batch=3), **windows)
+    first = Fails("optimizer step", batch=0, on=0)
+    return fits | {
+        "first optimizer step": fit(net(dropout=True), "unified_ddp", first, **step),
+        "undisturbed": fit(net(dropout=True), "unified_ddp", **step),
+        "smaller": fit(net(dropout=True), "unified_ddp", ShrinksAt(4), **step),
+        "smaller, windows": fit(net(dropout=True), "unified_ddp", ShrinksAt(4, batch=3), **windows),
+        "last backward": fit(net(), UnifiedDDPStrategy(micro_batch_size=4), Fails("last backward"), **step),
+        "smaller still": fit(net(), UnifiedDDPStrategy(micro_batch_size=4), ShrinksAt(2), **step),
+        "validation": fit(net(dropout=True), "unified_ddp", Fails("validation"), **step),
+    }
+
+
+class Presses(L.Callback):
+    """Asks for smaller batches as a guard does, together; and lets one rank find out alone that a size does not fit."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        strategy = trainer.strategy
+        if batch_idx == 0:
+            self.pressed = strategy.shrink("a test")
+            self.after = strategy.micro_batch_size
+        if batch_idx == 1 and rank() == 1:
+            strategy.policy._smaller("too much", has_failed=True)
+
+
+def sizes() -> dict[str, Any]:
+    """What becomes of a size that all are asked to give up, and of one that fails on one rank only."""
+    presses = Presses()
+    return {**fit(net(), "unified_ddp", presses), "pressed": presses.pressed, "after": presses.after}
+
+
+class Tokens(OwnData, L.LightningModule):
+    """Mean over scored tokens, of which ranks and batches have different numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    @staticmethod
+    def rows() -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(11, (16, 9), generator=generator)
+        labels = tokens.roll(-1, 1)
+        for row in range(16):
+            labels[row, row % 8 :] = -100
+        return tokens, labels
+
+    def train_dataloader(self):
+        tokens, labels = self.rows()
+        rows = [{"tokens": t, "labels": l} for t, l in zip(tokens, labels, strict=True)]
+        return DataLoader(rows[rank() :: 2], batch_size=4)
+
+    def loss(self, tokens, labels):
+        return F.cross_entropy(self.head(self.embed(tokens).cumsum(1)).flatten(0, 1), labels.flatten())
+
+    def loss_weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(**batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a window of two batches on two ranks, and that of all their rows as one batch."""
+    module = net(Tokens)
+    module.loss(*Tokens.rows()).backward()
+    together = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+    strategy = UnifiedDDPStrategy(window_mean="terms", micro_batch_size=3)
+    seen = fit(net(Tokens), strategy, accumulate_grad_batches=2, use_distributed_sampler=False)
+    return seen["gradients"][0], together
+
+
+def resumed(folder: str) -> dict[str, dict[str, Any]]:
+    """A run with a failure, one that stops in its middle, and one that goes on from there."""
+
+    def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+        own = RunCheckpoint(f"{folder}/{name}", every_n_steps=2, monitor=None)
+        return fit(net(dropout=True), "unified_ddp", own, *callbacks, enable_checkpointing=True, **options)
+
+    straight = run("straight", Fails("backward", batch=1), max_epochs=2)
+    run("stopped", Fails("backward", batch=1))
+    return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
+
+
+class Ends(L.Callback):
+    """Ends one rank's process in the middle of training, without a word."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if rank() == 1 and batch_idx == 2:
+            os._exit(7)
+
+
+class Broken(Net):
+    """Has a mistake that only one rank meets."""
+
+    def training_step(self, batch, batch_idx):
+        if rank() == 1 and batch_idx == 2:
+            raise KeyError("no such column")
+        return super().training_step(batch, batch_idx)
+
+
+class TooLarge(Net):
+    """Does not fit on one rank, whatever is tried."""
+
+    def training_step(self, batch, batch_idx):
+        if rank() == 1 and batch_idx == 2:
+            raise RuntimeError(TEXT)
+        return super().training_step(batch, batch_idx)
+
+
+class Different(Net):
+    """Is another module on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(unused=rank() == 1)
+
+
+def broken(kind: type[Net]) -> Any:
+    return fit(net(kind), "unified_ddp")
+
+
+def dying() -> Any:
+    return fit(net(), "unified_ddp", Ends())
+
+
+class Gathers(Net):
+    def training_step(self, batch, batch_idx):
+        self.all_gather(batch["x"])
+        return super().training_step(batch, batch_idx)
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.embed(batch["y"]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Synced(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(4, dist_sync_on_step=True)
+
+
+class Sharded(Net):
+    def configure_optimizers(self):
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+REFUSED = {"Gathers": Gathers, "Sparse": Sparse, "Synced": Synced, "Sharded": Sharded, "Different": Different}
+
+
+def refusals() -> dict[str, str]:
+    """What each module is refused with."""
+    return {
+        **{name: _refusal(net(kind)) for name, kind in REFUSED.items()},
+        "SyncBatchNorm": _refusal(net(norm=True), sync_batchnorm=True),
+    }
+
+
+def _refusal(module: L.LightningModule, **options: Any) -> str:
+    try:
+        fit(module, "unified_ddp", **options)
+    except (LightningUnifiedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

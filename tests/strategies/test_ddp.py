@@ -1,0 +1,204 @@
+"""Two processes train as plain DDP does, cut or whole, through failures of one of them; and none waits for ever for the other."""
+
+import inspect
+import pickle
+
+import ddp_runs
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from on_ranks import Ended, on_ranks
+
+from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
+from lightning_unified.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return on_ranks(ddp_runs.same_as_ddp)
+
+
+@pytest.fixture(scope="module")
+def recovered():
+    return on_ranks(ddp_runs.recovered)
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return on_ranks(ddp_runs.refusals)
+
+
+def alike(one, other):
+    return torch.equal(one["weights"], other["weights"]) and one["metrics"] == other["metrics"]
+
+
+@pytest.mark.parametrize("kind", ["", ", windows", ", unused", ", ragged"])
+def test_whole_batches_train_as_plain_ddp_trains_bit_for_bit(plain, kind):
+    for fits in plain:
+        assert alike(fits[f"whole{kind}"], fits[f"ddp{kind}"])
+        assert fits[f"whole{kind}"]["seen"] == fits[f"ddp{kind}"]["seen"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "ddp"),
+    [
+        ("cut", "ddp"),
+        ("cut, windows", "ddp, cut, windows"),
+        ("cut, unused", "ddp, unused"),
+        ("cut, ragged", "ddp, ragged"),
+    ],
+)
+def test_cut_batches_train_as_plain_ddp_trains_up_to_rounding(plain, cut, ddp):
+    for fits in plain:
+        torch.testing.assert_close(fits[cut]["weights"], fits[ddp]["weights"], rtol=1e-8, atol=1e-10)
+        assert fits[cut]["metrics"] == pytest.approx(fits[ddp]["metrics"])
+        assert fits[cut]["largest"] < 8
+
+
+def test_buffers_are_the_first_ranks(plain):
+    first, second = plain
+
+    for mine, other, ddp in zip(
+        first["whole, windows"]["buffers"],
+        second["whole, windows"]["buffers"],
+        first["ddp, windows"]["buffers"],
+        strict=True,
+    ):
+        assert torch.equal(mine, ddp)
+        assert torch.equal(other, ddp)
+
+
+def test_manual_optimization_is_plain_ddps(plain):
+    for fits in plain:
+        assert alike(fits["manual"], fits["ddp, manual"])
+
+
+@pytest.mark.parametrize(
+    ("phase", "twin"),
+    [
+        *((phase, "smaller") for phase in ddp_runs.STEPS),
+        ("backward, windows", "smaller, windows"),
+        ("reduction, windows", "smaller, windows"),
+        ("last backward", "smaller still"),
+    ],
+)
+def test_memory_that_runs_out_on_one_rank_makes_all_repeat_the_batch_in_the_same_parts(recovered, phase, twin):
+    for fits in recovered:
+        assert fits[phase]["recoveries"] == 1
+        assert alike(fits[phase], fits[twin])
+        assert fits[phase]["largest"] == fits[twin]["largest"]
+    first, second = recovered
+    assert first[phase]["sizes"] == second[phase]["sizes"]
+    assert first[phase]["events"][0].startswith("rank 1 ran out of memory in")
+
+
+@pytest.mark.parametrize("phase", [*ddp_runs.WEIGHTS, "first optimizer step"])
+def test_a_rank_whose_optimizer_step_fails_goes_on_with_what_another_one_has(recovered, phase):
+    failed = 0 if phase == "first optimizer step" else 1
+    for rank, fits in enumerate(recovered):
+        assert alike(fits[phase], fits["undisturbed"])
+        assert fits[phase]["recoveries"] == (rank == failed)
+    assert f"taken from rank {1 - failed}" in recovered[failed][phase]["events"][0]
+
+
+def test_memory_that_runs_out_in_a_validation_is_the_ranks_own_affair(recovered):
+    first, second = recovered
+
+    assert alike(first["validation"], first["undisturbed"])
+    assert second["validation"]["metrics"] == pytest.approx(second["undisturbed"]["metrics"])
+    assert (first["validation"]["recoveries"], second["validation"]["recoveries"]) == (0, 1)
+
+
+def test_ranks_take_the_most_careful_ones_size():
+    first, second = on_ranks(ddp_runs.sizes)
+
+    assert (first["pressed"], first["after"], second["after"]) == (True, 4, 4)
+    assert first["sizes"] == second["sizes"]
+    assert first["largest"] == second["largest"] == 2
+    assert torch.equal(first["weights"], second["weights"])
+
+
+def test_a_window_by_terms_counts_those_of_all_ranks():
+    for gradient, together in on_ranks(ddp_runs.windows_by_terms):
+        torch.testing.assert_close(gradient, together, rtol=1e-12, atol=1e-14)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    for fits in on_ranks(ddp_runs.resumed, str(tmp_path)):
+        assert torch.equal(fits["resumed"]["weights"], fits["straight"]["weights"])
+        assert fits["resumed"]["largest"] == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "text"),
+    [
+        (ddp_runs.Broken, "KeyError", "rank 1 failed: KeyError: 'no such column'"),
+        (ddp_runs.TooLarge, "OutOfMemoryError", "rank 1 failed: OutOfMemoryError: the activations of 1 row do not fit"),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
+    first, second = on_ranks(ddp_runs.broken, kind)
+
+    assert (first.kind, second.kind) == ("RankError", own)
+    assert text in first.text
+
+
+def test_a_rank_that_is_gone_is_named():
+    first, second = on_ranks(ddp_runs.dying)
+
+    assert (first.kind, second.kind) == ("RankError", "Gone")
+    assert "no answer from rank 1" in first.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Gathers", "RunError: training_step asks for all_gather"),
+        ("Sparse", "gradients, and that of embed.weight is torch.sparse_coo"),
+        ("Synced", "the metric accuracy has dist_sync_on_step=True"),
+        ("Sharded", "ZeroRedundancyOptimizer waits"),
+        ("Different", "rank 1 made another Different than rank 0"),
+        ("SyncBatchNorm", "cannot run SyncBatchNorm"),
+    ],
+)
+def test_what_would_wait_in_the_middle_of_a_step_is_refused_by_name(refusals, name, text):
+    for refused in refusals:
+        assert text in refused[name]
+
+
+def test_ranks_on_one_machines_memory_get_a_part_of_it_each(plain):
+    for fits in plain:
+        budget = fits["whole"]["budget"]
+
+        assert budget.sharers == 2
+        assert budget.reason.startswith("one part of 2, for as many processes on the same memory")
+
+
+def test_it_takes_every_argument_that_the_strategy_of_one_device_takes():
+    own, one = (inspect.signature(kind).parameters for kind in (UnifiedDDPStrategy, UnifiedStrategy))
+
+    assert {name: (own[name].default, own[name].annotation) for name in one} == {
+        name: (parameter.default, parameter.annotation) for name, parameter in one.items()
+    }
+
+
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork"])
+def test_it_is_registered_with_each_start_method(method):
+    name = "unified_ddp" if method == "popen" else f"unified_ddp_{method}"
+
+    assert StrategyRegistry.get(name)._start_method == method
+
+
+def test_it_can_be_sent_to_a_process_that_is_spawned():
+    strategy = UnifiedDDPStrategy(micro_batch_size=3, start_method="spawn")
+
+    assert pickle.loads(pickle.dumps(strategy)).policy.sizes.limit == 3
+
+
+def test_a_start_method_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match=r'start_method=.threads.: give "popen"'):
+        UnifiedDDPStrategy(start_method="threads")
+
+
+def test_a_fit_that_ended_badly_says_so_in_these_tests():
+    assert isinstance(on_ranks(int, "no number")[0], Ended)
