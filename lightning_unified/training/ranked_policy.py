@@ -25,8 +25,9 @@ class RankedPolicy(MemoryPolicy):
 
     A rank learns from its own batches as a single one would. With every batch it says what its sizes come to in one number; where
     these differ, ranks exchange what they have found after the batch, and all go on with the most careful of it: the union of what
-    failed, the smallest limit under pressure, the shortest time without trouble. So a size is given back when every rank has the
-    memory for it. Sizes of evaluations, which each rank runs and recovers by itself, join them at the next training batch.
+    failed, the smallest limit under pressure, the shortest time without trouble, recomputation where one turned it on. So a size
+    is given back when every rank has the memory for it. Sizes of evaluations, which each rank runs and recovers by itself, join
+    them at the next training batch.
 
     Attributes:
         ranks: All of them, once processes are connected.
@@ -50,7 +51,10 @@ class RankedPolicy(MemoryPolicy):
     def batch_done(self, shape: BatchShape | None) -> None:
         super().batch_done(shape)
         if self._differ:
+            before = self.sizes.state_dict()
             self._join()
+            if self._verdict is None and self._before_watch is None and self.sizes.state_dict() != before:
+                self._before_watch = before  # memory has not run out here: a batch that cannot be cut may go on whole
 
     @override
     def out_of_memory(
@@ -60,6 +64,8 @@ class RankedPolicy(MemoryPolicy):
             super().out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
         else:
             release_cached_memory(self.watch.device)
+            if self._verdict is None and self._before_failure is None and phase != "optimizer step":
+                self._before_failure = self.sizes.state_dict()
             self._before_watch = None
             self._repeats(f"{self.elsewhere}; the step is repeated on all ranks")
             self._changed_by = f"smaller: {self.elsewhere}"
@@ -78,20 +84,20 @@ class RankedPolicy(MemoryPolicy):
         log.warning("Rank %s: %s.", self.ranks.rank, event)
 
     def _found(self) -> dict[str, Any]:
-        return {"training": self.sizes.state_dict(), "evaluation": self.evaluation_sizes.state_dict()}
+        return {kind: value for kind, value in self.sizes_state().items() if kind != "fingerprint"}
 
     def _join(self) -> None:
         """Go on with what the most careful rank does; all ranks call it after the same batch or the same failed attempt."""
         self._differ = False
-        mine = self._found()
-        found = self.ranks.exchange(Point.SIZES, mine)
+        found = self.ranks.exchange(Point.SIZES, self._found())
+        if any(each["recomputes"] for each in found) and not self.recomputation.on:
+            self.recompute_more("as memory ran out on another rank")
         if self._refusal is not None:
             return
-        joined = {kind: most_careful([states[kind] for states in found]) for kind in mine}
-        if self._verdict is None and self._before_watch is None and joined["training"] != mine["training"]:
-            self._before_watch = mine["training"]
-        self.sizes.load_state_dict(joined["training"])
-        self.evaluation_sizes.load_state_dict(joined["evaluation"])
+        # what was found without recomputation says nothing of a step with it
+        found = [each for each in found if bool(each["recomputes"]) == bool(self.recomputation.on)]
+        self.sizes.load_state_dict(most_careful([each["training"] for each in found]))
+        self.evaluation_sizes.load_state_dict(most_careful([each["evaluation"] for each in found]))
         self._remember()
 
     @override

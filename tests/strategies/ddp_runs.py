@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics.classification import MulticlassAccuracy
@@ -464,6 +463,8 @@ class Synced(Net):
 
 class Sharded(Net):
     def configure_optimizers(self):
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
