@@ -209,7 +209,7 @@ def trainer_of(strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Train
     quiet()
     return L.Trainer(
         accelerator=options.pop("accelerator", "cpu"),
-        devices=2,
+        devices=options.pop("devices", 2),
         strategy=strategy,
         precision=options.pop("precision", "64-true"),
         max_epochs=options.pop("max_epochs", 1),
@@ -311,8 +311,10 @@ def recovered() -> dict[str, dict[str, Any]]:
     for phase in ("backward", "reduction"):
         fits[f"{phase}, windows"] = fit(net(dropout=True), "unified_ddp", Fails(phase, batch=3), **windows)
     first = Fails("optimizer step", batch=0, on=0)
+    both = [Fails("optimizer step", on=rank) for rank in range(2)]
     return fits | {
         "first optimizer step": fit(net(dropout=True), "unified_ddp", first, **step),
+        "all optimizer steps": fit(net(dropout=True), "unified_ddp", *both, **step),
         "undisturbed": fit(net(dropout=True), "unified_ddp", **step),
         "smaller": fit(net(dropout=True), "unified_ddp", ShrinksAt(4), **step),
         "smaller, windows": fit(net(dropout=True), "unified_ddp", ShrinksAt(4, batch=3), **windows),
@@ -431,6 +433,15 @@ class Different(Net):
 
 def broken(kind: type[Net]) -> Any:
     return fit(net(kind), "unified_ddp")
+
+
+def unrecovered(phase: str) -> Any:
+    return fit(net(), UnifiedDDPStrategy(recover=False), Fails(phase))
+
+
+def half_written() -> Any:
+    """One rank has written some weights when memory runs out, the other none."""
+    return fit(net(), "unified_ddp", Fails("half written", on=0), Fails("optimizer step", on=1))
 
 
 def dying() -> Any:

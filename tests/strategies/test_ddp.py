@@ -101,6 +101,12 @@ def test_a_rank_whose_optimizer_step_fails_goes_on_with_what_another_one_has(rec
     assert f"taken from rank {1 - failed}" in recovered[failed][phase]["events"][0]
 
 
+def test_all_ranks_repeat_the_batch_if_no_optimizer_step_went_well(recovered):
+    for fits in recovered:
+        assert alike(fits["all optimizer steps"], fits["smaller"])
+        assert fits["all optimizer steps"]["recoveries"] == 1
+
+
 def test_memory_that_runs_out_in_a_validation_is_the_ranks_own_affair(recovered):
     first, second = recovered
 
@@ -141,6 +147,21 @@ def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
 
     assert (first.kind, second.kind) == ("RankError", own)
     assert text in first.text
+
+
+@pytest.mark.parametrize("phase", ["forward", "optimizer step"])
+def test_all_end_where_nothing_is_to_be_repeated(phase):
+    first, second = on_ranks(ddp_runs.unrecovered, phase)
+
+    assert (first.kind, second.kind) == ("RankError", "RuntimeError")
+    assert "rank 1 failed: RuntimeError: [enforce fail at alloc_cpu.cpp" in first.text
+
+
+def test_weights_half_written_with_no_whole_ones_anywhere_end_all_ranks():
+    first, second = on_ranks(ddp_runs.half_written)
+
+    assert (first.kind, second.kind) == ("HalfUpdatedError", "RankError")
+    assert "rank 0 had written some" in second.text
 
 
 def test_a_rank_that_is_gone_is_named():

@@ -236,7 +236,7 @@ def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
 
 
 def test_two_devices_are_refused_with_what_to_write():
-    with pytest.raises(ConfigurationError, match="pass devices=1"):
+    with pytest.raises(ConfigurationError, match='pass devices=1, or strategy="unified_ddp" to train on all of them'):
         L.Trainer(strategy="unified", devices=2, **QUIET)
 
 
