@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_unified.errors import HostFrozenError
 from lightning_unified.hardware import cap_allocator, resolve_budget
-from lightning_unified.hardware.simulated import HostFrozenError, SimulatedMachine
+from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.hardware.simulated.pools import CudaSegments, MetalHeaps
 from lightning_unified.training.oom import is_out_of_memory
 

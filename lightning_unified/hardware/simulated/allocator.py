@@ -4,28 +4,25 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from lightning_unified.errors import RunError
+from lightning_unified.errors import HostFrozenError
 from lightning_unified.hardware.mps_environment import HIGH, LOW
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.hardware.simulated.profiles import Profile
 from lightning_unified.units import GIB, KIB, MIB
 
-__all__ = ["HostFrozenError", "SimulatedAllocator"]
+__all__ = ["SimulatedAllocator"]
 
 _MOST_RATIO = 2.0
+_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set is the one that is read
 _MANUAL = (
     "See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 
 
-class HostFrozenError(RunError):
-    """The simulated machine would hang here: it has one pool, no cap, and does not raise when the pool is used up."""
-
-
 class SimulatedAllocator:
     """Counts what tensors take of a simulated device, and raises as its backend does.
 
-    Metal's limits are read from the environment when the allocator is first asked for anything, as torch does; a card's limit
+    What the environment says of limits is read when the allocator is first asked for anything, as torch does; a card's own limit
     is what the driver still has. A freed block stays reserved until a new one needs its place, until the low watermark is
     passed (Metal), or until `empty_cache`.
 
@@ -33,7 +30,7 @@ class SimulatedAllocator:
 
     Args:
         profile: The machine.
-        environ: Where Metal's watermark ratios would stand.
+        environ: Where Metal's watermark ratios, and CUDA's share of memory, would stand.
         room: Bytes the driver could still give; asked where the pool is bounded.
         bounded: Whether anything is refused at all; without it the counters go as high as they must.
     """
@@ -56,23 +53,34 @@ class SimulatedAllocator:
         self.constructed = False
 
     def construct(self) -> None:
-        """Exist from here on: read the ratios, which no later change of the environment reaches.
+        """Exist from here on: read the environment, which no later change of it reaches.
 
         Raises:
-            RuntimeError: If the ratios are a pair that torch refuses.
+            RuntimeError: If Metal's ratios are a pair that torch refuses.
         """
-        if self.constructed or self.profile.high is None or self.profile.low is None:
+        if not self.constructed:
             self.constructed = True
-            return
-        high = float(self._environ.get(HIGH, self.profile.high))
-        low = float(self._environ.get(LOW, self.profile.low))
+            if self.profile.backend == "mps":
+                self._read_ratios()
+            else:
+                self._read_share()
+
+    def _read_ratios(self) -> None:
+        high = float(self._environ.get(HIGH, self.profile.high or 0))
+        low = float(self._environ.get(LOW, self.profile.low or 0))
         if not 0 <= high <= _MOST_RATIO:
             raise RuntimeError(f"invalid high watermark ratio {high:g}")
         if not 0 <= low <= (high or _MOST_RATIO):
             raise RuntimeError(f"invalid low watermark ratio {low:g}")
         self._high = int(high * self.profile.total) if high else None
         self._low = int(low * self.profile.total) if low else None
-        self.constructed = True
+
+    def _read_share(self) -> None:
+        """Take the one setting of torch's that caps: `per_process_memory_fraction`."""
+        text = next((self._environ[name] for name in _CUDA_SETTINGS if self._environ.get(name)), "")
+        for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
+            if key == "per_process_memory_fraction":
+                self._high = int(float(value) * self.profile.total)
 
     def cap(self, fraction: float) -> None:
         """Limit the pools to `fraction` of the profile's total: `set_per_process_memory_fraction`; on Metal 0 is no limit."""

@@ -41,6 +41,7 @@ class LiveTensors(TorchDispatchMode):
 
     Attributes:
         peak_place: The operation that led to the allocator's peak, and the line it was called from.
+        elsewhere: Types of real devices that were used meanwhile; what is on them does not count.
     """
 
     def __init__(self, allocator: SimulatedAllocator) -> None:
@@ -49,7 +50,8 @@ class LiveTensors(TorchDispatchMode):
         self._process = os.getpid()
         self._living: dict[int, tuple[weakref.ref[Any], Block, int]] = {}
         self._makes: dict[Any, bool] = {}
-        self.peak_place = "before the first operation"
+        self.peak_place = "what was there before the first operation"
+        self.elsewhere: set[str] = set()
 
     @override
     def __torch_dispatch__(
@@ -79,7 +81,7 @@ class LiveTensors(TorchDispatchMode):
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already, each with its own bytes, as far as they do not count yet."""
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = self._storage(tensor)
             if storage is not None and storage._cdata not in self._living:
                 self._count(storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
 
@@ -89,13 +91,26 @@ class LiveTensors(TorchDispatchMode):
             _, block, _ = self._living.pop(key)
             self._allocator.free(block)
 
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a dense tensor in host memory; None for one that has none: sparse, meta, fake."""
+        if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        kind = storage.device.type
+        if kind not in ("cpu", "meta"):
+            self.elsewhere.add(kind)
+        return storage if kind == "cpu" else None
+
     def _count_made(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        storage = _storage(tensor)
+        storage = self._storage(tensor)
         if storage is None:
             return
         known = self._living.get(storage._cdata)
         if known is None:
-            if all(_storage_key(other) != storage._cdata for other in inputs):  # else a view of what does not count
+            others = (self._storage(other) for other in inputs)
+            if all(
+                other is None or other._cdata != storage._cdata for other in others
+            ):  # else a view of what does not count
                 self._count(storage, storage.nbytes())
         elif storage.nbytes() != known[2]:  # resized in place
             self._drop(storage._cdata)
@@ -141,16 +156,3 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             found += _tensors(value)
     return found
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a dense tensor in host memory; None for one that has none: sparse, meta, fake."""
-    if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
-        return None
-    storage = tensor.untyped_storage()
-    return storage if storage.device.type == "cpu" else None
-
-
-def _storage_key(tensor: Tensor) -> int | None:
-    storage = _storage(tensor)
-    return None if storage is None else storage._cdata

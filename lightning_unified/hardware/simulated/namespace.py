@@ -77,6 +77,7 @@ def _cuda(allocator: SimulatedAllocator, free: Callable[[], int]) -> SimpleNames
 
     return SimpleNamespace(
         is_available=lambda: True,
+        is_initialized=lambda: allocator.constructed,
         device_count=lambda: 1,
         current_device=lambda: 0,
         get_device_name=_of_device(lambda: profile.chip),

@@ -32,7 +32,7 @@ class Profile:
         others: What the system and other programs hold of `ram` at rest.
         bf16: Whether the GPU computes in bfloat16 or emulates it.
         flash: Whether attention with gradients has a kernel that keeps no scores.
-        cores: Performance cores.
+        cores: Cores that a process may use; of a Mac the performance cores.
         max_buffer: The largest single buffer (Metal's `maxBufferLength`); None where there is no such limit.
         page_cache: How much of what is available is page cache at rest: MemAvailable less MemFree.
         gtt: AMD APU: what the GPU may map of the host's memory (`mem_info_gtt_total`); None elsewhere.
@@ -115,11 +115,40 @@ def _mac(name: str, *, chip: str, ram: int, total: float, others: float, cores: 
     )
 
 
-def _card(name: str, *, hardware: Literal["cuda", "rocm"], origin: Mapping[str, str], **facts: object) -> Profile:
-    own = {"ram": "judgement", "others": "judgement", "cores": "judgement", "context": "judgement", **origin}
-    defaults: dict = {"ram": 32 * GIB, "others": 4 * GIB, "page_cache": 8 * GIB, "cores": 8, "context": 300 * MIB}
-    given: dict = defaults | facts
-    return Profile(name=name, hardware=hardware, backend=hardware, unified=False, origin=MappingProxyType(own), **given)
+def _card(
+    name: str,
+    *,
+    hardware: Literal["cuda", "rocm"],
+    chip: str,
+    total: int,
+    bf16: Literal["native", "emulated"],
+    flash: bool,
+    origin: Mapping[str, str],
+    capability: tuple[int, int] | None = None,
+    arch: str = "",
+    ram: int = 32 * GIB,
+    cores: int = 8,
+    context: int = 300 * MIB,
+) -> Profile:
+    host = dict.fromkeys(("ram", "others", "cores", "context", "page_cache"), "judgement")
+    return Profile(
+        name=name,
+        hardware=hardware,
+        backend=hardware,
+        chip=chip,
+        ram=ram,
+        unified=False,
+        total=total,
+        others=ram // 8,
+        bf16=bf16,
+        flash=flash,
+        cores=cores,
+        page_cache=ram // 4,
+        context=context,
+        capability=capability,
+        arch=arch,
+        origin=MappingProxyType(host | dict(origin)),
+    )
 
 
 _ALL = (
@@ -233,7 +262,6 @@ _ALL = (
         hardware="cuda",
         chip="NVIDIA H200",
         ram=256 * GIB,
-        others=8 * GIB,
         total=_gib(139.8),
         bf16="native",
         flash=True,
@@ -258,9 +286,10 @@ def profile(name: str) -> Profile:
     Raises:
         HardwareError: If there is none, naming the nearest.
     """
-    found = PROFILES.get(str(name).lower())
-    if found is not None:
-        return found
-    near = difflib.get_close_matches(str(name).lower(), PROFILES, n=1, cutoff=0.4)
+    wanted = str(name).lower()
+    if wanted in PROFILES:
+        return PROFILES[wanted]
+    near = [each for each in PROFILES if each.startswith(wanted)]
+    near = near or difflib.get_close_matches(wanted, PROFILES, n=1, cutoff=0.4)
     hint = f" did you mean {near[0]}?" if near else ""
     raise HardwareError(f"simulate={name} is not a machine that is known;{hint} There are {', '.join(PROFILES)}.")
