@@ -10,6 +10,7 @@
         ├── OutOfMemoryError       the smallest unit of work does not fit
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
         ├── RankError              another rank failed, is gone, or came to another point of the run
+        ├── HostFrozenError        a simulated machine would hang here
         ├── GradientError          gradients were not finite for too long
         └── CheckpointError        a checkpoint cannot be read or written
 
@@ -23,6 +24,7 @@ __all__ = [
     "GradientError",
     "HalfUpdatedError",
     "HardwareError",
+    "HostFrozenError",
     "LightningUnifiedError",
     "OutOfMemoryError",
     "PrecisionError",
@@ -74,6 +76,10 @@ class HalfUpdatedError(RunError):
 
 class RankError(RunError):
     """Another rank failed, is gone, or came to another point of the run, so that this one cannot go on."""
+
+
+class HostFrozenError(RunError):
+    """A simulated machine would hang here: it has one pool, no cap, and does not raise when the pool is used up."""
 
 
 class GradientError(RunError):

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.callbacks.loops import logged_step
+from lightning_unified.callbacks.pool import pool_of, simulated_by
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
@@ -22,7 +23,8 @@ class MemoryMonitor(Callback):
 
     A figure that the backend does not give is not logged. Where it keeps no peak of its own, the greatest `allocated` of the
     moments looked at stands for it: before each backward pass and each optimizer step, where memory is highest, and after each
-    batch. `peak_source` then says `sampled`, and the name in the logs is `memory/peak_sampled`.
+    batch. `peak_source` then says `sampled`, and the name in the logs is `memory/peak_sampled`. Figures of a simulated machine are
+    logged under `memory_simulated_<machine>/`.
 
     Args:
         every_n_batches: Training batches between two rows.
@@ -79,7 +81,8 @@ class MemoryMonitor(Callback):
         self._look(trainer)
 
     def _look(self, trainer: Trainer) -> Reading:
-        reading = self.read(trainer.strategy.root_device)
+        device, sources = pool_of(trainer)
+        reading = self.read(device) if sources is None else read(device, sources=sources)
         self._samples = reading.peak.bytes is None
         if not self._samples:
             self.peak, self.peak_source = reading.peak.bytes, reading.peak.source
@@ -90,10 +93,12 @@ class MemoryMonitor(Callback):
 
     def _metrics(self, trainer: Trainer, reading: Reading) -> dict[str, float]:
         figures = {
-            "memory/allocated": reading.allocated.bytes,
-            "memory/reserved": reading.reserved.bytes,
-            "memory/peak_sampled" if self._samples else "memory/peak": self.peak,
-            "memory/available": reading.available.bytes,
-            "memory/micro_batch_size": getattr(trainer.strategy, "micro_batch_size", None),
+            "allocated": reading.allocated.bytes,
+            "reserved": reading.reserved.bytes,
+            "peak_sampled" if self._samples else "peak": self.peak,
+            "available": reading.available.bytes,
+            "micro_batch_size": getattr(trainer.strategy, "micro_batch_size", None),
         }
-        return {name: float(figure) for name, figure in figures.items() if figure is not None}
+        machine = simulated_by(trainer)
+        group = "memory" if machine is None else f"memory_simulated_{machine.profile.name}"
+        return {f"{group}/{name}": float(figure) for name, figure in figures.items() if figure is not None}

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_unified.callbacks.checkpoint import RunCheckpoint
 from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
+from lightning_unified.callbacks.pool import pool_of, simulated_by, simulated_pressure
 from lightning_unified.callbacks.pressure_watch import PressureTrace, PressureWatch, Verdict
 from lightning_unified.callbacks.stopping import restore_limits, run_checkpoint, stop_cleanly
 from lightning_unified.callbacks.thrash_watch import ThrashWatch
@@ -102,11 +103,13 @@ class PressureGuard(Callback):
         self._trace = PressureTrace(path if trainer.is_global_zero and not is_trial(trainer) else None)
         self.stopped_for, self._has_warned, self._saved = None, False, ""
         self._rung = self._acted_at = 0
-        device = trainer.strategy.root_device
-        self._one_pool = device.type == "cuda" and read(device).pool == "unified"
+        machine, (device, _) = simulated_by(trainer), pool_of(trainer)
+        reading = partial(read, device) if machine is None else machine.reading
+        self._one_pool = device.type == "cuda" and reading().pool == "unified"
         self._budget, self._has_named_thrashing = getattr(trainer.strategy, "budget", None), False
         self._steps = self.thrash_watch()
-        self._watch = PressureWatch(self.reader(), every_s=self.every_s, samples=self.samples, trace=self._trace)
+        sample = self.reader() if machine is None else simulated_pressure(machine, one_pool=self._one_pool)
+        self._watch = PressureWatch(sample, every_s=self.every_s, samples=self.samples, trace=self._trace)
         self._watch.start()
 
     @override
@@ -233,7 +236,8 @@ class PressureGuard(Callback):
         return True, "warned"
 
     def _clear(self, trainer: Trainer) -> tuple[bool, str]:
-        release_cached_memory(trainer.strategy.root_device)
+        device, sources = pool_of(trainer)
+        release_cached_memory(device, sources=sources)
         return True, "caches cleared"
 
     def _shrink(self, reason: str, trainer: Trainer) -> tuple[bool, str]:

@@ -8,6 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from typing_extensions import override
 
+from lightning_unified.callbacks.pool import pool_of, simulated_by
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB
@@ -44,7 +45,9 @@ class _MemoryColumns(_Bar):
         columns: dict[str, Any] = {**super().get_metrics(trainer, pl_module)}
         now = self.now()
         if self._columns is None or now >= self._next_reading:
-            self._columns = _memory_columns(trainer, self.read(trainer.strategy.root_device))
+            device, sources = pool_of(trainer)
+            reading = self.read(device) if sources is None else read(device, sources=sources)
+            self._columns = _memory_columns(trainer, reading)
             self._next_reading = now + _SECONDS_BETWEEN_READINGS
         return {**columns, **self._columns}
 
@@ -64,6 +67,9 @@ def _memory_columns(trainer: Trainer, reading: Reading) -> dict[str, str]:
     if reading.allocated.bytes is not None:
         used = f"{reading.allocated.bytes / GIB:.1f}"
         columns["mem"] = f"{used} GiB" if limit is None else f"{used}/{limit / GIB:.1f} GiB"
+        machine = simulated_by(trainer)
+        if machine is not None:
+            columns["mem"] += f" (simulated {machine.profile.name})"
     micro_batch_size = getattr(trainer.strategy, "micro_batch_size", None)
     if micro_batch_size is not None:
         columns["micro"] = str(micro_batch_size)

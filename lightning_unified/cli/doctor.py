@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from lightning_unified.hardware import (
     read,
     resolve_budget,
 )
+from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
 from lightning_unified.hardware.sources import core_count
 from lightning_unified.units import format_bytes
 
@@ -93,12 +95,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m lightning_unified doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON for scripts, and nothing else")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:<index>, mps or xpu")
+    parser.add_argument(
+        "--simulate", metavar="MACHINE", help=f"look at a machine that is not here: {', '.join(PROFILES)}"
+    )
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as done:
         return int(done.code or 0)
     try:
-        diagnosis = diagnose(arguments.device)
+        machine = None if arguments.simulate is None else SimulatedMachine(arguments.simulate, environ=os.environ)
+        diagnosis = diagnose(arguments.device, sources=None if machine is None else machine.sources)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

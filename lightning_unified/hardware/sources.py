@@ -59,6 +59,7 @@ class Sources:
         which: Path of a program, None if it is not installed.
         has_module: Whether a Python module could be imported.
         run: What a program (command, most seconds to wait) wrote to standard output; None where it is absent, failed or did not answer.
+        simulated: The name of the simulated machine these are the sources of; None for a real one.
     """
 
     torch: Any
@@ -74,6 +75,7 @@ class Sources:
     which: Callable[[str], str | None] = _not_found
     has_module: Callable[[str], bool] = _no_module
     run: Callable[[Sequence[str], float], str | None] = _no_program
+    simulated: str | None = None
 
     @classmethod
     def live(cls) -> "Sources":

@@ -3,7 +3,7 @@
 from lightning_unified.precision.float16 import float16_warnings
 from lightning_unified.precision.gate import Platform, PrecisionChoice, choose_precision, platform_of
 from lightning_unified.precision.mixed import MixedPrecision, gradient_scale, live_scaler
-from lightning_unified.precision.resolve import build_plugin, plugin_precision, resolve_precision
+from lightning_unified.precision.resolve import build_plugin, plugin_precision, resolve_precision, resolve_simulated
 from lightning_unified.precision.run import verify_run
 from lightning_unified.precision.verify import verify_plugin
 
@@ -19,6 +19,7 @@ __all__ = [
     "platform_of",
     "plugin_precision",
     "resolve_precision",
+    "resolve_simulated",
     "verify_plugin",
     "verify_run",
 ]

@@ -9,7 +9,7 @@ from lightning_unified.errors import PrecisionError
 from lightning_unified.precision.gate import Platform, PrecisionChoice, choose_precision, full_name
 from lightning_unified.precision.mixed import MixedPrecision, live_scaler
 
-__all__ = ["build_plugin", "plugin_precision", "resolve_precision"]
+__all__ = ["build_plugin", "plugin_precision", "resolve_precision", "resolve_simulated"]
 
 _STOCK = (stock.Precision, stock.MixedPrecision, stock.HalfPrecision, stock.DoublePrecision, MixedPrecision)
 
@@ -48,6 +48,37 @@ def resolve_precision(
     else:
         choice = choose_precision(asked, platform=platform)
     return choice, build_plugin(choice, device_type=platform.device_type, given=given)
+
+
+def resolve_simulated(
+    given: stock.Precision | None, *, asked: str, simulated: Platform, here: Platform
+) -> tuple[PrecisionChoice, stock.Precision]:
+    """Return what the simulated platform would run, as far as the CPU that is `here` can, and the plugin for that.
+
+    Float16 becomes bfloat16, which takes as many bytes: a CPU has no gradient scaler in Lightning.
+
+    Args:
+        given: As for `resolve_precision`.
+        asked: As for `resolve_precision`.
+        simulated: The platform that is not here.
+        here: This CPU.
+
+    Raises:
+        PrecisionError: If the simulated platform cannot give what is asked.
+    """
+    asked, flag = full_name(asked), plugin_precision(given)
+    follows = asked == "trainer" or (asked == "auto" and flag != "32-true")
+    choice = choose_precision(flag if follows else asked, platform=simulated)
+    is_float16 = choice.precision.startswith("16-")
+    runs = f"bf{choice.precision}" if is_float16 else choice.precision
+    resolved, plugin = resolve_precision(given, asked="trainer" if follows else runs, platform=here)
+    reason = "as the Trainer says" if follows else choice.reason
+    how = (
+        "run in bfloat16, which takes as many bytes, because a CPU has no gradient scaler"
+        if is_float16
+        else "computed by this CPU"
+    )
+    return replace(resolved, reason=f"{reason}; {how}"), plugin
 
 
 def _followed(given: stock.Precision | None, flag: str, platform: Platform) -> PrecisionChoice:

@@ -15,8 +15,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.hardware import Budget, Cap, Figure, Reading
+from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.planning import Plan
-from lightning_unified.precision import PrecisionChoice, platform_of, plugin_precision, resolve_precision, verify_run
+from lightning_unified.precision import (
+    PrecisionChoice,
+    platform_of,
+    plugin_precision,
+    resolve_precision,
+    resolve_simulated,
+    verify_run,
+)
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
@@ -61,9 +69,15 @@ class Budgeted(Strategy):
     def _resolve_precision(self) -> None:
         """Put the gate's plugin in place of the one that the Trainer made from its flag; the device is known."""
         self.policy.watch.prepare(self.root_device)  # before the gate asks the device what it is
-        self.precision_choice, self._precision_plugin = resolve_precision(
-            self._precision_plugin, asked=self._asked_precision, platform=platform_of(self.root_device)
-        )
+        given, asked, here, machine = self._precision_plugin, self._asked_precision, self.root_device, self.simulated
+        if machine is None:
+            self.precision_choice, self._precision_plugin = resolve_precision(
+                given, asked=asked, platform=platform_of(here)
+            )
+        else:
+            there = platform_of(torch.device(machine.device), sources=machine.sources)
+            resolved = resolve_simulated(given, asked=asked, simulated=there, here=platform_of(here))
+            self.precision_choice, self._precision_plugin = resolved
 
     @override
     def setup_environment(self) -> None:
@@ -81,6 +95,7 @@ class Budgeted(Strategy):
         self.policy.refuse_if_too_small(module, ())
         if trainer.state.fn == TrainerFn.FITTING:
             self.policy.recomputation.begin(module)
+        self.policy.watch.enter(module)
         super().setup(trainer)
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
@@ -105,6 +120,7 @@ class Budgeted(Strategy):
     def teardown(self) -> None:
         self.policy.recomputation.end()
         self._status.end()
+        self.policy.watch.leave()
         super().teardown()
 
     def _figures(self) -> RunFigures:
@@ -115,7 +131,7 @@ class Budgeted(Strategy):
         return RunFigures(
             directory=root if "://" in root else str(Path(root).absolute()),
             module=type(module).__name__,
-            device=str(self.root_device),
+            device=self.told_device,
             step=module.trainer.global_step,
             effective_batch_size=self.effective_batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -203,8 +219,8 @@ class Budgeted(Strategy):
                 "recompute": self.policy.recomputation.reason,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,
-                "cap": cap.reason if cap is not None else "none",
-                **({} if written is None else {"allocator_settings": written.reason}),
+                "cap": self.policy.watch.named(cap.reason) if cap is not None else "none",
+                **({} if written is None else {"allocator_settings": self.policy.watch.named(written.reason)}),
             },
         )
 
@@ -227,6 +243,17 @@ class Budgeted(Strategy):
     def feel_pressure(self, pressed: bool) -> None:
         """Learn whether the system warns that memory is short: caches are then cleared for less."""
         self.policy.caches.pressed = pressed
+
+    @property
+    def simulated(self) -> SimulatedMachine | None:
+        """The machine that stands for the one this runs on; None for this one itself."""
+        return self.policy.watch.machine
+
+    @property
+    def told_device(self) -> str:
+        """The device as records name it: `"cuda:0"`, or `"mps (simulated m2-16gb on cpu)"`."""
+        device, machine = self.policy.watch.device, self.simulated
+        return str(device) if machine is None else f"{device} (simulated {machine.profile.name} on {self.root_device})"
 
     @property
     def budget(self) -> Budget | None:

@@ -1,11 +1,13 @@
 """`Trainer(strategy="unified")`: one device, one memory budget, the batch the user asked for."""
 
+import os
 from typing import Literal
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
@@ -57,6 +59,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             window too.
         remember: File for the sizes found, such as `runs/mine/sizes.json`: a run that goes on, or another one in a directory
             beside it with the same module, device and budget, starts with them.
+        simulate: The name of a machine that is not here, as in `"m2-16gb"`: the CPU trains, and budget, readings, limits and
+            out-of-memory errors are that machine's; see docs/simulation.md.
 
     Raises:
         ConfigurationError: If an argument is not one of those named.
@@ -78,10 +82,11 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
         window_mean: Literal["batches", "terms"] = "batches",
         remember: str | None = None,
+        simulate: str | None = None,
     ) -> None:
         self._devices: list[torch.device] | None = None
         self.policy = MemoryPolicy(
-            BudgetWatch(budget),
+            BudgetWatch(budget, None if simulate is None else SimulatedMachine(simulate, environ=os.environ)),
             micro_batch_size=micro_batch_size,
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             recover=recover,
@@ -107,6 +112,11 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
                 'or strategy="unified_ddp" to train on all of them.'
             )
         self._devices = devices
+        if devices and self.simulated is not None and devices[0].type != "cpu":
+            raise ConfigurationError(
+                f'simulate={self.simulated.profile.name} trains on the CPU and was given {devices[0]}; pass accelerator="cpu", or leave '
+                "simulate out."
+            )
         if devices:
             self._root_device = devices[0]
             self._resolve_precision()

@@ -1,6 +1,7 @@
 """The budget of a run on its device: resolved, handed to the allocator, and held against what the run really uses."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from lightning_unified.hardware import (
     Cap,
     Figure,
     Reading,
+    Sources,
     cap_allocator,
     divide_budget,
     prepare_allocators,
@@ -19,6 +21,7 @@ from lightning_unified.hardware import (
     reset_peak,
     resolve_budget,
 )
+from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
@@ -36,6 +39,7 @@ class BudgetWatch:
 
     Args:
         spec: The budget as written: `"auto"`, `"28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
+        machine: A simulated machine, whose pool it then is while the CPU does the work.
 
     Attributes:
         device: The device whose pool it is.
@@ -45,8 +49,11 @@ class BudgetWatch:
         sharers: Processes of this run that draw on the same pool, each on an equal part of the budget.
     """
 
-    def __init__(self, spec: str | int) -> None:
+    def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
         self.spec = spec
+        self.machine = machine
+        self._elsewhere: dict[str, Sources] = {} if machine is None else {"sources": machine.sources}
+        self._on_machine = ExitStack()
         self.device = torch.device("cpu")
         self.budget: Budget | None = None
         self.written: Cap | None = None
@@ -60,8 +67,9 @@ class BudgetWatch:
 
     def prepare(self, device: torch.device) -> None:
         """Do what must be done before anything is asked of the device, because asking makes its allocator."""
+        device = device if self.machine is None else torch.device(self.machine.device)
         if device.type != "cpu" and (self.written is None or device.type != self.device.type):
-            self.written = prepare_allocators(self.spec)
+            self.written = prepare_allocators(self.spec, **self._elsewhere)
         self.device = device
 
     def resolve(self) -> None:
@@ -72,13 +80,33 @@ class BudgetWatch:
         """
         reading = self.reading()
         self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
-        self.cap = cap_allocator(self.device, self.budget)
+        self.cap = cap_allocator(self.device, self.budget, **self._elsewhere)
         if self.cap.warning is not None:
-            log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.cap.warning)
+            log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.named(self.cap.warning))
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """Count on the simulated machine, if there is one, what `module` has and what is made until `leave`."""
+        self.leave()
+        if self.machine is not None:
+            self._on_machine.enter_context(self.machine.active(holding=[*module.parameters(), *module.buffers()]))
+
+    def leave(self) -> None:
+        """Give the simulated device up; its peak stays known."""
+        self._on_machine.close()
+        if self.machine is not None:
+            self.machine.forget()
+
+    def release(self) -> None:
+        """Give back what is kept for reuse; call it outside any `except` block."""
+        release_cached_memory(self.device, **self._elsewhere)
+
+    def named(self, reason: str) -> str:
+        """Return `reason`, and before it the simulated machine that it is true of."""
+        return reason if self.machine is None else f"simulated {self.machine.profile.name}: {reason}"
 
     def begin(self) -> None:
         """Count the peak from here on, and follow other programs if the budget does."""
-        reset_peak(self.device)
+        reset_peak(self.device, **self._elsewhere)
         self._follower = None if self.budget is None else BudgetFollower(self.budget)
         self._has_followed = False
         self._batches = self._told = 0
@@ -92,7 +120,7 @@ class BudgetWatch:
 
     def reading(self) -> Reading:
         """Return what the device's pool says now; never waits for the device."""
-        return read(self.device)
+        return read(self.device, **self._elsewhere)
 
     def room(self) -> int | None:
         """Return what the process could hold altogether now, in bytes, within its budget; None if unknown."""
@@ -103,7 +131,7 @@ class BudgetWatch:
 
     def measured_peak(self) -> Figure:
         """Return the highest use of this fit so far, in bytes, and which counter says so."""
-        now = read_peak(self.device)
+        now = read_peak(self.device, **self._elsewhere)
         if now.bytes is None or self._earlier_peak is None or now.bytes >= self._earlier_peak:
             return now
         return Figure(self._earlier_peak, now.source)
@@ -126,7 +154,7 @@ class BudgetWatch:
             return None
         if self.bytes < before:
             self._told = 0
-            release_cached_memory(self.device)
+            self.release()
         verb = "fell" if self.bytes < before else "rose"
         return f"the budget {verb} from {format_bytes(before)} to {format_bytes(self.bytes)}: {self.budget.reason}"
 
@@ -134,7 +162,7 @@ class BudgetWatch:
         stands = None if self.cap is None else self.cap.bytes
         if self.device.type != "cpu" and (stands is None or abs(count - stands) >= _NEW_CAP * stands):
             assert self.budget is not None
-            self.cap = cap_allocator(self.device, replace(self.budget, bytes=count))
+            self.cap = cap_allocator(self.device, replace(self.budget, bytes=count), **self._elsewhere)
 
     def overrun(self) -> str | None:
         """After a batch: return in words by how much its peak is above the budget, once for each new peak.
@@ -147,7 +175,7 @@ class BudgetWatch:
         looks, self._has_followed = self._has_followed or (self.device.type == "cpu" and is_time), False
         if not looks:
             return None
-        peak = read_peak(self.device).bytes
+        peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
             peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
         if peak is None or peak <= max(self.bytes, _NEW_PEAK * self._told):

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.hardware.sources import Sources
 from lightning_unified.units import GIB, KIB, MIB
 
 __all__ = ["caught", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
@@ -79,17 +80,15 @@ def requested_bytes(reason: str) -> int | None:
     return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
-def release_cached_memory(device: torch.device) -> None:
-    """Give back what allocators keep for reuse on `device` and on the host.
+def release_cached_memory(device: torch.device, *, sources: Sources | None = None) -> None:
+    """Give back what allocators keep for reuse on `device`, of a simulated machine where `sources` are one's, and on the host.
 
     Call it outside any `except` block: a traceback holds the frames, and the frames hold the tensors (pytorch issues 18853, 27600).
     On MPS this is `torch.mps.empty_cache`, which also drops compiled graphs; `torch.accelerator.empty_cache` would not.
     """
     gc.collect()
-    if device.type == "mps":
-        torch.mps.empty_cache()
-    elif device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    if device.type != "cpu":
+        getattr(torch if sources is None else sources.torch, device.type).empty_cache()
     if sys.platform == "linux":
         _trim_heap()
 

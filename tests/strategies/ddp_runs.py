@@ -162,7 +162,8 @@ class Fails(L.Callback):
         def step(closure=None):
             if not self.left:
                 return type(optimizer).step(optimizer, closure)
-            closure()
+            if closure is not None:  # with a gradient scaler the gradients are there already
+                closure()
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].add_(1.0)
             return self._raise(None)

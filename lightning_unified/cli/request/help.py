@@ -26,6 +26,7 @@ Overrides that matter
   trainer.max_steps=1000         and every other argument of Lightning's Trainer
   seed=1  run_dir=my/run         where everything is saved (default: runs/<model>/<time>)
   resume=runs/gearhead/<time>    go on from that run's last checkpoint; overrides beside it win
+  simulate=m2-16gb               another machine's memory, limits and errors, while this one's CPU trains
 
 Also
   -m memory=debug,small          a sweep: one run for each combination

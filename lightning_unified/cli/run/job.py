@@ -144,12 +144,15 @@ class Job:
             resumed, changes = joined(self.saved, self.given)
             config = relocated(resumed.config, directory)
         elif choices.get("hardware") == "auto":
+            from lightning_unified.cli.run.machine import sources_of
             from lightning_unified.hardware import describe, detect, prepare_allocators
 
-            prepare_allocators(config.memory.budget)  # to look at an accelerator is to make its allocator
-            found = detect()
+            sources = sources_of(config.simulate)
+            # to look at an accelerator is to make its allocator
+            prepare_allocators(config.memory.budget, sources=sources)
+            found = detect(sources)
             config = composed(merged_overrides(list(HydraConfig.get().overrides.task), [f"hardware={found}"])).config
-            show_note(f"hardware=auto found hardware={found}: {describe()}")
+            show_note(f"hardware=auto found hardware={found}: {describe(sources)}")
         with open_dict(config):
             if OmegaConf.is_interpolation(config, "name"):
                 config["name"] = choices.get("model")

@@ -2,25 +2,31 @@
 
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.request.binding import make
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, HardwareError
 from lightning_unified.hardware import (
     Budget,
     HardwareSettings,
     Reading,
+    Sources,
     capabilities,
+    describe,
     prepare_allocators,
     read,
     require,
     resolve_budget,
 )
+from lightning_unified.hardware.simulated import SimulatedMachine
 
-__all__ = ["Machine", "check_numbers", "prepare"]
+__all__ = ["Machine", "check_numbers", "prepare", "sources_of"]
+
+# Of a simulated machine these are what the real one does with its cores; the rest is what the simulated device is like.
+_DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,23 +44,60 @@ class Machine:
     budget: Budget
 
 
+def sources_of(simulate: str | None) -> Sources:
+    """Return where this machine is read, or the one that `simulate` names.
+
+    Raises:
+        HardwareError: If there is no machine of that name.
+    """
+    return Sources.live() if simulate is None else SimulatedMachine(simulate, environ=os.environ).sources
+
+
 def prepare(config: DictConfig) -> Machine:
     """Check and ready the machine for `config`, and write the settled hardware settings into it.
 
     Raises:
-        HardwareError: If the hardware asked for is not here.
+        HardwareError: If the hardware asked for is not here, or not what is simulated.
         BudgetError: If the budget exceeds the pool.
     """
-    settings: HardwareSettings = make("hardware", config.hardware)
-    prepare_allocators(config.memory.budget)
-    require(settings.name)
-    reading = read("cpu" if settings.accelerator == "cpu" else "auto")
+    given: HardwareSettings = make("hardware", config.hardware)
+    sources = sources_of(config.simulate)
+    if config.simulate is not None:
+        _check_simulation(config, given, SimulatedMachine(config.simulate))
+    prepare_allocators(config.memory.budget, sources=sources)
+    require(given.name, sources)
+    on_cpu = given.accelerator == "cpu" and config.simulate is None
+    reading = read("cpu" if on_cpu else "auto", sources=sources)
     budget = resolve_budget(config.memory.budget, reading)
-    settings = settings.resolve(reading, capabilities(reading.device))
+    settings = given.resolve(reading, capabilities(reading, sources=sources), sources=sources)
+    if config.simulate is not None:
+        here = given.resolve(read("cpu"), capabilities("cpu"))
+        settings = replace(settings, accelerator="cpu", **{name: getattr(here, name) for name in _DONE_HERE})
     with open_dict(config):
         config.hardware.update({field.name: getattr(settings, field.name) for field in fields(settings)})
     _set_threads(int(settings.host_threads), os.environ)
     return Machine(reading=reading, settings=settings, budget=budget)
+
+
+def _check_simulation(config: DictConfig, given: HardwareSettings, machine: SimulatedMachine) -> None:
+    """Refuse what a simulated machine cannot be asked for."""
+    profile = machine.profile
+    if given.name not in {"auto", profile.hardware, profile.backend}:
+        raise HardwareError(
+            f"hardware={given.name} contradicts simulate={profile.name}, which has: {describe(machine.sources)}; use "
+            f"hardware={profile.hardware} or hardware=auto, or simulate another machine."
+        )
+    if given.compile is True:
+        raise ConfigurationError(
+            f"hardware.compile=true with simulate={profile.name}: compiled code takes memory where it cannot be counted; use hardware.compile=false."
+        )
+    strategy = config.trainer.strategy
+    if OmegaConf.is_dict(strategy) and strategy.get("simulate") == config.simulate:
+        return
+    raise ConfigurationError(
+        f"trainer.strategy={strategy if isinstance(strategy, str) else 'another'} with simulate={profile.name}: only the unified strategy "
+        "runs on a simulated machine; leave trainer.strategy or simulate out."
+    )
 
 
 def _set_threads(count: int, environ: MutableMapping[str, str]) -> None:

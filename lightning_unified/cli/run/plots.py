@@ -1,13 +1,14 @@
 """Draw a run's metrics: the losses and the memory against the step."""
 
 import csv
+import re
 from pathlib import Path
 
 __all__ = ["draw_plots", "read_metrics"]
 
 _PLOTS = {
-    "loss.png": ("loss", ("train/loss", "val/loss"), 1.0),
-    "memory.png": ("GiB", ("memory/allocated", "memory/reserved", "memory/peak", "memory/available"), 2.0**30),
+    "loss.png": ("loss", r"(train|val)/loss", 1.0),
+    "memory.png": ("GiB", r"memory(_simulated_[^/]+)?/(allocated|reserved|peak|available)", 2.0**30),
 }
 
 
@@ -29,8 +30,8 @@ def draw_plots(metrics: Path, directory: Path) -> list[Path]:
     """Draw the plots that the columns of `metrics` allow into `directory`, and return their files."""
     columns = read_metrics(metrics)
     drawn = []
-    for file, (label, names, unit) in _PLOTS.items():
-        present = [name for name in names if columns.get(name)]
+    for file, (label, pattern, unit) in _PLOTS.items():
+        present = sorted(name for name in columns if re.fullmatch(pattern, name))
         if present:
             directory.mkdir(parents=True, exist_ok=True)
             _draw({name: columns[name] for name in present}, label=label, unit=unit, path=directory / file)

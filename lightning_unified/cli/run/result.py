@@ -77,7 +77,8 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
 def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str, Any]:
     """Return `summary.json` without what only the end of a run knows; None where nothing is known."""
     trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
-    reading = read(str(strategy.root_device))
+    own_reading = getattr(strategy, "reading", None)
+    reading = read(str(strategy.root_device)) if own_reading is None else own_reading()
     choice = getattr(strategy, "precision_choice", None)
     checkpoints = callback_of(parts, "RunCheckpoint")
     per_second = (lambda number: number / count.seconds) if count.seconds else (lambda _: None)
@@ -85,7 +86,7 @@ def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str,
     return {
         "model": config.name,
         "parameters": parts.parameters,
-        "device": reading.device,
+        "device": getattr(strategy, "told_device", reading.device),
         "pool": reading.pool,
         "budget_bytes": machine.budget.bytes,
         "effective_batch_size": getattr(strategy, "effective_batch_size", None) or config.data.get("batch_size"),
@@ -126,6 +127,8 @@ def _predicted(plan: Any) -> int | None:
 def _plan(plan: Any, parts: Parts) -> dict[str, Any]:
     """Return `plan.json`: the strategy's decisions with their reasons, and what it had to do on the way."""
     content = plan.to_dict() if plan is not None else {"strategy": type(parts.trainer.strategy).__name__}
+    simulated = getattr(parts.trainer.strategy, "simulated", None)
+    content |= {} if simulated is None else {"simulated": simulated.profile.name}
     return content | {"events": list(getattr(parts.trainer.strategy, "events", []))}
 
 

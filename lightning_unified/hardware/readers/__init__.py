@@ -1,5 +1,6 @@
 """One reader for each backend, and `read`, which picks the one of a device."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_unified.errors import HardwareError
@@ -7,7 +8,7 @@ from lightning_unified.hardware.readers.cpu import read_cpu
 from lightning_unified.hardware.readers.cuda import read_cuda
 from lightning_unified.hardware.readers.mps import read_mps
 from lightning_unified.hardware.readers.xpu import read_xpu
-from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.sources import Sources
 
 if TYPE_CHECKING:
@@ -42,7 +43,15 @@ def read(device: "str | torch.device" = "auto", *, sources: Sources | None = Non
         raise HardwareError(
             f"device {str(device)!r} is not here; this machine has {', '.join(here)}: use one of these or auto."
         )
-    return readers[kind](sources, int(index) if index else None)
+    reading = readers[kind](sources, int(index) if index else None)
+    return reading if sources.simulated is None else _labelled(reading, f"simulated {sources.simulated}")
+
+
+def _labelled(reading: Reading, label: str) -> Reading:
+    """Return a reading that cannot be taken for one of real hardware, in its name and in the source of each figure."""
+    figures = {name: getattr(reading, name) for name in ("total", "available", "allocated", "reserved", "peak", "host")}
+    labelled = {name: Figure(figure.bytes, f"{label}: {figure.source}") for name, figure in figures.items()}
+    return replace(reading, name=f"{reading.name} ({label})", **labelled)
 
 
 def backends_here(sources: Sources) -> list[str]:

@@ -1,0 +1,7 @@
+"""Machines that are not here: a run on the CPU that sees another machine's memory, limits, errors and pressure."""
+
+from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.simulated.machine import SimulatedMachine
+from lightning_unified.hardware.simulated.profiles import PROFILES, Profile, profile
+
+__all__ = ["PROFILES", "Profile", "SimulatedAllocator", "SimulatedMachine", "profile"]

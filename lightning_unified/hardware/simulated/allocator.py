@@ -1,0 +1,245 @@
+"""A GPU's allocator without the GPU: what it counts, where it stops, and in which words it says so."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from lightning_unified.errors import HostFrozenError
+from lightning_unified.hardware.mps_environment import HIGH, LOW
+from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.hardware.simulated.profiles import Profile
+from lightning_unified.units import GIB, KIB, MIB
+
+__all__ = ["SimulatedAllocator"]
+
+_MOST_RATIO = 2.0
+_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set is the one that is read
+_MANUAL = (
+    "See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+)
+
+
+class SimulatedAllocator:
+    """Counts what tensors take of a simulated device, and raises as its backend does.
+
+    What the environment says of limits is read when the allocator is first asked for anything, as torch does; a card's own limit
+    is what the driver still has. A freed block stays reserved until a new one needs its place, until the low watermark is
+    passed (Metal), or until `empty_cache`.
+
+    May be asked from any thread; blocks come back through a queue, because a tensor can die in the middle of anything.
+
+    Args:
+        profile: The machine.
+        environ: Where Metal's watermark ratios, and CUDA's share of memory, would stand.
+        room: Bytes the driver could still give; asked where the pool is bounded.
+        bounded: Whether anything is refused at all; without it the counters go as high as they must.
+    """
+
+    def __init__(
+        self, profile: Profile, *, environ: Mapping[str, str], room: Callable[[], int], bounded: bool = True
+    ) -> None:
+        self.profile = profile
+        self._environ = environ
+        self._room = room
+        self._bounded = bounded
+        self._pools: Pools = MetalHeaps() if profile.backend == "mps" else CudaSegments()
+        self._lock = threading.RLock()
+        self._returned: deque[Block] = deque()
+        self._allocated = 0
+        self._peak = 0
+        self._peak_reserved = 0
+        self._high: int | None = None
+        self._low: int | None = None
+        self.constructed = False
+
+    def construct(self) -> None:
+        """Exist from here on: read the environment, which no later change of it reaches.
+
+        Raises:
+            RuntimeError: If Metal's ratios are a pair that torch refuses.
+        """
+        if not self.constructed:
+            self.constructed = True
+            if self.profile.backend == "mps":
+                self._read_ratios()
+            else:
+                self._read_share()
+
+    def _read_ratios(self) -> None:
+        high = float(self._environ.get(HIGH, self.profile.high or 0))
+        low = float(self._environ.get(LOW, self.profile.low or 0))
+        if not 0 <= high <= _MOST_RATIO:
+            raise RuntimeError(f"invalid high watermark ratio {high:g}")
+        if not 0 <= low <= (high or _MOST_RATIO):
+            raise RuntimeError(f"invalid low watermark ratio {low:g}")
+        self._high = int(high * self.profile.total) if high else None
+        self._low = int(low * self.profile.total) if low else None
+
+    def _read_share(self) -> None:
+        """Take the one setting of torch's that caps: `per_process_memory_fraction`."""
+        text = next((self._environ[name] for name in _CUDA_SETTINGS if self._environ.get(name)), "")
+        for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
+            if key == "per_process_memory_fraction":
+                self._high = int(float(value) * self.profile.total)
+
+    def cap(self, fraction: float) -> None:
+        """Limit the pools to `fraction` of the profile's total: `set_per_process_memory_fraction`; on Metal 0 is no limit."""
+        most = _MOST_RATIO if self.profile.backend == "mps" else 1.0
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= most:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~{most:g}")
+        self.construct()
+        unlimited = self.profile.backend == "mps" and fraction == 0
+        self._high = None if unlimited else int(fraction * self.profile.total)
+
+    @property
+    def limit(self) -> int | None:
+        """The cap in bytes, None while there is none."""
+        self.construct()
+        return self._high
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in live tensors, rounded as the backend rounds them."""
+        with self._lock:
+            self._take_back()
+            return self._allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes the pools hold of the device, live or not."""
+        with self._lock:
+            self._take_back()
+            return self._pools.reserved
+
+    @property
+    def driver(self) -> int:
+        """Bytes the driver holds for the process: the pools, and its own."""
+        return self.reserved + (self.profile.context if self.constructed else 0)
+
+    @property
+    def peak(self) -> int:
+        """The highest `allocated` since the counter began."""
+        return self._peak
+
+    @property
+    def peak_reserved(self) -> int:
+        """The highest `reserved` since the counter began."""
+        return self._peak_reserved
+
+    def reset_peak(self) -> None:
+        """Let both peaks count from now on."""
+        with self._lock:
+            self._take_back()
+            self._peak, self._peak_reserved = self._allocated, self._pools.reserved
+
+    def empty_cache(self) -> None:
+        """Give the driver back what no tensor is in."""
+        with self._lock:
+            self._take_back()
+            self._pools.release()
+
+    def allocate(self, size: int) -> Block:
+        """Return the place of a new tensor of `size` bytes.
+
+        Raises:
+            RuntimeError: On Metal, if it is out of memory or one buffer is too long.
+            torch.OutOfMemoryError: On CUDA and HIP.
+            HostFrozenError: If the machine would hang instead.
+        """
+        with self._lock:
+            self.construct()
+            self._take_back()
+            longest = self.profile.max_buffer
+            if self._bounded and longest is not None and size >= longest:
+                raise RuntimeError(f"Invalid buffer size: {_words(size)}")
+            rounded = self._pools.rounded(size)
+            block = self._found(rounded)
+            if block is None:
+                raise self._out_of_memory(rounded)
+            self._allocated += block.size
+            self._peak = max(self._peak, self._allocated)
+            self._peak_reserved = max(self._peak_reserved, self._pools.reserved)
+            return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back; counted when the allocator is next asked for anything."""
+        self._returned.append(block)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            self._allocated -= block.size
+            self._pools.give_back(block)
+
+    def _found(self, size: int) -> Block | None:
+        metal = self.profile.backend == "mps"
+        pressed = metal and size > MIB and self._low is not None and self.driver >= self._low
+        # Metal looks at what one more block would come to even where a freed one could be had.
+        fits = not metal or self._within_cap(size)
+        block = self._pools.reuse(size) if fits else None
+        if block is not None:
+            return block
+        if pressed:
+            self._pools.release()
+        return self._grown(size, pressed=pressed) or self._after_release(size, pressed=pressed)
+
+    def _after_release(self, size: int, *, pressed: bool) -> Block | None:
+        self._pools.release()
+        return self._grown(size, pressed=pressed)
+
+    def _grown(self, size: int, *, pressed: bool) -> Block | None:
+        growth = self._pools.growth(size, pressed=pressed)
+        if not self._within_cap(size if self.profile.backend == "mps" else growth):
+            return None
+        if self._bounded and self.profile.backend != "mps" and growth > self._room():
+            return None
+        return self._pools.place(size, pressed=pressed)
+
+    def _within_cap(self, more: int) -> bool:
+        held = self.driver if self.profile.backend == "mps" else self._pools.reserved
+        return not self._bounded or self._high is None or held + more <= self._high
+
+    def _out_of_memory(self, size: int) -> Exception:
+        if self.profile.backend == "mps":
+            return RuntimeError(self._metal_text(size))
+        capped = not self._within_cap(self._pools.growth(size, pressed=False))
+        if self.profile.freezes and not capped:
+            return HostFrozenError(
+                f"simulated {self.profile.name}: the host would freeze here instead of raising, with {_words(self._pools.reserved)} held and "
+                f"{_words(size)} more asked of {_words(self._room())}; give a budget, so that the allocator is capped before it gets there."
+            )
+        import torch
+
+        return torch.OutOfMemoryError(self._cuda_text(size))
+
+    def _metal_text(self, size: int) -> str:
+        held = f"MPS allocated: {_words(self._pools.reserved)}, other allocations: {_words(self.profile.context)}"
+        tried = f"Tried to allocate {_words(size)} on shared pool."
+        if self._high is None:
+            return f"MPS backend out of memory ({held}). {tried}"
+        return (
+            f"MPS backend out of memory ({held}, max allowed: {_words(self._high)}). {tried} Use {HIGH}=0.0 to disable upper limit for "
+            "memory allocations (may cause system failure)."
+        )
+
+    def _cuda_text(self, size: int) -> str:
+        rocm, reserved = self.profile.backend == "rocm", self._pools.reserved
+        process = f"Including non-PyTorch memory, this process has {_words(self.driver)} memory in use. "
+        allowed = "" if self._high is None else f"{_words(self._high)} allowed; "
+        return (
+            f"{'HIP' if rocm else 'CUDA'} out of memory. Tried to allocate {_words(size)}. GPU 0 has a total capacity of "
+            f"{_words(self.profile.total)} of which {_words(max(0, self._room()))} is free. {'' if rocm else process}{allowed}"
+            f"Of the allocated memory {_words(self._allocated)} is allocated by PyTorch, and {_words(reserved - self._allocated)} is reserved "
+            "by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  {_MANUAL}"
+        )
+
+
+def _words(size: int) -> str:
+    """Return a size as torch's `format_size` writes it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"

@@ -1,0 +1,113 @@
+"""A machine that is not here: its readings, limits and errors, while the work is done by this machine's CPU."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
+from lightning_unified.hardware.simulated.host import HostFiles, SimulatedHost
+from lightning_unified.hardware.simulated.namespace import torch_of
+from lightning_unified.hardware.simulated.profiles import Profile, profile
+from lightning_unified.hardware.sources import Sources
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_unified.hardware.simulated.counting import LiveTensors
+
+__all__ = ["SimulatedMachine"]
+
+
+class SimulatedMachine:
+    """A profile with an allocator, a host, and the sources through which every reader sees them.
+
+    Tensors stay on the CPU; `active` counts them as the device's. Anything that reads hardware takes `sources` and `device`.
+
+    Args:
+        machine: A profile, or the name of one.
+        environ: Environment variables of the machine; it is written to where a reader writes, a copy of what is given.
+        bounded: Whether memory runs out; without it the counters go as high as they must.
+
+    Attributes:
+        profile: What the machine is.
+        allocator: What is counted on its device.
+        sources: Where readers find all of it.
+
+    Raises:
+        HardwareError: If no profile has that name.
+    """
+
+    def __init__(
+        self, machine: str | Profile, *, environ: Mapping[str, str] | None = None, bounded: bool = True
+    ) -> None:
+        self.profile = machine if isinstance(machine, Profile) else profile(machine)
+        own_environ = dict(environ or {})
+        self.allocator = SimulatedAllocator(self.profile, environ=own_environ, room=self._room, bounded=bounded)
+        self._host = SimulatedHost(self.profile, lambda: self.allocator.driver)
+        mac = self.profile.backend == "mps"
+        self.sources = Sources(
+            torch=torch_of(self.allocator, free=self._free),
+            proc=cast(Path, HostFiles(self._host.files, "/proc")),
+            sys=cast(Path, HostFiles(self._host.files, "/sys")),
+            sysctl=self._host.sysctl,
+            environ=own_environ,
+            platform="darwin" if mac else "linux",
+            machine="arm64" if mac else "x86_64",
+            affinity=lambda: self.profile.cores,
+            simulated=self.profile.name,
+        )
+        self._living: LiveTensors | None = None
+
+    @property
+    def device(self) -> str:
+        """The device's name in torch, on the simulated machine."""
+        return self.profile.device
+
+    @property
+    def others(self) -> int:
+        """Bytes of RAM that the system and other programs hold; set it to put the machine under pressure."""
+        return self._host.others
+
+    @others.setter
+    def others(self, count: int) -> None:
+        self._host.others = count
+
+    def reading(self) -> Reading:
+        """Return what the device's pool says now."""
+        return read(self.device, sources=self.sources)
+
+    @contextmanager
+    def active(self, *, holding: "Iterable[Tensor]" = ()) -> "Iterator[LiveTensors]":
+        """Count what is made inside the block as the device's, `holding` with it, and run attention as the device does.
+
+        What is left of it counts on after the block, until it dies or is forgotten.
+        """
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        from lightning_unified.hardware.simulated.counting import LiveTensors
+
+        self._living = self._living or LiveTensors(self.allocator)
+        self._living.hold(holding)
+        with ExitStack() as stack:
+            if not self.profile.flash:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            yield stack.enter_context(self._living)
+
+    def forget(self) -> None:
+        """Let nothing count that counts now: what a process gives up when it leaves the device."""
+        if self._living is not None:
+            self._living.forget()
+
+    def _free(self) -> int:
+        """Return what the driver calls free once it is asked, which makes its context exist."""
+        self.allocator.construct()
+        return self._room() if self.profile.backend != "cuda" or not self.profile.unified else self._free_pages()
+
+    def _free_pages(self) -> int:
+        return max(0, self._room() - self.profile.page_cache)
+
+    def _room(self) -> int:
+        return self._host.available if self.profile.unified else self.profile.total - self.allocator.driver

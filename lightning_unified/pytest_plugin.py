@@ -1,0 +1,91 @@
+"""Memory as a test: with `memory_budget("12GiB", device="m2-16gb")` a test fails when its module would need more than that.
+
+Installed with the package, and light: torch is imported by the tests that use it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lightning_unified.hardware.simulated import SimulatedAllocator
+
+__all__ = ["MemoryUsed", "memory_budget"]
+
+
+class MemoryUsed:
+    """What the block has used so far. Amounts are bytes.
+
+    Attributes:
+        budget_bytes: What it may use.
+    """
+
+    def __init__(self, allocator: "SimulatedAllocator", budget_bytes: int) -> None:
+        self._allocator = allocator
+        self.budget_bytes = budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that lived at once: weights, gradients, optimizer state, activations, each rounded as the device rounds it."""
+        return self._allocator.peak
+
+    @property
+    def bytes(self) -> int:
+        """What lives now."""
+        return self._allocator.allocated
+
+
+@pytest.fixture
+def memory_budget() -> Callable[..., AbstractContextManager[MemoryUsed]]:
+    """Give `memory_budget(budget, *, device, holding=())`, the context manager of `budgeted`."""
+    return budgeted
+
+
+@contextmanager
+def budgeted(budget: str | int, *, device: str, holding: "Iterable[nn.Module | Tensor]" = ()) -> Iterator[MemoryUsed]:
+    """Run the block on the CPU, count as the simulated `device` would, and fail the test if the peak is above `budget`.
+
+    The device's own limits are not applied, so that the failure can name how much is really needed.
+
+    Args:
+        budget: As a strategy takes it: `"12GiB"`, `"60%"` of the device's pool, `"auto"`.
+        device: A simulated machine, as in `"m2-16gb"`.
+        holding: Modules and tensors that are on the device when the block begins. Weights count from their first use anyway.
+
+    Raises:
+        BudgetError: If the device has not so much.
+        HardwareError: If no machine has that name.
+    """
+    import torch
+
+    from lightning_unified.hardware import resolve_budget
+    from lightning_unified.hardware.simulated import SimulatedMachine
+    from lightning_unified.units import format_bytes
+
+    machine = SimulatedMachine(device, bounded=False)
+    allowed = resolve_budget(budget, machine.reading())
+    held = [tensor for each in holding for tensor in ([each] if isinstance(each, torch.Tensor) else _tensors_of(each))]
+    used = MemoryUsed(machine.allocator, allowed.bytes)
+    with machine.active(holding=held) as live:
+        yield used
+    if live.elsewhere:
+        pytest.fail(
+            f"memory_budget: the block ran on {', '.join(sorted(live.elsewhere))} too, where nothing is counted; run it on the CPU, as with "
+            'Trainer(accelerator="cpu").',
+            pytrace=False,
+        )
+    if used.peak_bytes > allowed.bytes:
+        pytest.fail(
+            f"memory_budget: the block needs {format_bytes(used.peak_bytes)} on a simulated {machine.profile.name}, which is "
+            f"{format_bytes(used.peak_bytes - allowed.bytes)} above its budget of {format_bytes(allowed.bytes)} ({allowed.spec}).\n"
+            f"The peak was in {live.peak_place}.",
+            pytrace=False,
+        )
+
+
+def _tensors_of(module: "nn.Module") -> "list[Tensor]":
+    return [*module.parameters(), *module.buffers()]
