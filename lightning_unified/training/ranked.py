@@ -90,14 +90,13 @@ class RankedOptimization(UnifiedOptimization):
 
     @override
     def _finish_gradients(self, optimizer: Optimizer) -> None:
-        absent = self._replicas.absent()
         window = self._window
         words = self._meet(
             Point.GRADIENTS,
             then=Point.BEFORE_WEIGHTS,
             digest=self._ranked_policy.digest,
             terms=0.0 if window is None else window.terms,
-            absent=absent,
+            absent=self._replicas.absent() if self._closes_window else 0,
         )
         self._ranks.are_apart = False
         self._ranked_policy.heard(words)

@@ -3,6 +3,7 @@
 import inspect
 import pickle
 
+import ddp_modules
 import ddp_runs
 import pytest
 import torch
@@ -138,8 +139,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "own", "text"),
     [
-        (ddp_runs.Broken, "KeyError", "rank 1 failed: KeyError: 'no such column'"),
-        (ddp_runs.TooLarge, "OutOfMemoryError", "rank 1 failed: OutOfMemoryError: the activations of 1 row do not fit"),
+        (ddp_modules.Broken, "KeyError", "rank 1 failed: KeyError: 'no such column'"),
+        (
+            ddp_modules.TooLarge,
+            "OutOfMemoryError",
+            "rank 1 failed: OutOfMemoryError: the activations of 1 row do not fit",
+        ),
     ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
