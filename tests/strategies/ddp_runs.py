@@ -89,7 +89,6 @@ class Fails(L.Callback):
             if not self.left:
                 return type(optimizer).step(optimizer, closure)
             if closure is not None:  # with a gradient scaler the gradients are there already
-                if closure is not None:  # a scaler has run it already
                 closure()
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].add_(1.0)
