@@ -150,7 +150,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        if self._ranks is None:
+        if self._ranks is None or self._ranks.is_over:
             self._ranks = self._policy.ranks = Ranks(timeout=self._timeout)
 
     @override

@@ -28,7 +28,6 @@ from typing_extensions import override
 from lightning_unified.errors import RankError
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.loop import UnifiedOptimization
-from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.ranked_policy import RankedPolicy
 from lightning_unified.training.ranks import Outcome, Point, Ranks, Word
 from lightning_unified.training.reduction import Replicas
@@ -90,14 +89,13 @@ class RankedOptimization(UnifiedOptimization):
 
     @override
     def _finish_gradients(self, optimizer: Optimizer) -> None:
-        absent = self._replicas.absent()
         window = self._window
         words = self._meet(
             Point.GRADIENTS,
             then=Point.BEFORE_WEIGHTS,
             digest=self._ranked_policy.digest,
             terms=0.0 if window is None else window.terms,
-            absent=absent,
+            absent=self._replicas.absent() if self._closes_window else 0,
         )
         self._ranks.are_apart = False
         self._ranked_policy.heard(words)
@@ -152,7 +150,7 @@ class RankedOptimization(UnifiedOptimization):
         if reason is not None:
             restored = self._weights is None or self._weights.restore()
             mine = Outcome.SHORT if restored else Outcome.WRITTEN
-            release_cached_memory(self._ranked_policy.watch.device)
+            self._ranked_policy.watch.release()
         words = self._ranks.meet(Point.AFTER_WEIGHTS, mine, text=reason or "")
         self._next = Point.GRADIENTS
         well = [word.rank for word in words if word.outcome is Outcome.WELL]

@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.ranks import Point, Ranks, Word
 from lightning_unified.training.sizes import Failure
@@ -63,7 +62,7 @@ class RankedPolicy(MemoryPolicy):
         if self.elsewhere is None or phase not in _TOGETHER:
             super().out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
         else:
-            release_cached_memory(self.watch.device)
+            self.watch.release()
             if self._verdict is None and self._before_failure is None and phase != "optimizer step":
                 self._before_failure = self.sizes.state_dict()
             self._before_watch = None

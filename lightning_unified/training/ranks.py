@@ -85,6 +85,7 @@ class Ranks:
         rank: This one's number.
         size: How many there are.
         are_apart: Whether ranks are in the part of a step that each runs, and may run again, for itself.
+        is_over: Whether a meeting ended all of them; nothing can be said any more.
     """
 
     def __init__(self, *, timeout: timedelta | None) -> None:
@@ -92,7 +93,7 @@ class Ranks:
         self.are_apart = False
         self._timeout = timeout
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
-        self._is_over = False
+        self.is_over = False
         self.expect(parameters=0)
 
     def expect(self, *, parameters: int) -> None:
@@ -156,16 +157,16 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if not self._is_over:
+            if not self.is_over:
                 first_line = (str(error).splitlines() or [""])[0]
-                self._is_over = True
+                self.is_over = True
                 with suppress(RankError):
                     self.meet(Point.READY, Outcome.FAILED, text=f"{type(error).__name__}: {first_line}")
             raise
 
     def part(self) -> None:
         """Note that all ranks stop, each with an error of its own: no further meeting."""
-        self._is_over = True
+        self.is_over = True
 
     def _word(self, rank: int, text: str = "") -> Word:
         record = bytes(self._table[rank].tolist())
@@ -189,13 +190,13 @@ class Ranks:
     def _raise_if_over(self, words: list[Word]) -> None:
         failed = [word for word in words if word.outcome is Outcome.FAILED]
         if failed:
-            self._is_over = True
+            self.is_over = True
             raise RankError(
                 f"{'; '.join(f'rank {word.rank} failed: {word.text}' for word in failed)} [rank {self.rank} stops with it; go on from the "
                 "last checkpoint]"
             )
         if len({word.point for word in words}) > 1:
-            self._is_over = True
+            self.is_over = True
             where = ", ".join(f"rank {word.rank} {Point(word.point).name.lower()}" for word in words)
             raise RankError(
                 f"the ranks came to different points of the run ({where}): they must train the same number of batches and of closures "
@@ -211,7 +212,7 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:
-            self._is_over = True
+            self.is_over = True
             missing = self._missing()
             if not missing:
                 raise RankError(f"a collective failed on rank {self.rank} or on one that shares it: {error}") from error

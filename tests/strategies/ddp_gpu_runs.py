@@ -3,10 +3,11 @@
 import gc
 from typing import Any
 
-import ddp_runs
+import ddp_modules
 import lightning as L
 import torch
-from ddp_runs import Ends, Fails, OwnData, fit, net, rank, trainer_of
+from ddp_modules import OwnData, rank
+from ddp_runs import Ends, Fails, fit, net, trainer_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -91,9 +92,9 @@ def step_fails(precision: str) -> dict[str, Any]:
 
     def run(*callbacks):
         torch.manual_seed(7)
-        return fit(ddp_runs.Net(), "unified_ddp", Scales(), *callbacks, precision=precision, **CUDA)
+        return fit(ddp_modules.Net(), "unified_ddp", Scales(), *callbacks, precision=precision, **CUDA)
 
-    ddp_runs.Rows.dtype = torch.float32
+    ddp_modules.Rows.dtype = torch.float32
     failed = [run(Fails(phase)) for phase in ("optimizer step", "half written", "clipping")]
     return {"undisturbed": run(), "failed": failed, "scales": scales}
 
