@@ -10,6 +10,7 @@ from campaign.recipes import Recipe, draw_recipe
 
 __all__ = ["KINDS", "Case", "Leg", "draw_case"]
 
+MIB = 2**20
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -23,7 +24,7 @@ class Leg:
         text: Key of `TEXTS`, what the wall says.
         number: A signal from outside, or 0.
         moment: When, as a share of the time that an undisturbed run trains.
-        limit: Bytes of address space above those in use when training begins (RLIMIT_AS), or None.
+        limit: Bytes that the address space may grow by from the first batch on (RLIMIT_AS), or None.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -31,6 +32,7 @@ class Leg:
     text: str = "cpu"
     number: int = 0
     moment: float = 0.0
+    limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ def _fault(draw: random.Random, recipe: Recipe, point: str, **fixed: object) -> 
     if point in {"on_before_optimizer_step", "before_weights", "between_groups"}:
         place = min((batch % recipe.batches_an_epoch // recipe.window + 1) * recipe.window, recipe.batches_an_epoch) - 1
         batch = batch // recipe.batches_an_epoch * recipe.batches_an_epoch + place
-    nth = draw.randint(1, 150) if point == "operation" else draw.choice([1, 1, 2])
+    nth = int(200 ** draw.random()) if point == "operation" else draw.choice([1, 1, 2])
     once = {"on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "before_weights", "between_groups"}
     drawn = {
         "what": "memory",
@@ -117,6 +119,21 @@ def _wall(draw: random.Random, index: int) -> Case:
     end = draw.choice([recipe.batches, first + draw.randint(1, 4)])
     leg = Leg(wall=(rows, first, end), text=draw.choice(list(TEXTS)))
     return Case(index=index, kind="wall", recipe=recipe, legs=(leg,))
+
+
+def _limit(draw: random.Random, index: int) -> Case:
+    """A real limit on the address space, in which whole batches do not fit."""
+    recipe = draw_recipe(
+        draw,
+        model="wide",
+        batch=(batch := draw.choice([16, 24, 32])),
+        rows=batch * 3 - draw.choice([0, 5]),
+        micro=draw.choice(["auto", "auto", batch // 2]),
+        precision="32-true",
+        validate_every=1000,
+    )
+    leg = Leg(limit=draw.randint(28, 80) * MIB)
+    return Case(index=index, kind="RLIMIT_AS", recipe=recipe, legs=(leg,))
 
 
 def _validation(draw: random.Random, index: int) -> Case:
@@ -199,6 +216,7 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "several": _many,
     "half-written step": _half_step,
     "wall": _wall,
+    "RLIMIT_AS": _limit,
     "validation": _validation,
     "memory at save": _save,
     "disk full": _disk,

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -97,12 +98,18 @@ class Disturbance(L.Callback):
         faults: What, where and when.
         wall: Rows from which on a part does not fit, between two batches: (rows, first batch, batch after the last).
         text: What the wall says.
+        limit: Bytes that the address space may grow by from the first batch on (RLIMIT_AS), or None.
     """
 
     def __init__(
-        self, faults: tuple[Fault, ...], *, wall: tuple[int, int, int] | None = None, text: str = "cpu"
+        self,
+        faults: tuple[Fault, ...],
+        *,
+        wall: tuple[int, int, int] | None = None,
+        text: str = "cpu",
+        limit: int | None = None,
     ) -> None:
-        self._faults, self._wall, self._text = faults, wall, text
+        self._faults, self._wall, self._text, self._limit = faults, wall, text, limit
         self._passed: dict[Fault, int] = dict.fromkeys(faults, 0)
         self.struck: dict[Fault, int] = dict.fromkeys(faults, 0)
         self._batch = -1
@@ -123,6 +130,11 @@ class Disturbance(L.Callback):
         for name in ("publish", "share", "remove"):
             if f"save: {name}" in points:
                 setattr(checkpoint, name, self._guarded(getattr(checkpoint, name), f"save: {name}"))
+
+    def on_train_start(self, trainer, pl_module):
+        if self._limit is not None:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + self._limit,) * 2)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._batch = trainer.fit_loop.total_batch_idx

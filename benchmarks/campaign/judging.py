@@ -129,7 +129,7 @@ def _disturbed(case: Case, folder: Path, story: _Story, *, timeout: float, usual
         (folder / STARTED).unlink(missing_ok=True)
         resume = newest if newest.exists() else None
         story.redone += _steps_done(folder) - _steps_saved(resume)
-        disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text)
+        disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text, limit=leg.limit)
         fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance,))
         kill = None
         if leg.number:
@@ -230,6 +230,7 @@ def _what(case: Case) -> str:
         text += "; " + ", ".join(
             [f"{fault.what} at {fault.point} of batch {fault.batch} x{fault.times}" for fault in leg.faults]
             + ([f"at most {leg.wall[0]} rows in batches {leg.wall[1]} to {leg.wall[2]}"] if leg.wall else [])
+            + ([f"address space {leg.limit // 2**20} MiB"] if leg.limit else [])
             + ([f"{signal.Signals(leg.number).name} after {leg.moment:.0%}"] if leg.number else [])
         )
     return text

@@ -211,6 +211,16 @@ class Skips(Counted):
         return None if batch_idx % 3 == 1 else outputs
 
 
+class Wide(Counted):
+    """About 2 MiB of activations a row and half a MiB of weights: rows decide whether it fits."""
+
+    def build_net(self):
+        return nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(1024, 32))
+
+    def loss(self, batch):
+        return (self.net(batch["x"]) - batch["x"]).pow(2).mean()
+
+
 _KINDS = {
     "mlp": Counted,
     "dropout": Dropout,
@@ -222,6 +232,7 @@ _KINDS = {
     "totals": Totals,
     "grpo": Group,
     "skips": Skips,
+    "wide": Wide,
 }
 
 
@@ -244,7 +255,8 @@ class Batches:
         self._rows = recipe.rows if training else max(recipe.batch + recipe.unit, 2 * recipe.unit)
         dtype = torch.float64 if recipe.precision == "64-true" else torch.float32
         generator = torch.Generator().manual_seed(recipe.seed + (0 if training else 1))
-        self._x = torch.randn(self._rows, WIDTH, generator=generator).to(dtype)
+        shape = (128, 32) if recipe.model == "wide" else (WIDTH,)
+        self._x = torch.randn(self._rows, *shape, generator=generator).to(dtype)
         self._y = torch.randint(CLASSES, (self._rows,), generator=generator)
         self._tokens = torch.randint(VOCABULARY, (self._rows, LENGTH), generator=generator)
         scored = torch.randint(2, LENGTH + 1, (self._rows, 1), generator=generator)

@@ -7,6 +7,7 @@ from typing import Literal
 __all__ = ["MODELS", "Recipe", "draw_recipe"]
 
 # What cutting leaves as it is: the gradient ("exact"), or only the distribution it is drawn from ("noise", "statistics").
+# Beside these there is "wide", whose activations are MiBs a row, for limits that are real.
 MODELS = {
     "mlp": "exact",
     "dropout": "noise",
@@ -28,7 +29,7 @@ class Recipe:
     """One run that could be.
 
     Attributes:
-        model: A name of `MODELS`.
+        model: A name of `MODELS`, or "wide".
         optimizer: A name of `OPTIMIZERS`.
         schedule: When the learning rate changes: never, each step, each epoch.
         rows: Of the training data.
@@ -77,7 +78,7 @@ class Recipe:
     @property
     def exact(self) -> bool:
         """Whether a cut run ends with the weights of an uncut one, but for rounding of float64."""
-        return MODELS[self.model] == "exact" and self.precision == "64-true"
+        return MODELS.get(self.model) == "exact" and self.precision == "64-true"
 
     @property
     def halvings(self) -> int:
