@@ -256,7 +256,6 @@ class RunCheckpoint(Checkpoint):
 
     @staticmethod
     def write_state(trainer: Trainer, path: Path) -> str | None:
-<<<<<<< HEAD
         """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting.
 
         If memory runs out, a process that is alone tries once more; of several, the others would be elsewhere by then.

@@ -181,7 +181,7 @@ def test_a_save_that_runs_out_of_memory_once_is_made_again(small_run, tmp_path, 
 
 @pytest.mark.parametrize("where", ["gather", "write"])
 def test_a_save_that_has_no_memory_is_left_out_and_training_goes_on(small_run, tmp_path, monkeypatch, where):
-    fails = NoMemory(small_run, monkeypatch, where, times=2)
+    fails = NoMemory(small_run, monkeypatch, where, times=100)
     callbacks = [fails.callback, RunCheckpoint(tmp_path, every_n_steps=2, monitor=None)]
     with pytest.warns(UserWarning, match=r"(?s)MPS backend out of memory.*Training goes on at step 4"):
         _, trainer = small_run.fit(tmp_path, callbacks=callbacks, plugins=[AtomicCheckpointIO()], max_steps=6)
