@@ -65,7 +65,7 @@ def _fault(draw: random.Random, recipe: Recipe, point: str, **fixed: object) -> 
     if point in {"on_before_optimizer_step", "before_weights", "between_groups"}:
         place = min((batch % recipe.batches_an_epoch // recipe.window + 1) * recipe.window, recipe.batches_an_epoch) - 1
         batch = batch // recipe.batches_an_epoch * recipe.batches_an_epoch + place
-    nth = int(200 ** draw.random()) if point == "operation" else draw.choice([1, 1, 2])
+    nth = draw.choice([1, 1, 2])
     once = {"on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "before_weights", "between_groups"}
     drawn = {
         "what": "memory",
@@ -92,6 +92,15 @@ def _memory(draw: random.Random, index: int) -> Case:
     return Case(
         index=index, kind="memory", recipe=recipe, legs=(Leg(faults=(fault,)),), may_stop=("HalfUpdatedError",)
     )
+
+
+def _operation(draw: random.Random, index: int) -> Case:
+    """An injected error at the n-th operation that makes a tensor, in a batch, a validation or a save."""
+    recipe = draw_recipe(draw)
+    point = draw.choice(["operation", "operation", "validation operation", "save operation"])
+    fault = _fault(draw, recipe, point, nth=int(250 ** draw.random()), times=draw.choice([1, 1, 2]))
+    stops = ("HalfUpdatedError", "CheckpointError")
+    return Case(index=index, kind="any operation", recipe=recipe, legs=(Leg(faults=(fault,)),), may_stop=stops)
 
 
 def _many(draw: random.Random, index: int) -> Case:
@@ -130,7 +139,6 @@ def _limit(draw: random.Random, index: int) -> Case:
         rows=batch * 3 - draw.choice([0, 5]),
         micro=draw.choice(["auto", "auto", batch // 2]),
         precision="32-true",
-        validate_every=1000,
     )
     leg = Leg(limit=draw.randint(28, 80) * MIB)
     return Case(index=index, kind="RLIMIT_AS", recipe=recipe, legs=(leg,))
@@ -213,6 +221,7 @@ def _mixed(draw: random.Random, index: int) -> Case:
 
 KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "memory": _memory,
+    "any operation": _operation,
     "several": _many,
     "half-written step": _half_step,
     "wall": _wall,

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Fault:
 
     Attributes:
         what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE).
-        point: Where: one of `STEP_POINTS`, "validation", or one of `SAVE_POINTS`.
+        point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation" or "save operation".
         batch: In which training batch, from 0 over all epochs; for a validation or a save, in the first one from that batch on.
         nth: At which passage of that point in the batch, from 1.
         times: How often in a row.
@@ -127,6 +128,8 @@ class Disturbance(L.Callback):
             pl_module.training_step = self._walled(pl_module.training_step)
         if "save" in points:
             torch.save = self._saving(torch.save)
+        if "save operation" in points:
+            trainer.save_checkpoint = self._operated(trainer.save_checkpoint)
         for name in ("publish", "share", "remove"):
             if f"save: {name}" in points:
                 setattr(checkpoint, name, self._guarded(getattr(checkpoint, name), f"save: {name}"))
@@ -148,23 +151,29 @@ class Disturbance(L.Callback):
             elif fault.point in {"before_weights", "between_groups"}:
                 self._watch_groups(trainer.optimizers[0], fault.point)
             elif fault.point == "operation":
-                mode = _Operations(self)
-                mode.__enter__()
-                self._undo.append(lambda mode=mode: mode.__exit__(None, None, None))
+                self._watch_operations("operation")
 
     def on_train_batch_end(self, *_):
         self._leave()
 
     def on_validation_start(self, trainer, pl_module):
-        if self._due("validation"):
+        points = {fault.point for fault in self._due("validation")}
+        if "validation" in points:
             layer = list(pl_module.net.children())[-1]
             self._undo.append(layer.register_forward_hook(lambda *_: self._pass("validation")).remove)
+        if "validation operation" in points:
+            self._watch_operations("validation operation")
 
     def on_validation_end(self, *_):
         self._leave()
 
     def on_save_checkpoint(self, *_):
         self._pass("save: gather")
+
+    def _watch_operations(self, point: str) -> None:
+        mode = _Operations(partial(self._pass, point))
+        mode.__enter__()
+        self._undo.append(partial(mode.__exit__, None, None, None))
 
     def _leave(self) -> None:
         while self._undo:
@@ -219,6 +228,13 @@ class Disturbance(L.Callback):
         optimizer._init_group = watched
         self._undo.append(lambda: optimizer.__dict__.pop("_init_group", None))
 
+    def _operated(self, save: Callable) -> Callable:
+        def operated(*args, **kwargs):
+            with _Operations(partial(self._pass, "save operation")):
+                return save(*args, **kwargs)
+
+        return operated
+
     def _saving(self, save: Callable) -> Callable:
         def saving(obj, file, *args, **kwargs):
             fault = next((fault for fault in self._due("save") if fault.point == "save"), None)
@@ -262,13 +278,13 @@ class _Striking:
 
 
 class _Operations(TorchDispatchMode):
-    """Passes the point "operation" at each operation that makes a tensor, as only such a one can run out of memory."""
+    """Calls `passes` at each operation that makes a tensor, as only such a one can run out of memory."""
 
-    def __init__(self, disturbance: Disturbance) -> None:
+    def __init__(self, passes: Callable[[], None]) -> None:
         super().__init__()
-        self._disturbance = disturbance
+        self._passes = passes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(result.alias_info is None for result in func._schema.returns):
-            self._disturbance._pass("operation")
+            self._passes()
         return func(*args, **(kwargs or {}))

@@ -78,7 +78,7 @@ class Counted(L.LightningModule):
         """Log what only some modules log."""
 
     def validation_step(self, batch: dict, batch_idx: int) -> None:
-        self.log("val/loss", self.loss(batch), batch_size=len(batch["id"]))
+        self.log("val/loss", self.loss(batch), batch_size=int(self.terms(batch).sum()))
 
     def configure_optimizers(self):
         recipe, name = self.recipe, self.recipe.optimizer.split()
