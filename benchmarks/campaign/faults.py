@@ -161,10 +161,19 @@ class Disturbance(L.Callback):
         if "validation" in points:
             layer = list(pl_module.net.children())[-1]
             self._undo.append(layer.register_forward_hook(lambda *_: self._pass("validation")).remove)
-        if "validation operation" in points:
+
+    def on_validation_batch_start(self, *_):
+        if any(fault.point == "validation operation" for fault in self._due("validation")):
             self._watch_operations("validation operation")
 
+    def on_validation_batch_end(self, *_):
+        if any(fault.point == "validation operation" for fault in self._faults):
+            self._leave()  # what follows is the loader's
+
     def on_validation_end(self, *_):
+        self._leave()
+
+    def on_exception(self, *_):
         self._leave()
 
     def on_save_checkpoint(self, *_):

@@ -277,5 +277,5 @@ def _logs_differ(
     if mine.keys() != theirs.keys():
         return True
     # a validation that ran in parts adds up in another order
-    bounds = {name: ROUNDING * abs(value) if name.startswith("val/") else 0.0 for name, value in theirs.items()}
+    bounds = {name: ROUNDING * max(abs(value), 1.0) if name.startswith("val/") else 0.0 for name, value in theirs.items()}
     return any(abs(mine[name] - theirs[name]) > bounds[name] for name in theirs)
