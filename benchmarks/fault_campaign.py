@@ -142,6 +142,8 @@ def totals(rows: list[Row]) -> dict[str, dict]:
                 "steps": sum(row.steps for row in mine),
                 "steps lost": sum(row.steps_lost for row in mine),
                 "steps redone": sum(row.steps_redone for row in mine),
+                "struck": sum(row.struck for row in mine),
+                "never struck": sum(row.struck == 0 for row in mine),
                 "recoveries": sum(row.recoveries for row in mine),
                 "largest difference": max((row.difference for row in mine if row.difference is not None), default=None),
                 "largest rounding": max((row.rounding for row in mine if row.rounding is not None), default=None),

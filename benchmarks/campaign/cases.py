@@ -82,6 +82,8 @@ def _point(draw: random.Random, recipe: Recipe) -> str:
     points = [point for point in STEP_POINTS if point not in {"prepare_batch", "loss_weight", "between_groups"}]
     if recipe.model in {"fields", "totals", "grpo"}:
         points.append("prepare_batch")
+    if recipe.model == "weighted" and recipe.micro != "auto":
+        points.append("loss_weight")
     return draw.choice(points)
 
 
@@ -122,12 +124,26 @@ def _half_step(draw: random.Random, index: int) -> Case:
 def _wall(draw: random.Random, index: int) -> Case:
     """Parts above a size do not fit, for a while or to the end."""
     recipe = draw_recipe(draw)
-    units = recipe.rows_at_once() // recipe.unit
-    rows = recipe.unit * draw.randint(1, max(units - 1, 1))
-    first = draw.randrange(recipe.batches)
-    end = draw.choice([recipe.batches, first + draw.randint(1, 4)])
-    leg = Leg(wall=(rows, first, end), text=draw.choice(list(TEXTS)))
+    leg = Leg(wall=_wall_in(draw, recipe), text=draw.choice(list(TEXTS)))
     return Case(index=index, kind="wall", recipe=recipe, legs=(leg,))
+
+
+def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
+    units, fewest = recipe.rows_at_once() // recipe.unit, 2 if recipe.model == "batch_norm" else 1
+    first = draw.randrange(recipe.batches)
+    rows = recipe.unit * draw.randint(fewest, max(units - 1, fewest))
+    return rows, first, draw.choice([recipe.batches, first + draw.randint(1, recipe.batches)])
+
+
+def _elastic(draw: random.Random, index: int) -> Case:
+    """Walls and pressure that come and go in a run that is long enough to grow back after each."""
+    recipe = draw_recipe(draw, batch=(batch := 8), rows=batch * 20, patience=draw.randint(1, 4), save_every=10)
+    squeezes = tuple(
+        Fault(what=draw.choice(["shrink", "grow"]), point="end of batch", batch=batch)
+        for batch in sorted(draw.sample(range(recipe.batches), draw.randint(1, 6)))
+    )
+    leg = Leg(faults=squeezes, wall=_wall_in(draw, recipe), text=draw.choice(list(TEXTS)))
+    return Case(index=index, kind="come and go", recipe=recipe, legs=(leg,))
 
 
 def _limit(draw: random.Random, index: int) -> Case:
@@ -211,8 +227,7 @@ def _kill_in_save(draw: random.Random, index: int) -> Case:
 def _mixed(draw: random.Random, index: int) -> Case:
     """A wall of memory, a full disk and a signal in one run."""
     recipe = draw_recipe(draw)
-    units = recipe.rows_at_once() // recipe.unit
-    wall = (recipe.unit * draw.randint(1, max(units - 1, 1)), draw.randrange(recipe.batches), recipe.batches)
+    wall = _wall_in(draw, recipe)
     disk = _fault(draw, recipe, "save", what="disk", nth=draw.randint(1, 8000), times=1)
     number = draw.choice([*STOPS, signal.SIGKILL])
     legs = (Leg(faults=(disk,), wall=wall, number=int(number), moment=draw.random()), Leg(wall=wall))
@@ -225,6 +240,7 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "several": _many,
     "half-written step": _half_step,
     "wall": _wall,
+    "come and go": _elastic,
     "RLIMIT_AS": _limit,
     "validation": _validation,
     "memory at save": _save,

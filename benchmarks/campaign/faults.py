@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unified.callbacks import checkpoint
 
-__all__ = ["SAVE_POINTS", "STEP_POINTS", "TEXTS", "Disturbance", "Fault", "raise_out_of_memory"]
+__all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "raise_out_of_memory"]
+
+STRIKES = "strikes"  # a file with one letter for each fault that struck
 
 # How each backend says it; the types are those that torch 2.13 raises.
 TEXTS = {
@@ -58,8 +60,10 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE).
-        point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation" or "save operation".
+        what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE), or, as under pressure and
+            after it, "shrink" and "grow".
+        point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation", "save operation"
+            or, for pressure, "end of batch".
         batch: In which training batch, from 0 over all epochs; for a validation or a save, in the first one from that batch on.
         nth: At which passage of that point in the batch, from 1.
         times: How often in a row.
@@ -120,6 +124,8 @@ class Disturbance(L.Callback):
                 setattr(self, point, lambda *_, point=point: self._pass(point))
 
     def setup(self, trainer, pl_module, stage):
+        path = Path(trainer.default_root_dir) / STRIKES
+        self._strikes = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         points = {fault.point for fault in self._faults}
         for name in ("prepare_batch", "loss_weight"):
             if name in points and hasattr(pl_module, name):
@@ -153,8 +159,12 @@ class Disturbance(L.Callback):
             elif fault.point == "operation":
                 self._watch_operations("operation")
 
-    def on_train_batch_end(self, *_):
+    def on_train_batch_end(self, trainer, *_):
         self._leave()
+        for fault in self._faults:
+            if fault.point == "end of batch" and fault.batch == self._batch:
+                self._note(fault)
+                getattr(trainer.strategy, fault.what)("as the campaign says")
 
     def on_validation_start(self, trainer, pl_module):
         points = {fault.point for fault in self._due("validation")}
@@ -202,8 +212,13 @@ class Disturbance(L.Callback):
             if fault.point == point:
                 self._passed[fault] += 1
                 if self._passed[fault] >= fault.nth:
-                    self.struck[fault] += 1
+                    self._note(fault)
                     fault.strike()
+
+    def _note(self, fault: Fault) -> None:
+        """Count it, also in a file: a signal may end this process."""
+        self.struck[fault] += 1
+        os.write(self._strikes, b"x")
 
     def _guarded(self, function: Callable, point: str) -> Callable:
         def guarded(*args, **kwargs):
@@ -218,6 +233,7 @@ class Disturbance(L.Callback):
         def walled(batch, *args):
             outputs = training_step(batch, *args)
             if first <= self._batch < end and len(batch["id"]) > rows:
+                os.write(self._strikes, b"x")
                 raise_out_of_memory(self._text)
             return outputs
 
@@ -249,7 +265,7 @@ class Disturbance(L.Callback):
             fault = next((fault for fault in self._due("save") if fault.point == "save"), None)
             if fault is None or not isinstance(file, io.IOBase):
                 return save(obj, file, *args, **kwargs)
-            self.struck[fault] += 1
+            self._note(fault)
             if fault.what == "file limit":
                 return _limited(lambda: save(obj, file, *args, **kwargs), fault.nth)
             return save(obj, _Striking(file, fault), *args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from campaign.cases import Case, Leg
-from campaign.faults import Disturbance
+from campaign.faults import STRIKES, Disturbance
 from campaign.processes import Ended, Kill, in_process
 from campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
@@ -42,7 +42,8 @@ class Row:
         rounding: Difference of the weights to plain Lightning's, whose batches are whole; None where cutting changes more than rounding.
         counted_twice: Rows that counted more in a step than in plain Lightning's.
         missed: Rows that counted less.
-        recoveries: Repeated steps.
+        struck: How often something went wrong, real limits not counted, which strike where they will.
+        recoveries: Steps repeated, in the last start.
         hung: Whether a process had to be ended because its time was over.
         notes: Errors met on the way, or what is wrong.
         seconds: All processes of the case together.
@@ -63,6 +64,7 @@ class Row:
     rounding: float | None
     counted_twice: int
     missed: int
+    struck: int
     recoveries: int
     hung: bool
     notes: list[str]
@@ -84,6 +86,7 @@ class _Story:
     starts: int = 0
     redone: int = 0
     unsaved: int = 0
+    signals: int = 0
     seconds: float = 0.0
     hung: bool = False
     notes: list[str] = field(default_factory=list)
@@ -91,6 +94,7 @@ class _Story:
     def add(self, ended: Ended) -> None:
         self.seconds += ended.seconds
         self.hung |= ended.hung
+        self.signals += ended.was_signalled
 
 
 def judge(case: Case, folder: Path, *, timeout: float) -> Row:
@@ -171,6 +175,10 @@ def _in_words(ended: Ended) -> str:
     return f"{ended.error}: {ended.text[:400]}" if ended.error else f"code {ended.code}"
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def _steps_done(folder: Path) -> int:
     return max((line["step"] for line in read_ledger(folder).values()), default=0)
 
@@ -199,6 +207,7 @@ def _row(
         "steps": plain["steps"] if plain else 0,
         "steps_lost": (plain["steps"] if plain else 0) - (final["steps"] if final else 0) + story.unsaved,
         "steps_redone": story.redone,
+        "struck": story.signals + _size(folder / "run" / STRIKES),
         "recoveries": final["recoveries"] if final else 0,
         "hung": story.hung,
         "notes": story.notes,
@@ -225,7 +234,7 @@ def _row(
 
 def _what(case: Case) -> str:
     recipe = case.recipe
-    text = f"batch {recipe.batch}, micro {recipe.micro}, window {recipe.window}, {recipe.optimizer}, {recipe.precision}"
+    text = f"batch {recipe.batch}, micro {recipe.micro}, window {recipe.window} of {recipe.window_mean}, {recipe.optimizer}, {recipe.precision}"
     for leg in case.legs:
         text += "; " + ", ".join(
             [f"{fault.what} at {fault.point} of batch {fault.batch} x{fault.times}" for fault in leg.faults]

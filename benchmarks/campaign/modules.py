@@ -169,7 +169,14 @@ class Shifted(Tokens):
     first = 1
 
 
-class Totals(Tokens):
+class Weighted(Tokens):
+    """Says how many terms its loss has."""
+
+    def loss_weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+class Totals(Weighted):
     """Divides by the whole batch's totals itself."""
 
     loss_reduction = "sum"
@@ -229,6 +236,7 @@ _KINDS = {
     "measures": Measures,
     "tokens": Tokens,
     "shifted": Shifted,
+    "weighted": Weighted,
     "totals": Totals,
     "grpo": Group,
     "skips": Skips,

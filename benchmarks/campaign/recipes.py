@@ -16,6 +16,7 @@ MODELS = {
     "measures": "statistics",
     "tokens": "exact",
     "shifted": "exact",
+    "weighted": "exact",
     "totals": "exact",
     "grpo": "exact",
     "skips": "exact",
@@ -42,6 +43,9 @@ class Recipe:
         save_every: Optimizer steps between checkpoints.
         precision: Lightning's name; "16-mixed" runs with a live scaler.
         rollback: `optimizer_rollback`.
+        window_mean: `window_mean`.
+        remember: Whether the sizes found go to a file, beside being in the checkpoints.
+        patience: Batches without trouble before a larger size is tried; the package's own 32 are more than most of these runs have.
         seed: Of weights, data and noise.
     """
 
@@ -58,6 +62,9 @@ class Recipe:
     save_every: int
     precision: str
     rollback: bool
+    window_mean: Literal["batches", "terms"]
+    remember: bool
+    patience: int
     seed: int
 
     @property
@@ -117,8 +124,11 @@ def draw_recipe(draw: random.Random, **fixed: object) -> Recipe:
         "epochs": 2,
         "validate_every": draw.choice([None, None, draw.randint(2, 4)]),
         "save_every": draw.randint(1, 3),
-        "precision": draw.choices(["64-true", "32-true", "16-mixed"], [6, 2, 1])[0],
+        "precision": draw.choices(["64-true", "32-true", "16-mixed", "bf16-mixed"], [6, 2, 1, 1])[0],
         "rollback": draw.random() < 0.3,
+        "window_mean": "terms" if window > 1 and draw.random() < 0.4 else "batches",
+        "remember": draw.random() < 0.3,
+        "patience": draw.choice([1, 2, 3, 32]),
         "seed": draw.randrange(2**31),
     }
     if drawn["precision"] == "16-mixed" and drawn["clip"] is not None and drawn["optimizer"] == "adamw fused":

@@ -17,6 +17,7 @@ from campaign.modules import Batches, Counted, build
 from campaign.recipes import Recipe
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from lightning_unified.training import sizes
 
 __all__ = ["Fit", "Ledger", "read_ledger", "train"]
 
@@ -32,7 +33,7 @@ class Fit:
         folder: Where checkpoints, ledger and final state go.
         callbacks: What disturbs it.
         replay: Sizes of the parts of each batch, by its number from 0; None leaves them to the strategy.
-        plain: Lightning's own strategy, without any of ours.
+        plain: Whole batches, by Lightning's own strategy, or, where it has none of the recipe's kind of window, by ours.
         resume: The checkpoint to go on from.
         strategy: Further arguments of `UnifiedStrategy`.
     """
@@ -66,14 +67,14 @@ class Ledger(L.Callback):
         self._counts = None if gradient is None else gradient.double().tolist()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        sizes: list[int] = []
-        for size in reversed(pl_module.parts):  # the last attempt's are the last, and come to the batch's rows
-            if sum(sizes) == len(batch["id"]):
+        parts: list[int] = []
+        for rows in reversed(pl_module.parts):  # the last attempt's are the last, and come to the batch's rows
+            if sum(parts) == len(batch["id"]):
                 break
-            sizes.insert(0, size)
+            parts.insert(0, rows)
         line = {
             "batch": trainer.fit_loop.total_batch_idx,
-            "sizes": sizes,
+            "sizes": parts,
             "rows": batch["id"].tolist(),
             "step": trainer.global_step,
             "loss": float(outputs["loss"]).hex() if outputs else None,
@@ -98,9 +99,9 @@ class Replay(L.Callback):
         self._sizes = sizes
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        sizes, policy = self._sizes[trainer.fit_loop.total_batch_idx], trainer.strategy.sizes
-        policy.limit = max(sizes)
-        policy.parts = lambda rows: sizes
+        parts, policy = self._sizes[trainer.fit_loop.total_batch_idx], trainer.strategy.sizes
+        policy.limit = max(parts)
+        policy.parts = lambda shape: parts
 
 
 class Half(MixedPrecision):
@@ -116,7 +117,7 @@ def train(fit: Fit) -> None:
     recipe, folder = fit.recipe, fit.folder
     folder.mkdir(parents=True, exist_ok=True)
     module = build(recipe)
-    module.prepares_itself = fit.plain
+    module.prepares_itself = fit.plain and recipe.window_mean == "batches"
     trainer = _trainer(fit)
     random.seed(recipe.seed)
     np.random.seed(recipe.seed % 2**32)  # noqa: NPY002  # the global stream is what a run must not disturb
@@ -135,8 +136,17 @@ def _trainer(fit: Fit) -> L.Trainer:
     callbacks: list[L.Callback] = [*fit.callbacks, Ledger(folder), GracefulInterrupt(), checkpoints]
     strategy: str | UnifiedStrategy = "auto"
     if not fit.plain:
-        options = {"micro_batch_size": recipe.micro, "optimizer_rollback": recipe.rollback, "batch_norm": "micro"}
+        sizes._PATIENCE = recipe.patience
+        options = {
+            "micro_batch_size": recipe.micro,
+            "optimizer_rollback": recipe.rollback,
+            "batch_norm": "micro",
+            "window_mean": recipe.window_mean,
+            "remember": str(folder / "sizes.json") if recipe.remember else None,
+        }
         strategy = UnifiedStrategy(**{**options, **fit.strategy})
+    elif recipe.window_mean == "terms":
+        strategy = UnifiedStrategy(window_mean="terms")
     if fit.replay is not None:
         callbacks.append(Replay(fit.replay))
     return L.Trainer(
