@@ -42,7 +42,7 @@ class Row:
         rounding: Difference of the weights to plain Lightning's, whose batches are whole; None where cutting changes more than rounding.
         counted_twice: Rows that counted more in a step than in plain Lightning's.
         missed: Rows that counted less.
-        struck: How often something went wrong, real limits not counted, which strike where they will.
+        struck: How often something went wrong; of a real limit only what was recovered from in the last start is known.
         recoveries: Steps repeated, in the last start.
         hung: Whether a process had to be ended because its time was over.
         notes: Errors met on the way, or what is wrong.
@@ -197,6 +197,7 @@ def _row(
     folder: Path,
 ) -> Row:
     recipe, complete = case.recipe, plain is not None and final is not None and twin is not None
+    limited = any(leg.limit for leg in case.legs)
     row: dict[str, Any] = {
         "index": case.index,
         "kind": case.kind,
@@ -207,7 +208,7 @@ def _row(
         "steps": plain["steps"] if plain else 0,
         "steps_lost": (plain["steps"] if plain else 0) - (final["steps"] if final else 0) + story.unsaved,
         "steps_redone": story.redone,
-        "struck": story.signals + _size(folder / "run" / STRIKES),
+        "struck": story.signals + _size(folder / "run" / STRIKES) + (final["recoveries"] if final and limited else 0),
         "recoveries": final["recoveries"] if final else 0,
         "hung": story.hung,
         "notes": story.notes,

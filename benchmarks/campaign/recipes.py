@@ -88,10 +88,15 @@ class Recipe:
         return MODELS.get(self.model) == "exact" and self.precision == "64-true"
 
     @property
+    def fewest(self) -> int:
+        """The fewest rows that can run at once; statistics of one row are none."""
+        return 2 if self.model == "batch_norm" else self.unit
+
+    @property
     def halvings(self) -> int:
         """How often in a row any batch may fail before its smallest unit has."""
-        fewest = min(self.batch, self.rows % self.batch or self.batch, self.batch if self.micro == "auto" else self.micro)
-        return (fewest // self.unit).bit_length() - 1
+        least = min(self.rows_at_once(), self.rows % self.batch or self.batch)
+        return (least // self.fewest).bit_length() - 1
 
     def rows_at_once(self) -> int:
         """Return the rows of the largest part before any fault."""
@@ -131,6 +136,6 @@ def draw_recipe(draw: random.Random, **fixed: object) -> Recipe:
         "patience": draw.choice([1, 2, 3, 32]),
         "seed": draw.randrange(2**31),
     }
-    if drawn["precision"] == "16-mixed" and drawn["clip"] is not None and drawn["optimizer"] == "adamw fused":
+    if str(drawn["precision"]).endswith("mixed") and drawn["optimizer"] == "adamw fused":
         drawn["clip"] = None  # Lightning refuses to clip what a fused optimizer unscales itself
     return Recipe(**{**drawn, **fixed})  # type: ignore[arg-type]

@@ -63,8 +63,13 @@ class Ledger(L.Callback):
         self._started.write_text(str(time.monotonic()))
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        gradient = pl_module.tally.grad
-        self._counts = None if gradient is None else gradient.double().tolist()
+        gradient, scaler = pl_module.tally.grad, getattr(trainer.precision_plugin, "scaler", None)
+        if gradient is None:
+            self._counts = None
+            return
+        # an optimizer that unscales by itself has not done so yet
+        scale = scaler.get_scale() if scaler and getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
+        self._counts = (gradient.double() / scale).tolist()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         parts: list[int] = []
