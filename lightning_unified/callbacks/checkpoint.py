@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -16,7 +17,7 @@ from lightning_unified.callbacks.continuation import Continuation
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
 from lightning_unified.errors import CheckpointError, ConfigurationError
 from lightning_unified.training.checkpoint_io import PARTIAL, publish, remove, remove_partial_files, share
-from lightning_unified.training.oom import caught
+from lightning_unified.training.oom import caught, release_cached_memory
 
 __all__ = ["RunCheckpoint"]
 
@@ -106,6 +107,8 @@ class RunCheckpoint(Checkpoint):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._continuation.forget()
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            pl_module.double()  # else a checkpoint is read into float32 first: Lightning (2.6.6) converts the module after that
         folder = self._given or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
         self._folder = Path(trainer.strategy.broadcast(str(folder)))
         if stage == "fit" and trainer.is_global_zero and self._folder.is_dir():
@@ -253,16 +256,24 @@ class RunCheckpoint(Checkpoint):
 
     @staticmethod
     def write_state(trainer: Trainer, path: Path) -> str | None:
-        """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting."""
+        """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting.
+
+        If memory runs out, a process that is alone tries once more; of several, the others would be elsewhere by then.
+        """
+        save = partial(trainer.save_checkpoint, path)
         try:
-            _, memory_ran_out = caught(partial(trainer.save_checkpoint, path))
+            _, memory_ran_out = caught(save)
+            if memory_ran_out is not None and trainer.world_size == 1:
+                release_cached_memory(trainer.strategy.root_device)
+                _, memory_ran_out = caught(save)
         except (CheckpointError, OSError) as error:
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the ranks that did not fail are waiting
-            return str(error)
-        if memory_ran_out is not None:
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-            return f"memory ran out while the state for {path} was gathered ({memory_ran_out})."
-        return None
+            failure = str(error)
+        else:
+            if memory_ran_out is None:
+                return None
+            failure = f"memory ran out while the state for {path} was gathered ({memory_ran_out})."
+        trainer.strategy.barrier("Trainer.save_checkpoint")  # where the ranks that did not fail are waiting
+        return failure
 
     def _loss_in_words(self) -> str:
         last = self.last_model_path

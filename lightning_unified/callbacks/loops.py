@@ -10,6 +10,7 @@ __all__ = [
     "call_off_validation",
     "is_trial",
     "logged_step",
+    "resumes_after_an_epochs_last_batch",
     "validation_is_complete",
     "validation_is_due",
     "will_stop",
@@ -40,6 +41,12 @@ def align_logged_step(trainer: Trainer) -> None:
 def window_is_open(trainer: Trainer) -> bool:
     """Return whether gradients of this batch wait in `.grad` for more batches of an accumulation window."""
     return trainer.fit_loop._should_accumulate()
+
+
+def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
+    """Return whether this run goes on from a file that was written with the last batch of an epoch counted: in its validation."""
+    loop = trainer.fit_loop.epoch_loop
+    return loop.restarted_on_last and loop.batch_progress.is_last_batch
 
 
 def validation_is_due(trainer: Trainer) -> bool:

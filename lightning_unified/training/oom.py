@@ -15,7 +15,7 @@ from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.hardware.sources import Sources
 from lightning_unified.units import GIB, KIB, MIB
 
-__all__ = ["caught", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
+__all__ = ["caught", "insist", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
 
 # One row a text, with where it comes from. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
 _TEXTS = (
@@ -63,6 +63,26 @@ def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
         if not is_out_of_memory(error):
             raise
         return None, textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" …")
+
+
+_ATTEMPTS = 3  # judgement: what other programs or a neighbouring thread held may be free at the next one
+
+
+def insist(call: Callable[[], T], *, device: torch.device) -> T:
+    """Return what `call` gives, after clearing caches and calling it again where memory runs out in it.
+
+    For what must not fail because it is small: notes before a step and their return after it.
+
+    Args:
+        call: What may be called several times; the last error comes through.
+        device: Whose caches are cleared.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        result, memory_ran_out = caught(call)
+        if memory_ran_out is None:
+            return result  # pyright: ignore[reportReturnType]  # None only if `call` gives it
+        release_cached_memory(device)
+    return call()
 
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB|KB|MB|GB)")

@@ -4,6 +4,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
+from lightning_unified.training.oom import insist
 from lightning_unified.training.split import containers_copied, tensors_in
 
 __all__ = ["BatchWatch", "BufferWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
@@ -46,11 +48,12 @@ class StepSnapshot:
     ) -> None:
         self._trainer = trainer
         self._collection = results
-        self._generators = _generator_states(trainer.strategy.root_device)
+        self._device = trainer.strategy.root_device
         self._buffers = buffers
-        buffers.note()
+        insist(buffers.note, device=self._device)
+        self._generators = insist(lambda: _generator_states(self._device), device=self._device)
+        self._metrics = insist(lambda: [(metric, metric_state(metric)) for metric in metrics], device=self._device)
         module = trainer.lightning_module
-        self._metrics = [(metric, metric_state(metric)) for metric in metrics]
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
         self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
         self._batch_size = None if results is None else results.batch_size
@@ -66,10 +69,10 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Put everything back as it was when the snapshot was taken."""
-        _set_generator_states(self._generators, self._trainer.strategy.root_device)
+        insist(lambda: _set_generator_states(self._generators, self._device), device=self._device)
         self._buffers.restore()
         for metric, state in self._metrics:
-            set_metric_state(metric, state)
+            insist(partial(set_metric_state, metric, state), device=self._device)
         self._restore_results()
         for tracker, state in self._progress:
             tracker.__dict__.update(state)

@@ -24,6 +24,7 @@ __all__ = ["SplittabilityCheck", "Verdict", "refuse_batch_norm", "tolerance"]
 
 _LABELS = ("labels", "label", "targets", "target")
 _IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
+_ATTEMPTS = 3  # at one check, if memory runs out in it: what held memory may be gone the next time
 _TRIES = 3  # batches on which an inconclusive check is made again before the rule in use is kept
 
 
@@ -127,14 +128,16 @@ class SplittabilityCheck:
         self, kwargs: "OrderedDict[str, Any]", starts: Sequence[int], *, rows: int, unit: int
     ) -> list[_Probe] | str:
         """Return the gradients of the pairs that begin at `starts`, or why there are none."""
-        try:
-            with Undone(self._trainer, metrics=self._metrics()):
-                return [self._probe(kwargs, start, rows=rows, unit=unit) for start in starts]
-        except (RuntimeError, MemoryError, ValueError, IndexError, AssertionError) as error:
-            if not is_out_of_memory(error):
-                raise SplitError(self._does_not_run(error, unit)) from error
-        # past the `except` block, whose traceback held the frames
-        release_cached_memory(self._trainer.strategy.root_device)
+        for _ in range(_ATTEMPTS):
+            try:
+                with Undone(self._trainer, metrics=self._metrics()):
+                    return [self._probe(kwargs, start, rows=rows, unit=unit) for start in starts]
+            except (RuntimeError, MemoryError, ValueError, IndexError, AssertionError) as error:
+                if not is_out_of_memory(error):
+                    raise SplitError(self._does_not_run(error, unit)) from error
+            # past the `except` block, whose traceback held the frames
+            release_cached_memory(self._trainer.strategy.root_device)
+            starts = starts[:1]
         return "memory ran out while it was checked"
 
     def _probe(self, kwargs: "OrderedDict[str, Any]", start: int, *, rows: int, unit: int) -> _Probe:

@@ -140,6 +140,65 @@ def test_a_failed_write_leaves_the_earlier_files_and_training_goes_on(small_run,
     assert checkpoint.state_dict()["kept"] == ["step_000002.ckpt", "step_000006.ckpt"]
 
 
+class NoMemory:
+    """Memory runs out `times` times while the checkpoint of step 4 is gathered, or written."""
+
+    def __init__(self, small_run, monkeypatch, where, times):
+        self.left, self.seen = times, []
+        save = torch.save
+
+        class Gathers(small_run.Callback):
+            def on_save_checkpoint(callback, trainer, *_):  # noqa: N805
+                self.step = trainer.global_step
+                if where == "gather":
+                    self.fail()
+
+        def write(*args, **kwargs):
+            if where == "write":
+                self.fail()
+            return save(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "save", write)
+        self.callback = Gathers()
+
+    def fail(self):
+        self.seen.append(self.step)
+        if self.step == 4 and self.left:
+            self.left -= 1
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB). Tried to allocate 8 bytes.")
+
+
+@pytest.mark.parametrize("where", ["gather", "write"])
+def test_a_save_that_runs_out_of_memory_once_is_made_again(small_run, tmp_path, monkeypatch, where):
+    fails = NoMemory(small_run, monkeypatch, where, times=1)
+    callbacks = [fails.callback, RunCheckpoint(tmp_path, every_n_steps=2, monitor=None)]
+    _, trainer = small_run.fit(tmp_path, callbacks=callbacks, plugins=[AtomicCheckpointIO()], max_steps=6)
+
+    assert trainer.global_step == 6
+    assert fails.seen == [2, 4, 4, 6]
+    assert names(tmp_path) == ["last.ckpt", "step_000002.ckpt", "step_000004.ckpt", "step_000006.ckpt"]
+
+
+@pytest.mark.parametrize("where", ["gather", "write"])
+def test_a_save_that_has_no_memory_is_left_out_and_training_goes_on(small_run, tmp_path, monkeypatch, where):
+    fails = NoMemory(small_run, monkeypatch, where, times=100)
+    callbacks = [fails.callback, RunCheckpoint(tmp_path, every_n_steps=2, monitor=None)]
+    with pytest.warns(UserWarning, match=r"(?s)MPS backend out of memory.*Training goes on at step 4"):
+        _, trainer = small_run.fit(tmp_path, callbacks=callbacks, plugins=[AtomicCheckpointIO()], max_steps=6)
+
+    assert trainer.global_step == 6
+    assert names(tmp_path) == ["last.ckpt", "step_000002.ckpt", "step_000006.ckpt"]
+
+
+def test_another_error_while_a_checkpoint_is_gathered_comes_through_untouched(small_run, tmp_path):
+    class Broken(small_run.Callback):
+        def on_save_checkpoint(self, *_):
+            raise RuntimeError("as planned")
+
+    with pytest.raises(RuntimeError, match=r"^as planned$"):
+        small_run.fit(tmp_path, callbacks=[Broken(), RunCheckpoint(tmp_path, every_n_steps=2, monitor=None)])
+
+
 def test_a_failed_last_write_is_an_error_that_names_what_is_left(small_run, tmp_path):
     class Full(small_run.Callback):
         def on_train_batch_end(self, trainer, *_):

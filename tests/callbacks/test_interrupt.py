@@ -131,6 +131,46 @@ def test_a_running_validation_is_left_and_its_half_result_forgotten(small_run, t
     assert small_run.same_weights(straight, resumed)
 
 
+class KillInValidation(Callback):
+    """Asks for a stop at a validation batch, counted over the run."""
+
+    def __init__(self, at):
+        self.at, self.batches = at, 0
+
+    def on_validation_batch_start(self, *_):
+        self.batches += 1
+        if self.batches == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Trained(Callback):
+    """Notes epoch and number of each batch."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append((trainer.current_epoch, batch_idx))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 5, "check_val_every_n_epoch": None}], ids=str
+)
+def test_a_run_stopped_in_the_validation_of_an_epochs_end_goes_on_with_the_next_epoch(small_run, tmp_path, options, at):
+    options = {"max_epochs": 3, "max_steps": -1, **options}
+    whole, first, second = Trained(), Trained(), Trained()
+    straight, _ = small_run.fit(tmp_path, callbacks=[whole, RunCheckpoint(tmp_path / "a")], **options)
+    callbacks = [first, KillInValidation(at), GracefulInterrupt(), RunCheckpoint(tmp_path / "b")]
+    small_run.fit(tmp_path, callbacks=callbacks, **options)
+    callbacks = [second, RunCheckpoint(tmp_path / "b")]
+    resumed, _ = small_run.fit(tmp_path, callbacks=callbacks, resume=tmp_path / "b/last.ckpt", seed=99, **options)
+
+    assert len(first.batches) in (5, 10)
+    assert [*first.batches, *second.batches] == whole.batches
+    assert small_run.same_weights(straight, resumed)
+
+
 def test_without_run_checkpoint_the_state_is_saved_beside(small_run, tmp_path, capsys):
     callbacks = [small_run.StopAfterBatch(3, act=kill()), GracefulInterrupt()]
     small_run.fit(tmp_path, callbacks=callbacks, enable_checkpointing=False)

@@ -33,6 +33,20 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     assert small_run.same_weights(straight, resumed)
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_run_in_another_precision_than_its_module_is_built_in_goes_on_with_every_bit(small_run, tmp_path, precision):
+    """Lightning reads a checkpoint into the module before it converts it, so float64 weights would go through float32."""
+    plugin = {"precision": precision, "max_steps": 6, "limit_val_batches": 0}
+    straight, _ = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **plugin)
+    callbacks = [small_run.StopAfterBatch(3), RunCheckpoint(tmp_path / "b")]
+    small_run.fit(tmp_path, callbacks=callbacks, **plugin)
+    last = tmp_path / "b/last.ckpt"
+    callbacks = [RunCheckpoint(tmp_path / "b")]
+    resumed, _ = small_run.fit(tmp_path, callbacks=callbacks, seed=99, resume=last, **plugin)
+
+    assert small_run.same_weights(straight, resumed)
+
+
 @pytest.mark.parametrize("batches", [1, 5, 7, 9, 10, 12])
 @pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_3, BY_EPOCHS], ids=str)
 def test_a_run_stopped_inside_an_accumulation_window_goes_on_with_its_gradients(small_run, tmp_path, batches, options):

@@ -216,6 +216,25 @@ def test_memory_that_runs_out_in_the_check_leaves_rows_and_says_so(caplog):
     assert torch.equal(weights(tight), weights(plain))
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_memory_that_runs_out_in_the_check_once_or_twice_does_not_keep_it_from_the_rule(failures):
+    class Tight(ShiftedTokens):
+        left = failures
+
+        def loss(self, out, labels):
+            if len(out) == 2 and self.left:
+                type(self).left -= 1  # of the class: the check puts back what it changes in the module
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+            return super().loss(out, labels)
+
+    tight, _, strategy = run(Tight)
+    plain, _, _ = run(ShiftedTokens)
+
+    assert Tight.left == 0
+    assert said(strategy).startswith("scored labels, shifted")
+    assert torch.equal(weights(tight), weights(plain))
+
+
 def test_a_recovery_checks_before_it_cuts():
     class Large(Contrastive):
         def loss(self, out, batch):

@@ -1,0 +1,315 @@
+"""What goes wrong in a run, on purpose: memory that is not there, signals, and disks that are full, each at a point of its own."""
+
+import errno
+import io
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_unified.callbacks import checkpoint
+
+__all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "raise_out_of_memory"]
+
+STRIKES = "strikes"  # a file with one letter for each fault that struck
+
+# How each backend says it; the types are those that torch 2.13 raises.
+TEXTS = {
+    "cpu": "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12",
+    "windows": "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    "cuda": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.69 GiB of which 9.94 MiB is free.",
+    "cuda runtime": "CUDA error: out of memory",
+    "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cudnn": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "hip": "HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 12.00 GiB.",
+    "mps": "MPS backend out of memory (MPS allocated: 9.00 GB, other allocations: 1.00 GB, max allowed: 10.67 GB). "
+    "Tried to allocate 1.00 GB on private pool.",
+    "mps buffer": "Invalid buffer size: 5.00 GB",
+    "xpu": "XPU out of memory. Tried to allocate 2.00 GiB.",
+    "jetson": "NvMapMemAllocInternalTagged: 1075072515 error 12",
+    "nvml": 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug',
+    "c++": "std::bad_alloc",
+    "onednn": "could not create a memory object",
+    "errno": "[Errno 12] Cannot allocate memory",
+    "python": "",
+}
+_TORCH_OWN = ("cuda", "hip", "xpu")
+
+# Where in the training of one batch: the first line inside autograd and layers, the second in hooks, the third around the
+# optimizer, the last at the n-th operation of the batch that makes a tensor, whatever that is.
+STEP_POINTS = (
+    *("forward", "backward", "prepare_batch", "loss_weight"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("before_weights", "between_groups"),
+    "operation",
+)
+# While the file is written (`nth` is the byte), while its content is gathered, and right before it gets, shares or loses a name.
+SAVE_POINTS = ("save", "save: gather", "save: publish", "save: share", "save: remove")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE), or, as under pressure and
+            after it, "shrink" and "grow".
+        point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation", "save operation"
+            or, for pressure, "end of batch".
+        batch: In which training batch, from 0 over all epochs; for a validation or a save, in the first one from that batch on.
+        nth: At which passage of that point in the batch, from 1.
+        times: How often in a row.
+        text: Key of `TEXTS`.
+        number: The signal's.
+    """
+
+    what: str
+    point: str
+    batch: int
+    nth: int = 1
+    times: int = 1
+    text: str = "cpu"
+    number: int = 0
+
+    def strike(self) -> None:
+        """Do it."""
+        if self.what == "signal":
+            os.kill(os.getpid(), self.number)
+        elif self.what == "memory":
+            raise_out_of_memory(self.text)
+        else:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def raise_out_of_memory(text: str) -> None:
+    """Raise the error that a backend raises when memory runs out."""
+    if text == "python":
+        raise MemoryError
+    raise (torch.OutOfMemoryError if text in _TORCH_OWN else RuntimeError)(TEXTS[text])
+
+
+class Disturbance(L.Callback):
+    """Lets faults happen in one fit.
+
+    Args:
+        faults: What, where and when.
+        wall: Rows from which on a part does not fit, between two batches: (rows, first batch, batch after the last).
+        text: What the wall says.
+        limit: Bytes that the address space may grow by from the first batch on (RLIMIT_AS), or None.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[Fault, ...],
+        *,
+        wall: tuple[int, int, int] | None = None,
+        text: str = "cpu",
+        limit: int | None = None,
+    ) -> None:
+        self._faults, self._wall, self._text, self._limit = faults, wall, text, limit
+        self._passed: dict[Fault, int] = dict.fromkeys(faults, 0)
+        self.struck: dict[Fault, int] = dict.fromkeys(faults, 0)
+        self._batch = -1
+        self._undo: list[Callable[[], Any]] = []
+        for point in STEP_POINTS:
+            if point.startswith("on_"):
+                setattr(self, point, lambda *_, point=point: self._pass(point))
+
+    def setup(self, trainer, pl_module, stage):
+        path = Path(trainer.default_root_dir) / STRIKES
+        self._strikes = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        points = {fault.point for fault in self._faults}
+        for name in ("prepare_batch", "loss_weight"):
+            if name in points and hasattr(pl_module, name):
+                setattr(pl_module, name, self._guarded(getattr(pl_module, name), name))
+        if self._wall is not None:
+            pl_module.training_step = self._walled(pl_module.training_step)
+        if "save" in points:
+            torch.save = self._saving(torch.save)
+        if "save operation" in points:
+            trainer.save_checkpoint = self._operated(trainer.save_checkpoint)
+        for name in ("publish", "share", "remove"):
+            if f"save: {name}" in points:
+                setattr(checkpoint, name, self._guarded(getattr(checkpoint, name), f"save: {name}"))
+
+    def on_train_start(self, trainer, pl_module):
+        if self._limit is not None:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + self._limit,) * 2)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self._batch = trainer.fit_loop.total_batch_idx
+        for fault in self._due("training"):
+            if fault.point == "forward":
+                layer = list(pl_module.net.children())[self._batch % len(list(pl_module.net.children()))]
+                self._undo.append(layer.register_forward_hook(lambda *_: self._pass("forward")).remove)
+            elif fault.point == "backward":
+                weight = list(pl_module.net.parameters())[self._batch % 2]
+                self._undo.append(weight.register_hook(lambda *_: self._pass("backward")).remove)
+            elif fault.point in {"before_weights", "between_groups"}:
+                self._watch_groups(trainer.optimizers[0], fault.point)
+            elif fault.point == "operation":
+                self._watch_operations("operation")
+
+    def on_train_batch_end(self, trainer, *_):
+        self._leave()
+        for fault in self._faults:
+            if fault.point == "end of batch" and fault.batch == self._batch:
+                self._note(fault)
+                getattr(trainer.strategy, fault.what)("as the campaign says")
+
+    def on_validation_start(self, trainer, pl_module):
+        points = {fault.point for fault in self._due("validation")}
+        if "validation" in points:
+            layer = list(pl_module.net.children())[-1]
+            self._undo.append(layer.register_forward_hook(lambda *_: self._pass("validation")).remove)
+
+    def on_validation_batch_start(self, *_):
+        if any(fault.point == "validation operation" for fault in self._due("validation")):
+            self._watch_operations("validation operation")
+
+    def on_validation_batch_end(self, *_):
+        if any(fault.point == "validation operation" for fault in self._faults):
+            self._leave()  # what follows is the loader's
+
+    def on_validation_end(self, *_):
+        self._leave()
+
+    def on_exception(self, *_):
+        self._leave()
+
+    def on_save_checkpoint(self, *_):
+        self._pass("save: gather")
+
+    def _watch_operations(self, point: str) -> None:
+        mode = _Operations(partial(self._pass, point))
+        mode.__enter__()
+        self._undo.append(partial(mode.__exit__, None, None, None))
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _due(self, where: str) -> list[Fault]:
+        """Return the faults that are still to come and whose batch it is."""
+        left = [fault for fault in self._faults if self.struck[fault] < fault.times]
+        if where == "training":
+            return [fault for fault in left if fault.batch == self._batch and fault.point in STEP_POINTS]
+        return [fault for fault in left if fault.batch <= self._batch and fault.point.startswith(where)]
+
+    def _pass(self, point: str) -> None:
+        """Count a passage of `point`; strike if it is the one, or one right after it."""
+        where = "training" if point in STEP_POINTS else point
+        for fault in self._due(where):
+            if fault.point == point:
+                self._passed[fault] += 1
+                if self._passed[fault] >= fault.nth:
+                    self._note(fault)
+                    fault.strike()
+
+    def _note(self, fault: Fault) -> None:
+        """Count it, also in a file: a signal may end this process."""
+        self.struck[fault] += 1
+        os.write(self._strikes, b"x")
+
+    def _guarded(self, function: Callable, point: str) -> Callable:
+        def guarded(*args, **kwargs):
+            self._pass(point)
+            return function(*args, **kwargs)
+
+        return guarded
+
+    def _walled(self, training_step: Callable) -> Callable:
+        rows, first, end = self._wall or (0, 0, 0)
+
+        def walled(batch, *args):
+            outputs = training_step(batch, *args)
+            if first <= self._batch < end and len(batch["id"]) > rows:
+                os.write(self._strikes, b"x")
+                raise_out_of_memory(self._text)
+            return outputs
+
+        return walled
+
+    def _watch_groups(self, optimizer: torch.optim.Optimizer, point: str) -> None:
+        """Torch's optimizers make a group's state before they write its weights, and one group after another."""
+        make_state = optimizer._init_group
+        group = optimizer.param_groups[0 if point == "before_weights" else 1]
+
+        def watched(current, *args, **kwargs):
+            result = make_state(current, *args, **kwargs)
+            if current is group:
+                self._pass(point)
+            return result
+
+        optimizer._init_group = watched
+        self._undo.append(lambda: optimizer.__dict__.pop("_init_group", None))
+
+    def _operated(self, save: Callable) -> Callable:
+        def operated(*args, **kwargs):
+            with _Operations(partial(self._pass, "save operation")):
+                return save(*args, **kwargs)
+
+        return operated
+
+    def _saving(self, save: Callable) -> Callable:
+        def saving(obj, file, *args, **kwargs):
+            fault = next((fault for fault in self._due("save") if fault.point == "save"), None)
+            if fault is None or not isinstance(file, io.IOBase):
+                return save(obj, file, *args, **kwargs)
+            self._note(fault)
+            if fault.what == "file limit":
+                return _limited(lambda: save(obj, file, *args, **kwargs), fault.nth)
+            return save(obj, _Striking(file, fault), *args, **kwargs)
+
+        return saving
+
+
+def _limited(write: Callable[[], Any], size: int) -> Any:
+    """Run `write` while no file of this process may grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write says EFBIG, as a full disk says ENOSPC
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        return write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class _Striking:
+    """A file that lets a fault strike once more than `nth` bytes have been written to it."""
+
+    def __init__(self, file: Any, fault: Fault) -> None:
+        self._file, self._fault, self._written, self._armed = file, fault, 0, True
+
+    def write(self, data: Any) -> int:
+        self._written += len(data)
+        if self._armed and self._written >= self._fault.nth:
+            self._armed = self._fault.what == "disk"  # a full disk stays full
+            self._fault.strike()
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Operations(TorchDispatchMode):
+    """Calls `passes` at each operation that makes a tensor, as only such a one can run out of memory."""
+
+    def __init__(self, passes: Callable[[], None]) -> None:
+        super().__init__()
+        self._passes = passes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(result.alias_info is None for result in func._schema.returns):
+            self._passes()
+        return func(*args, **(kwargs or {}))

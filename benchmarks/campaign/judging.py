@@ -1,0 +1,291 @@
+"""One case run to its end, however often it dies, and compared with runs that nothing disturbed."""
+
+import signal
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from campaign.cases import Case, Leg
+from campaign.faults import STRIKES, Disturbance
+from campaign.processes import Ended, Kill, in_process
+from campaign.training import FINAL, STARTED, Fit, read_ledger, train
+
+__all__ = ["Row", "judge"]
+
+ROUNDING = 1e-6  # relative; float64 sums in another order, through as many steps as these runs have, stay far below it
+COUNTING = 1e-3  # relative; a row that counted twice or not at all is off by 1
+_SLOWER = 1.6  # a run with the strategy in seconds of a plain one, its start included: only so that moments spread over the run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What became of one case.
+
+    Attributes:
+        index: The case's number.
+        kind: Its kind.
+        model: What was trained.
+        what: The recipe and what went wrong, in short.
+        ended: "went on" (never stopped), "resumed" (stopped or killed, and resumed to the end), or "lost".
+        starts: How often it was started.
+        steps: Optimizer steps of the undisturbed run.
+        steps_lost: Those that the disturbed one lacks at its end.
+        steps_redone: Those that a resumed run did again, for they came after the last checkpoint.
+        difference: Of the final weights to those of an undisturbed run whose batches are cut alike; relative, 0.0 is every bit.
+        other_state: What else of the final state differs from that run's: optimizer, buffers, schedules, scaler, random states.
+        logs_differ: Whether a batch's loss does, or a figure logged at the end of a run that was neither stopped nor asked to.
+        rounding: Difference of the weights to plain Lightning's, whose batches are whole; None where cutting changes more than rounding.
+        counted_twice: Rows that counted more in a step than in plain Lightning's.
+        missed: Rows that counted less.
+        struck: How often something went wrong; of a real limit only what was recovered from in the last start is known.
+        recoveries: Steps repeated, in the last start.
+        hung: Whether a process had to be ended because its time was over.
+        notes: Errors met on the way, or what is wrong.
+        seconds: All processes of the case together.
+    """
+
+    index: int
+    kind: str
+    model: str
+    what: str
+    ended: str
+    starts: int
+    steps: int
+    steps_lost: int
+    steps_redone: int
+    difference: float | None
+    other_state: list[str]
+    logs_differ: bool | None
+    rounding: float | None
+    counted_twice: int
+    missed: int
+    struck: int
+    recoveries: int
+    hung: bool
+    notes: list[str]
+    seconds: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing was lost."""
+        exact = self.difference == 0.0 and not self.other_state and not self.logs_differ
+        near = self.rounding is None or self.rounding <= ROUNDING
+        lost = self.steps_lost or self.counted_twice or self.missed or self.hung
+        return self.ended != "lost" and exact and near and not lost
+
+
+@dataclass(kw_only=True)
+class _Story:
+    """What has happened to a case so far."""
+
+    starts: int = 0
+    redone: int = 0
+    unsaved: int = 0
+    signals: int = 0
+    seconds: float = 0.0
+    hung: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, ended: Ended) -> None:
+        self.seconds += ended.seconds
+        self.hung |= ended.hung
+        self.signals += ended.was_signalled
+
+
+def judge(case: Case, folder: Path, *, timeout: float) -> Row:
+    """Run the case, its undisturbed twin and plain Lightning, each in a process of its own, and compare.
+
+    Args:
+        case: What to run.
+        folder: For everything they write.
+        timeout: Seconds after which a process hangs.
+    """
+    story = _Story()
+    plain = _undisturbed(Fit(recipe=case.recipe, folder=folder / "plain", plain=True), story, timeout)
+    final = _disturbed(case, folder / "run", story, timeout=timeout, usual=_SLOWER * story.seconds)
+    twin = None
+    if final is not None:
+        sizes = {number: line["sizes"] for number, line in read_ledger(folder / "run").items()}
+        twin = _undisturbed(Fit(recipe=case.recipe, folder=folder / "twin", replay=sizes), story, timeout)
+    return _row(case, story, plain=plain, final=final, twin=twin, folder=folder)
+
+
+def _undisturbed(fit: Fit, story: _Story, timeout: float) -> dict[str, Any] | None:
+    fit.folder.mkdir(parents=True)
+    ended = in_process(partial(train, fit), log=fit.folder / "log", timeout=timeout)
+    story.add(ended)
+    if ended.code:
+        story.notes.append(f"{fit.folder.name}, to compare with, ended with {_in_words(ended)}")
+        return None
+    return torch.load(fit.folder / FINAL, weights_only=False)
+
+
+def _disturbed(case: Case, folder: Path, story: _Story, *, timeout: float, usual: float) -> dict[str, Any] | None:
+    """Start the run again from its newest checkpoint until it has ended; None if it cannot be."""
+    folder.mkdir(parents=True)
+    newest = folder / "checkpoints" / "last.ckpt"
+    for leg in (*case.legs, Leg()):
+        (folder / STARTED).unlink(missing_ok=True)
+        resume = newest if newest.exists() else None
+        story.redone += _steps_done(folder) - _steps_saved(resume)
+        disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text, limit=leg.limit)
+        fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance,))
+        kill = None
+        if leg.number:
+            kill = Kill(number=signal.Signals(leg.number), after=leg.moment * usual, started=folder / STARTED)
+        ended = in_process(partial(train, fit), log=folder / "log", timeout=timeout, kill=kill)
+        story.starts += 1
+        story.add(ended)
+        if (folder / FINAL).exists():
+            final = torch.load(folder / FINAL, weights_only=False)
+            if final["batches"] == case.recipe.batches:
+                return final
+            (folder / FINAL).unlink()
+            story.unsaved += final["steps"] - _steps_saved(newest)
+        elif not _may_end_so(ended, case, leg):
+            story.notes.append(f"ended with {_in_words(ended)}")
+            return None
+        elif ended.error:
+            story.notes.append(ended.error)
+    story.notes.append("did not end, though its last start was not disturbed")
+    return None
+
+
+def _may_end_so(ended: Ended, case: Case, leg: Leg) -> bool:
+    """Return whether the leg asked for this end: by a signal, or by an error that the case allows."""
+    if ended.hung:
+        return False
+    numbers = {leg.number, *(fault.number for fault in leg.faults)} - {0}
+    by_signal = -ended.code in numbers or (bool(numbers) and ended.error in {"KeyboardInterrupt", "SIGTERMException"})
+    return by_signal or ended.error in case.may_stop
+
+
+def _is_signalled(case: Case) -> bool:
+    return any(leg.number or any(fault.number for fault in leg.faults) for leg in case.legs)
+
+
+def _in_words(ended: Ended) -> str:
+    if ended.hung:
+        return "nothing: it hung"
+    return f"{ended.error}: {ended.text[:400]}" if ended.error else f"code {ended.code}"
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _steps_done(folder: Path) -> int:
+    return max((line["step"] for line in read_ledger(folder).values()), default=0)
+
+
+def _steps_saved(file: Path | None) -> int:
+    return int(torch.load(file, weights_only=False)["global_step"]) if file is not None and file.exists() else 0
+
+
+def _row(
+    case: Case,
+    story: _Story,
+    *,
+    plain: dict[str, Any] | None,
+    final: dict[str, Any] | None,
+    twin: dict[str, Any] | None,
+    folder: Path,
+) -> Row:
+    recipe, complete = case.recipe, plain is not None and final is not None and twin is not None
+    limited = any(leg.limit for leg in case.legs)
+    row: dict[str, Any] = {
+        "index": case.index,
+        "kind": case.kind,
+        "model": recipe.model,
+        "what": _what(case),
+        "ended": "lost" if not complete else "went on" if story.starts == 1 else "resumed",
+        "starts": story.starts,
+        "steps": plain["steps"] if plain else 0,
+        "steps_lost": (plain["steps"] if plain else 0) - (final["steps"] if final else 0) + story.unsaved,
+        "steps_redone": story.redone,
+        "struck": story.signals + _size(folder / "run" / STRIKES) + (final["recoveries"] if final and limited else 0),
+        "recoveries": final["recoveries"] if final else 0,
+        "hung": story.hung,
+        "notes": story.notes,
+        "seconds": round(story.seconds, 2),
+        **dict.fromkeys(("difference", "logs_differ", "rounding")),
+        "other_state": [],
+        "counted_twice": 0,
+        "missed": 0,
+    }
+    if plain is not None and final is not None and twin is not None:
+        ledgers = [read_ledger(folder / name) for name in ("run", "twin", "plain")]
+        counted_twice, missed = _counts(ledgers[0], ledgers[2])
+        names = ("buffers", "seen", "optimizer", "schedules", "scaler", "random", "python")
+        row |= {
+            "difference": _difference(final["weights"], twin["weights"]),
+            "rounding": _difference(final["weights"], plain["weights"]) if recipe.exact else None,
+            "other_state": [name for name in names if not _same(final[name], twin[name])],
+            "logs_differ": _logs_differ(final, twin, *ledgers[:2], whole=story.starts == 1 and not _is_signalled(case)),
+            "counted_twice": counted_twice,
+            "missed": missed,
+        }
+    return Row(**row)
+
+
+def _what(case: Case) -> str:
+    recipe = case.recipe
+    text = f"batch {recipe.batch}, micro {recipe.micro}, window {recipe.window} of {recipe.window_mean}, {recipe.optimizer}, {recipe.precision}"
+    for leg in case.legs:
+        text += "; " + ", ".join(
+            [f"{fault.what} at {fault.point} of batch {fault.batch} x{fault.times}" for fault in leg.faults]
+            + ([f"at most {leg.wall[0]} rows in batches {leg.wall[1]} to {leg.wall[2]}"] if leg.wall else [])
+            + ([f"address space {leg.limit // 2**20} MiB"] if leg.limit else [])
+            + ([f"{signal.Signals(leg.number).name} after {leg.moment:.0%}"] if leg.number else [])
+        )
+    return text
+
+
+def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the distance of all weights, relative to their size; 0.0 only if every bit is equal."""
+    if all(torch.equal(one[name], other[name]) for name in other):
+        return 0.0
+    a, b = (torch.cat([weights[name].double().flatten() for name in other]) for weights in (one, other))
+    return max(float((a - b).norm() / b.norm()), sys.float_info.min)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+def _counts(ledger: dict[int, Any], expected: dict[int, Any]) -> tuple[int, int]:
+    """Return how many rows counted more, and how many less, in a step than they do where nothing goes wrong."""
+    more = less = 0
+    for number, line in expected.items():
+        found = ledger.get(number, {}).get("counts") or [0.0] * len(line["counts"] or ())
+        for mine, theirs in zip(found, line["counts"] or [0.0] * len(found), strict=True):
+            margin = COUNTING * abs(theirs)
+            more, less = more + (mine > theirs + margin), less + (mine < theirs - margin)
+    return more, less
+
+
+def _logs_differ(
+    final: dict[str, Any], twin: dict[str, Any], ledger: dict[int, Any], twins: dict[int, Any], *, whole: bool
+) -> bool:
+    """Return whether a batch's loss, or a figure logged at the end, differs; a resumed epoch's means are of its rest."""
+    if any(line["loss"] != ledger[number]["loss"] for number, line in twins.items()):
+        return True
+    if not whole:
+        return False
+    mine, theirs = final["logged"], twin["logged"]
+    if mine.keys() != theirs.keys():
+        return True
+    # a validation that ran in parts adds up in another order
+    bounds = {name: ROUNDING * max(abs(value), 1.0) if name.startswith("val/") else 0.0 for name, value in theirs.items()}
+    return any(abs(mine[name] - theirs[name]) > bounds[name] for name in theirs)

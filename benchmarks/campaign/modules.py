@@ -1,0 +1,304 @@
+"""The modules that campaigns train. Each counts by gradient how often a row took part in a step, beside whatever its loss is."""
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from campaign.recipes import Recipe
+
+__all__ = ["Batches", "Counted", "build"]
+
+WIDTH, CLASSES, VOCABULARY, LENGTH = 6, 4, 11, 9
+
+
+class Seen(Metric):
+    """How often each row was given to `training_step`; saved with the weights, so that a resumed run counts on."""
+
+    full_state_update = False
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(rows, dtype=torch.int64), dist_reduce_fx="sum", persistent=True)
+
+    def update(self, ids: Tensor) -> None:
+        self.counts += torch.bincount(ids, minlength=len(self.counts))
+
+    def compute(self) -> Tensor:
+        return self.counts
+
+
+class Counted(L.LightningModule):
+    """A module with a parameter that has one entry a row, learning rate 0 and value 0.
+
+    The loss gets the row's entry beside each of its terms: that adds nothing to the loss, and the entry's gradient says by how much the
+    row counted in this optimizer step. A row that was taken twice counts double, one that was lost counts nothing.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.net = self.build_net()
+        self.tally = nn.Parameter(torch.zeros(recipe.rows))
+        self.seen = Seen(recipe.rows)
+        self.parts: list[int] = []  # rows of each training_step, failed attempts among them
+        self.prepares_itself = False  # plain Lightning does not know prepare_batch
+
+    def build_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def terms(self, batch: dict) -> Tensor:
+        """Return how many loss terms each row has."""
+        return torch.ones(len(batch["id"]), dtype=self.tally.dtype)
+
+    def total(self, batch: dict) -> Tensor:
+        """Return by how many terms the loss of this part is divided."""
+        return self.terms(batch).sum()
+
+    def loss(self, batch: dict) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    def training_step(self, batch: dict, batch_idx: int):
+        prepare = getattr(self, "prepare_batch", None)
+        if self.prepares_itself and prepare is not None:
+            with torch.no_grad():
+                batch = prepare(batch)
+        self.parts.append(len(batch["id"]))
+        self.seen.update(batch["id"])
+        loss = self.loss(batch)
+        loss = loss + (self.tally[batch["id"]] * self.terms(batch)).sum() / self.total(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("rows", float(len(batch["id"])), on_epoch=True, reduce_fx="sum")
+        self.measure(batch)
+        return {"loss": loss, "ids": batch["id"], "names": batch["name"]}
+
+    def measure(self, batch: dict) -> None:
+        """Log what only some modules log."""
+
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch), batch_size=int(self.terms(batch).sum()))
+
+    def configure_optimizers(self):
+        recipe, name = self.recipe, self.recipe.optimizer.split()
+        parameters = list(self.net.parameters())
+        half = len(parameters) // 2
+        groups = [
+            {"params": parameters[:half], "lr": 0.05},
+            {"params": parameters[half:], "lr": 0.02},
+            {"params": [self.tally], "lr": 0.0},
+        ]
+        kinds = {
+            "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
+            "adamw": lambda: torch.optim.AdamW(groups, **dict.fromkeys(name[1:], True)),
+            "adagrad": lambda: torch.optim.Adagrad(groups),
+        }
+        optimizer = kinds[name[0]]()
+        if recipe.schedule == "none":
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 if recipe.schedule == "step" else 1, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": recipe.schedule}}
+
+
+class Dropout(Counted):
+    def build_net(self):
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+
+
+class Fields(Counted):
+    """Noise that must be the same whatever the cut, and is drawn once: a field of the prepared batch."""
+
+    def prepare_batch(self, batch):
+        return {**batch, "noise": torch.randn_like(batch["x"])}
+
+    def loss(self, batch):
+        noise = batch["noise"] if "noise" in batch else torch.zeros_like(batch["x"])
+        return F.cross_entropy(self.net(batch["x"] + 0.3 * noise), batch["y"])
+
+
+class BatchNorm(Counted):
+    def build_net(self):
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Measures(Counted):
+    """A buffer that each forward pass moves, and torchmetrics of three kinds, logged each step and each epoch."""
+
+    def __init__(self, recipe):
+        super().__init__(recipe)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.accuracy, self.f1, self.average = MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES), MeanMetric()
+
+    def loss(self, batch):
+        if self.training:
+            self.mean.mul_(0.9).add_(batch["x"].detach().mean(0), alpha=0.1)
+        return F.cross_entropy(self.net(batch["x"] - self.mean), batch["y"])
+
+    def measure(self, batch):
+        with torch.no_grad():
+            logits = self.net(batch["x"] - self.mean)
+        self.accuracy(logits, batch["y"])
+        self.f1(logits, batch["y"])
+        self.average.update(logits.max(-1).values)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.log("average", self.average, on_step=False, on_epoch=True)
+        self.log("max", logits.max(), on_step=True, on_epoch=True, reduce_fx="max")
+
+
+class Tokens(Counted):
+    """Mean over scored labels, which the module does not declare: the check before the first cut has to find it."""
+
+    first = 0
+
+    def build_net(self):
+        return nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
+
+    def terms(self, batch):
+        return (batch["labels"][:, self.first :] != -100).sum(1).to(self.tally)
+
+    def loss(self, batch):
+        logits = self.net(batch["input_ids"])[:, : LENGTH - self.first]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, self.first :].flatten())
+
+
+class Shifted(Tokens):
+    """Each position scores the next one's label, as causal language models do."""
+
+    first = 1
+
+
+class Weighted(Tokens):
+    """Says how many terms its loss has."""
+
+    def loss_weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+class Totals(Weighted):
+    """Divides by the whole batch's totals itself."""
+
+    loss_reduction = "sum"
+
+    def prepare_batch(self, batch):
+        return {**batch, "scored": (batch["labels"] != -100).sum()}
+
+    def total(self, batch):
+        return batch["scored"] if "scored" in batch else (batch["labels"] != -100).sum()
+
+    def loss(self, batch):
+        logits = self.net(batch["input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / self.total(batch)
+
+
+class Group(Counted):
+    """Groups of four samples of one prompt, drawn from the policy once a batch; advantages are relative to the group."""
+
+    micro_batch_unit = 4
+
+    def prepare_batch(self, batch):
+        probabilities = self.net(batch["x"]).softmax(-1)
+        return {**batch, "chosen": torch.multinomial(probabilities, 1)[:, 0]}
+
+    def loss(self, batch):
+        chosen = batch.get("chosen", batch["y"])
+        rewards = (chosen == batch["y"]).to(self.tally) + batch["x"][:, 0].abs()
+        groups = rewards.view(-1, self.micro_batch_unit)
+        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, correction=0, keepdim=True) + 0.1)
+        logs = self.net(batch["x"]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        return -((logs - logs.detach()).exp() * advantages.flatten()).mean()
+
+
+class Skips(Counted):
+    """Has no loss for every third batch."""
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else outputs
+
+
+class Wide(Counted):
+    """About 2 MiB of activations a row and half a MiB of weights: rows decide whether it fits."""
+
+    def build_net(self):
+        return nn.Sequential(nn.Linear(32, 1024), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(1024, 32))
+
+    def loss(self, batch):
+        return (self.net(batch["x"]) - batch["x"]).pow(2).mean()
+
+
+_KINDS = {
+    "mlp": Counted,
+    "dropout": Dropout,
+    "fields": Fields,
+    "batch_norm": BatchNorm,
+    "measures": Measures,
+    "tokens": Tokens,
+    "shifted": Shifted,
+    "weighted": Weighted,
+    "totals": Totals,
+    "grpo": Group,
+    "skips": Skips,
+    "wide": Wide,
+}
+
+
+def build(recipe: Recipe) -> Counted:
+    """Return the recipe's module, its weights a function of the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    return _KINDS[recipe.model](recipe)
+
+
+class Batches:
+    """The batches of a run in an order of its own each epoch; remembers its place, as Lightning asks of a loader that can resume.
+
+    Args:
+        recipe: Says how many rows there are and how many a batch has.
+        training: False for a few rows of validation in a fixed order.
+    """
+
+    def __init__(self, recipe: Recipe, *, training: bool = True) -> None:
+        self._batch, self._training = recipe.batch, training
+        self._rows = recipe.rows if training else max(recipe.batch + recipe.unit, 2 * recipe.unit)
+        dtype = torch.float64 if recipe.precision == "64-true" else torch.float32
+        generator = torch.Generator().manual_seed(recipe.seed + (0 if training else 1))
+        shape = (128, 32) if recipe.model == "wide" else (WIDTH,)
+        self._x = torch.randn(self._rows, *shape, generator=generator).to(dtype)
+        self._y = torch.randint(CLASSES, (self._rows,), generator=generator)
+        self._tokens = torch.randint(VOCABULARY, (self._rows, LENGTH), generator=generator)
+        scored = torch.randint(2, LENGTH + 1, (self._rows, 1), generator=generator)
+        self._labels = self._tokens.where(torch.arange(LENGTH) < scored, torch.tensor(-100))
+        self._seed, self._epoch, self._position, self._resumed = recipe.seed, 0, 0, False
+
+    def __len__(self) -> int:
+        return -(-self._rows // self._batch)
+
+    def __iter__(self):
+        if self._position >= len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+        elif not self._resumed:
+            self._position = 0
+        self._resumed = False
+        if not self._training:
+            self._position = 0
+        shuffled = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+        order = shuffled if self._training else torch.arange(self._rows)
+        torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does: making an iterator moves the global stream
+        while self._position < len(self):
+            rows = order[self._position * self._batch : (self._position + 1) * self._batch]
+            self._position += 1
+            yield {
+                "id": rows,
+                "x": self._x[rows],
+                "y": self._y[rows],
+                "input_ids": self._tokens[rows],
+                "labels": self._labels[rows],
+                "name": [f"row {row}" for row in rows.tolist()],
+            }
+
+    def state_dict(self) -> dict:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._epoch, self._position, self._resumed = state["epoch"], state["position"], True

@@ -1,0 +1,170 @@
+"""Lets hundreds of small runs meet with memory that runs out, full disks, signals and kills, and looks for anything lost.
+
+    python benchmarks/fault_campaign.py [--runs 500] [--seed 0] [--jobs 2] [--only KIND] [--seconds T] [--output FILE]
+
+Each run is compared with one of the same seed that nothing disturbed. Linux only: runs are forked, and die by real signals.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before torch and numpy: a fork must have no threads
+
+import argparse
+import datetime as dt
+import json
+import logging
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign.cases import KINDS, draw_case
+from campaign.judging import Row, judge
+
+RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
+TIMEOUT = 60.0  # seconds for a process that usually takes less than one
+
+
+def main() -> int:
+    """Run the campaign; the exit code says whether anything was lost."""
+    options = _options()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    begun = time.monotonic()
+    scratch = Path(tempfile.mkdtemp(prefix="faults-"))
+    children = [_fork(options, worker, scratch, begun) for worker in range(options.jobs)]
+    for child in children:
+        os.waitpid(child, 0)
+    rows = sorted(_collected(scratch), key=lambda row: row.index)
+    if not any(not row.sound for row in rows):
+        shutil.rmtree(scratch)
+    else:
+        print(f"what the runs left is in {scratch}")
+    record = _record(options, rows, seconds=time.monotonic() - begun)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(table(record))
+    for row in rows:
+        if not row.sound:
+            print(f"\n{row.kind} {row.index}: {json.dumps(asdict(row), ensure_ascii=False)}")
+    return int(any(not row.sound for row in rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=500, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="decides all of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once")
+    parser.add_argument("--only", choices=list(KINDS), help="one kind of fault")
+    parser.add_argument("--index", type=int, help="one run, by its number")
+    parser.add_argument("--seconds", type=float, help="begin no run after this time")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where the record goes")
+    return parser.parse_args()
+
+
+def _planned(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
+    """Yield number and kind of each run: the kinds in turn, so that the first n runs have some of each."""
+    kinds = list(KINDS)
+    for index in range(options.runs) if options.index is None else [options.index]:
+        yield index, options.only or kinds[index % len(kinds)]
+
+
+def _fork(options: argparse.Namespace, worker: int, scratch: Path, begun: float) -> int:
+    """Start a process that takes every `jobs`-th run."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with (scratch / f"rows-{worker}.jsonl").open("w", encoding="utf-8") as file:
+            for place, (index, kind) in enumerate(_planned(options)):
+                if place % options.jobs != worker:
+                    continue
+                if options.seconds is not None and time.monotonic() - begun > options.seconds:
+                    break
+                folder = scratch / f"{index:05d}"
+                row = judge(draw_case(options.seed, index, kind), folder, timeout=TIMEOUT)
+                file.write(json.dumps(asdict(row)) + "\n")
+                file.flush()
+                if row.sound:
+                    shutil.rmtree(folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _collected(scratch: Path) -> Iterator[Row]:
+    for path in sorted(scratch.glob("rows-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield Row(**json.loads(line))
+
+
+def _record(options: argparse.Namespace, rows: list[Row], *, seconds: float) -> dict:
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    libraries = ("torch", "lightning", "torchmetrics", "numpy")
+    return {
+        "command": f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}",
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "machine": {"processor": names[0] if names else "unknown", "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in libraries},
+        "seconds": round(seconds, 1),
+        "totals": totals(rows),
+        "runs": [{**asdict(row), "sound": row.sound} for row in rows],
+    }
+
+
+def totals(rows: list[Row]) -> dict[str, dict]:
+    """Return what the runs of each kind, and all of them, come to."""
+    found = {}
+    for kind in [*KINDS, "all"]:
+        mine = [row for row in rows if kind in ("all", row.kind)]
+        if mine:
+            found[kind] = {
+                "runs": len(mine),
+                "went on": sum(row.ended == "went on" for row in mine),
+                "resumed": sum(row.ended == "resumed" for row in mine),
+                "lost": sum(row.ended == "lost" for row in mine),
+                "steps": sum(row.steps for row in mine),
+                "steps lost": sum(row.steps_lost for row in mine),
+                "steps redone": sum(row.steps_redone for row in mine),
+                "struck": sum(row.struck for row in mine),
+                "never struck": sum(row.struck == 0 for row in mine),
+                "recoveries": sum(row.recoveries for row in mine),
+                "largest difference": max((row.difference for row in mine if row.difference is not None), default=None),
+                "largest rounding": max((row.rounding for row in mine if row.rounding is not None), default=None),
+                "counted twice": sum(row.counted_twice for row in mine),
+                "missed": sum(row.missed for row in mine),
+                "state or logs differ": sum(bool(row.other_state or row.logs_differ) for row in mine),
+                "hangs": sum(row.hung for row in mine),
+                "unsound": sum(not row.sound for row in mine),
+            }
+    return found
+
+
+def table(record: dict) -> str:
+    """Return the totals as a table in Markdown."""
+    names = list(record["totals"]["all"])
+    lines = ["| kind | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for kind, values in record["totals"].items():
+        cells = [f"{value:.1e}" if isinstance(value, float) and value else str(value).replace("None", "–") for value in values.values()]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
