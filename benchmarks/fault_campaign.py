@@ -7,7 +7,10 @@ Each run is compared with one of the same seed that nothing disturbed. Linux onl
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before torch and numpy: a fork must have no threads
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # before torch and numpy: a fork must have no threads
 
 import argparse
 import datetime as dt
@@ -120,7 +123,11 @@ def _record(options: argparse.Namespace, rows: list[Row], *, seconds: float) -> 
     return {
         "command": f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}",
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "machine": {"processor": names[0] if names else "unknown", "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {
+            "processor": names[0] if names else "unknown",
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+        },
         "versions": {"python": platform.python_version()} | {name: version(name) for name in libraries},
         "seconds": round(seconds, 1),
         "totals": totals(rows),
@@ -161,7 +168,10 @@ def table(record: dict) -> str:
     names = list(record["totals"]["all"])
     lines = ["| kind | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for kind, values in record["totals"].items():
-        cells = [f"{value:.1e}" if isinstance(value, float) and value else str(value).replace("None", "–") for value in values.values()]
+        cells = [
+            f"{value:.1e}" if isinstance(value, float) and value else str(value).replace("None", "–")
+            for value in values.values()
+        ]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -91,9 +91,7 @@ def _memory(draw: random.Random, index: int) -> Case:
     """An injected error at one point, once or several times in a row."""
     recipe = draw_recipe(draw)
     fault = _fault(draw, recipe, _point(draw, recipe))
-    return Case(
-        index=index, kind="memory", recipe=recipe, legs=(Leg(faults=(fault,)),), may_stop=("HalfUpdatedError",)
-    )
+    return Case(index=index, kind="memory", recipe=recipe, legs=(Leg(faults=(fault,)),), may_stop=("HalfUpdatedError",))
 
 
 def _operation(draw: random.Random, index: int) -> Case:

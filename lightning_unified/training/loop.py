@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
-from lightning_unified.training.oom import caught
+from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
@@ -87,7 +87,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         shape = self._cutter.shape(kwargs[key])
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
-            self._window.begin(self._terms(kwargs, shape), opens=opens)
+            terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
+            self._window.begin(terms, opens=opens)
         if self._policy.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:

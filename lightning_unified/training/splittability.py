@@ -118,7 +118,10 @@ class SplittabilityCheck:
             return self._verdict  # for this batch the rules are one and the same
         starts = list(dict.fromkeys([*telling, 0, rows - 2 * unit]))
         self._tries += 1
-        verdict = self._judged(self._probes(kwargs, starts, rows=rows, unit=unit), rules, unit=unit)
+        # labels that are left out are there to be left out of a mean; rows would be the rarer rule
+        likeliest = rules[1] if telling and len(rules) > 1 and rules[0].per_row is None else rules[0]
+        probes = self._probes(kwargs, starts, rows=rows, unit=unit)
+        verdict = self._judged(probes, rules, unit=unit, likeliest=likeliest)
         if self._tries >= _TRIES:
             self._tied = None
         self._verdict = verdict
@@ -164,14 +167,15 @@ class SplittabilityCheck:
             halves=(self._cutter.cut(batch, start, middle, rows=rows), self._cutter.cut(batch, middle, end, rows=rows)),
         )
 
-    def _judged(self, probes: list[_Probe] | str, rules: list[_Rule], *, unit: int) -> Verdict:
+    def _judged(self, probes: list[_Probe] | str, rules: list[_Rule], *, unit: int, likeliest: _Rule) -> Verdict:
         """Return the verdict on the gradients found, and note which rules they do not tell apart."""
         if isinstance(probes, str):
-            return self._inconclusive(rules, probes)
+            return self._inconclusive(rules, likeliest, probes)
         told = [probe for probe in probes if bool(probe.whole.isfinite().all()) and bool(probe.whole.any())]
         if not told:
             return self._inconclusive(
                 rules,
+                likeliest,
                 "its gradient is random without dropout, or not finite"
                 if any(not probe.whole.isfinite().all() for probe in probes)
                 else "its gradient is zero on the rows looked at",
@@ -192,9 +196,9 @@ class SplittabilityCheck:
             reason=f"{rule.name}: gradients of {2 * unit} rows, whole and cut, differ by {value:.1e}",
         )
 
-    def _inconclusive(self, rules: list[_Rule], why: str) -> Verdict:
+    def _inconclusive(self, rules: list[_Rule], likeliest: _Rule, why: str) -> Verdict:
         self._tied = rules
-        return Verdict(count=rules[0].count, conclusive=False, reason=f"{rules[0].name}, unchecked: {why}")
+        return Verdict(count=likeliest.count, conclusive=False, reason=f"{likeliest.name}, unchecked: {why}")
 
     def _disagreement(self, rule: _Rule, probe: _Probe, unit: int) -> float:
         """Return how far the parts' gradients, weighted by `rule`, are from the whole's, relative to their size."""

@@ -21,6 +21,7 @@ from split_modules import (
     Net,
     ShiftedTokens,
     Sum,
+    Tokens,
     Zero,
 )
 from torch import nn
@@ -128,6 +129,20 @@ def test_what_gradients_cannot_tell_is_said_once_and_goes_by_rows(kind, why, cap
     assert len(warnings) == 1
     assert why in warnings[0]
     assert said(strategy).startswith("rows, unchecked: ")
+
+
+def test_where_two_rows_never_fit_labels_that_are_left_out_decide():
+    class OneRow(Tokens):
+        def loss(self, out, labels):
+            if len(out) > 1:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+            return super().loss(out, labels)
+
+    _, whole, _ = run(Tokens, strategy="auto")
+    _, seen, strategy = run(OneRow, strategy=UnifiedStrategy())
+
+    assert said(strategy).startswith("scored labels, unchecked: memory ran out")
+    torch.testing.assert_close(torch.stack(seen.gradients), torch.stack(whole.gradients), rtol=1e-9, atol=1e-11)
 
 
 def test_a_step_that_fails_on_a_part_of_a_group_is_refused_with_the_unit():
