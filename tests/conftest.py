@@ -1,14 +1,17 @@
 """Guards every test: one thread, the random state, the environment and the working directory are as they were."""
 
+import gc
 import os
 import random
 import tempfile
 from pathlib import Path
 
+import lightning  # noqa: F401  what it brings is there before the heap is frozen
 import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.freeze()  # a collection after each shortage would walk over every object of torch and Lightning
 
 # programs that tests start find this checkout, from whatever folder, beside what was there to be found
 ROOT = str(Path(__file__).parents[1])
