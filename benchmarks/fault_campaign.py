@@ -7,30 +7,20 @@ Each run is compared with one of the same seed that nothing disturbed. Linux onl
 
 import os
 
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}  # before torch and numpy: a fork must have no threads
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before torch and numpy: a fork must have no threads
 
 import argparse
-import datetime as dt
 import json
-import logging
-import platform
 import shutil
 import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
+from campaign import records
 from campaign.cases import KINDS, draw_case
 from campaign.judging import Row, judge
 
@@ -41,28 +31,24 @@ TIMEOUT = 60.0  # seconds for a process that usually takes less than one
 def main() -> int:
     """Run the campaign; the exit code says whether anything was lost."""
     options = _options()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    begun = time.monotonic()
-    scratch = Path(tempfile.mkdtemp(prefix="faults-"))
+    scratch, begun = records.prepare("faults"), time.monotonic()
     children = [_fork(options, worker, scratch, begun) for worker in range(options.jobs)]
     for child in children:
         os.waitpid(child, 0)
     rows = sorted(_collected(scratch), key=lambda row: row.index)
-    if not any(not row.sound for row in rows):
-        shutil.rmtree(scratch)
+    unsound = [row for row in rows if not row.sound]
+    record = records.origin(f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}")
+    record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
+    record["runs"] = [{**asdict(row), "sound": row.sound} for row in rows]
+    records.write(record, options.output)
+    print(records.markdown(record["totals"], first="fault"))
+    for row in unsound:
+        print(f"\n{row.kind} {row.index}: {json.dumps(asdict(row), ensure_ascii=False)}")
+    if unsound:
+        print(f"\nWhat these runs left is in {scratch}")
     else:
-        print(f"what the runs left is in {scratch}")
-    record = _record(options, rows, seconds=time.monotonic() - begun)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(table(record))
-    for row in rows:
-        if not row.sound:
-            print(f"\n{row.kind} {row.index}: {json.dumps(asdict(row), ensure_ascii=False)}")
-    return int(any(not row.sound for row in rows))
+        shutil.rmtree(scratch)
+    return int(bool(unsound) or len(rows) == 0)
 
 
 def _options() -> argparse.Namespace:
@@ -116,25 +102,6 @@ def _collected(scratch: Path) -> Iterator[Row]:
             yield Row(**json.loads(line))
 
 
-def _record(options: argparse.Namespace, rows: list[Row], *, seconds: float) -> dict:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-    libraries = ("torch", "lightning", "torchmetrics", "numpy")
-    return {
-        "command": f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}",
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "machine": {
-            "processor": names[0] if names else "unknown",
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-        },
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in libraries},
-        "seconds": round(seconds, 1),
-        "totals": totals(rows),
-        "runs": [{**asdict(row), "sound": row.sound} for row in rows],
-    }
-
-
 def totals(rows: list[Row]) -> dict[str, dict]:
     """Return what the runs of each kind, and all of them, come to."""
     found = {}
@@ -161,19 +128,6 @@ def totals(rows: list[Row]) -> dict[str, dict]:
                 "unsound": sum(not row.sound for row in mine),
             }
     return found
-
-
-def table(record: dict) -> str:
-    """Return the totals as a table in Markdown."""
-    names = list(record["totals"]["all"])
-    lines = ["| kind | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for kind, values in record["totals"].items():
-        cells = [
-            f"{value:.1e}" if isinstance(value, float) and value else str(value).replace("None", "–")
-            for value in values.values()
-        ]
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

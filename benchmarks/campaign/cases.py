@@ -182,10 +182,10 @@ def _save(draw: random.Random, index: int) -> Case:
 
 
 def _disk(draw: random.Random, index: int) -> Case:
-    """The disk is full, or a file may not grow, while a checkpoint is written."""
+    """The disk is full, or a file may not grow, while a checkpoint is written, or for some batches whatever is written."""
     recipe = draw_recipe(draw)
     what = draw.choice(["disk", "file limit"])
-    point = "save" if what == "file limit" else draw.choice(["save", "save: share", "save: publish"])
+    point = draw.choice(["save", "any file"] if what == "file limit" else ["save", "save: share", "save: publish"])
     nth = draw.randint(1, 12_000) if point == "save" else 1
     fault = _fault(draw, recipe, point, what=what, nth=nth, times=draw.randint(1, 3))
     return Case(

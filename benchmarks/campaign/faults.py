@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from campaign.training import write_past_limit
 from lightning_unified.callbacks import checkpoint
 
 __all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "raise_out_of_memory"]
@@ -63,10 +64,10 @@ class Fault:
         what: "memory" (an out-of-memory error), "signal", "disk" (no space), "file limit" (RLIMIT_FSIZE), or, as under pressure and
             after it, "shrink" and "grow".
         point: Where: one of `STEP_POINTS`, "validation", one of `SAVE_POINTS`, "validation operation", "save operation"
-            or, for pressure, "end of batch".
+            for pressure "end of batch", or "any file" for a disk that is full from one batch to another.
         batch: In which training batch, from 0 over all epochs; for a validation or a save, in the first one from that batch on.
         nth: At which passage of that point in the batch, from 1.
-        times: How often in a row.
+        times: How often, or for how many batches, in a row.
         text: Key of `TEXTS`.
         number: The signal's.
     """
@@ -147,6 +148,9 @@ class Disturbance(L.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._batch = trainer.fit_loop.total_batch_idx
+        for fault in self._faults:
+            if fault.point == "any file":
+                self._fill_disk(fault, full=fault.batch <= self._batch < fault.batch + fault.times)
         for fault in self._due("training"):
             if fault.point == "forward":
                 layer = list(pl_module.net.children())[self._batch % len(list(pl_module.net.children()))]
@@ -189,6 +193,13 @@ class Disturbance(L.Callback):
     def on_save_checkpoint(self, *_):
         self._pass("save: gather")
 
+    def _fill_disk(self, fault: Fault, *, full: bool) -> None:
+        if full and not self.struck[fault]:
+            self._note(fault)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write says EFBIG, as a full disk says ENOSPC
+        if self.struck[fault]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
     def _watch_operations(self, point: str) -> None:
         mode = _Operations(partial(self._pass, point))
         mode.__enter__()
@@ -218,7 +229,7 @@ class Disturbance(L.Callback):
     def _note(self, fault: Fault) -> None:
         """Count it, also in a file: a signal may end this process."""
         self.struck[fault] += 1
-        os.write(self._strikes, b"x")
+        write_past_limit(self._strikes, b"x")
 
     def _guarded(self, function: Callable, point: str) -> Callable:
         def guarded(*args, **kwargs):
@@ -233,7 +244,7 @@ class Disturbance(L.Callback):
         def walled(batch, *args):
             outputs = training_step(batch, *args)
             if first <= self._batch < end and len(batch["id"]) > rows:
-                os.write(self._strikes, b"x")
+                write_past_limit(self._strikes, b"x")
                 raise_out_of_memory(self._text)
             return outputs
 

@@ -1,24 +1,21 @@
 """One case run to its end, however often it dies, and compared with runs that nothing disturbed."""
 
 import signal
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from campaign.cases import Case, Leg
+from campaign.comparing import ROUNDING, counts, difference, logs_differ, other_state
 from campaign.faults import STRIKES, Disturbance
 from campaign.processes import Ended, Kill, in_process
 from campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
 __all__ = ["Row", "judge"]
 
-ROUNDING = 1e-6  # relative; float64 sums in another order, through as many steps as these runs have, stay far below it
-COUNTING = 1e-3  # relative; a row that counted twice or not at all is off by 1
 _SLOWER = 1.6  # a run with the strategy in seconds of a plain one, its start included: only so that moments spread over the run
 
 
@@ -220,13 +217,12 @@ def _row(
     }
     if plain is not None and final is not None and twin is not None:
         ledgers = [read_ledger(folder / name) for name in ("run", "twin", "plain")]
-        counted_twice, missed = _counts(ledgers[0], ledgers[2])
-        names = ("buffers", "seen", "optimizer", "schedules", "scaler", "random", "python")
+        counted_twice, missed = counts(ledgers[0], ledgers[2])
         row |= {
-            "difference": _difference(final["weights"], twin["weights"]),
-            "rounding": _difference(final["weights"], plain["weights"]) if recipe.exact else None,
-            "other_state": [name for name in names if not _same(final[name], twin[name])],
-            "logs_differ": _logs_differ(final, twin, *ledgers[:2], whole=story.starts == 1 and not _is_signalled(case)),
+            "difference": difference(final["weights"], twin["weights"]),
+            "rounding": difference(final["weights"], plain["weights"]) if recipe.exact else None,
+            "other_state": other_state(final, twin),
+            "logs_differ": logs_differ(final, twin, *ledgers[:2], whole=story.starts == 1 and not _is_signalled(case)),
             "counted_twice": counted_twice,
             "missed": missed,
         }
@@ -244,52 +240,3 @@ def _what(case: Case) -> str:
             + ([f"{signal.Signals(leg.number).name} after {leg.moment:.0%}"] if leg.number else [])
         )
     return text
-
-
-def _difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the distance of all weights, relative to their size; 0.0 only if every bit is equal."""
-    if all(torch.equal(one[name], other[name]) for name in other):
-        return 0.0
-    a, b = (torch.cat([weights[name].double().flatten() for name in other]) for weights in (one, other))
-    return max(float((a - b).norm() / b.norm()), sys.float_info.min)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one == other
-
-
-def _counts(ledger: dict[int, Any], expected: dict[int, Any]) -> tuple[int, int]:
-    """Return how many rows counted more, and how many less, in a step than they do where nothing goes wrong."""
-    more = less = 0
-    for number, line in expected.items():
-        found = ledger.get(number, {}).get("counts") or [0.0] * len(line["counts"] or ())
-        for mine, theirs in zip(found, line["counts"] or [0.0] * len(found), strict=True):
-            margin = COUNTING * abs(theirs)
-            more, less = more + (mine > theirs + margin), less + (mine < theirs - margin)
-    return more, less
-
-
-def _logs_differ(
-    final: dict[str, Any], twin: dict[str, Any], ledger: dict[int, Any], twins: dict[int, Any], *, whole: bool
-) -> bool:
-    """Return whether a batch's loss, or a figure logged at the end, differs; a resumed epoch's means are of its rest."""
-    if any(line["loss"] != ledger[number]["loss"] for number, line in twins.items()):
-        return True
-    if not whole:
-        return False
-    mine, theirs = final["logged"], twin["logged"]
-    if mine.keys() != theirs.keys():
-        return True
-    # a validation that ran in parts adds up in another order
-    bounds = {
-        name: ROUNDING * max(abs(value), 1.0) if name.startswith("val/") else 0.0 for name, value in theirs.items()
-    }
-    return any(abs(mine[name] - theirs[name]) > bounds[name] for name in theirs)

@@ -1,6 +1,7 @@
 """A piece of work in a process of its own, forked so that it starts at once, and ended from outside where it is to be."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -50,7 +51,14 @@ class Ended:
     was_signalled: bool
 
 
-def in_process(work: Callable[[], None], *, log: Path, timeout: float, kill: Kill | None = None) -> Ended:
+def in_process(
+    work: Callable[[], None],
+    *,
+    log: Path,
+    timeout: float,
+    kill: Kill | None = None,
+    beside: Callable[[int], None] | None = None,
+) -> Ended:
     """Run `work` in a fork of this process, which must have neither threads nor a used autograd.
 
     Args:
@@ -58,6 +66,7 @@ def in_process(work: Callable[[], None], *, log: Path, timeout: float, kill: Kil
         log: File that what it prints is appended to.
         timeout: Seconds after which it hangs, and is killed.
         kill: A signal to send.
+        beside: Called with the process's id all the while it runs, every few milliseconds.
     """
     failure = log.with_suffix(".error")
     failure.unlink(missing_ok=True)
@@ -65,13 +74,15 @@ def in_process(work: Callable[[], None], *, log: Path, timeout: float, kill: Kil
     child = os.fork()
     if child == 0:
         _run_and_exit(work, log=log, failure=failure)
-    code, hung, was_signalled = _wait(child, deadline=begun + timeout, kill=kill)
+    code, hung, was_signalled = _wait(child, deadline=begun + timeout, kill=kill, beside=beside)
     error, _, text = failure.read_text().partition("\n") if failure.exists() else ("", "", "")
     seconds = time.monotonic() - begun
     return Ended(code=code, hung=hung, error=error, text=text, seconds=seconds, was_signalled=was_signalled)
 
 
-def _wait(child: int, *, deadline: float, kill: Kill | None) -> tuple[int, bool, bool]:
+def _wait(
+    child: int, *, deadline: float, kill: Kill | None, beside: Callable[[int], None] | None
+) -> tuple[int, bool, bool]:
     at: float | None = None
     hung = was_signalled = False
     while True:
@@ -87,6 +98,8 @@ def _wait(child: int, *, deadline: float, kill: Kill | None) -> tuple[int, bool,
         if now > deadline and not hung:
             os.kill(child, signal.SIGKILL)
             hung = True
+        if beside is not None:
+            beside(child)
         time.sleep(_LOOK)
 
 
@@ -102,6 +115,7 @@ def _run_and_exit(work: Callable[[], None], *, log: Path, failure: Path) -> None
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
         failure.write_text(f"{type(error).__name__}\n{error}")
         traceback.print_exc()
     finally:

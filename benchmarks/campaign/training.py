@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
 from lightning_unified.training import sizes
 
-__all__ = ["Fit", "Ledger", "read_ledger", "train"]
+__all__ = ["FINAL", "STARTED", "Fit", "Ledger", "read_ledger", "train", "write_past_limit"]
 
 STARTED, LEDGER, FINAL = "started", "ledger.jsonl", "final.pt"
 
@@ -50,17 +51,18 @@ class Fit:
 class Ledger(L.Callback):
     """Writes one line a batch, at its end, past every buffer of this process: what a killed process did is known afterwards.
 
-    A line has the batch's number from 0 over all epochs, the sizes of the parts it ran in, its rows, its loss, and the optimizer steps
-    so far; a batch that stepped also has by how much each row counted in the step.
+    A line has the batch's number from 0 over all epochs, the sizes of the parts it ran in, its rows, its loss, the optimizer steps
+    so far, when it ended, and how often it was repeated; a batch that stepped also has by how much each row counted in the step.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / LEDGER, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._started = folder / STARTED
         self._counts: list[float] | None = None
+        self._recovered = 0
 
     def on_train_start(self, trainer, pl_module):
-        self._started.write_text(str(time.monotonic()))
+        self._started.touch()
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         gradient, scaler = pl_module.tally.grad, getattr(trainer.precision_plugin, "scaler", None)
@@ -84,10 +86,21 @@ class Ledger(L.Callback):
             "step": trainer.global_step,
             "loss": float(outputs["loss"]).hex() if outputs else None,
             "counts": self._counts,
+            "at": time.time(),
+            "recovered": getattr(trainer.strategy, "recoveries", 0) - self._recovered,
         }
+        self._recovered = getattr(trainer.strategy, "recoveries", 0)
         self._counts = None
         pl_module.parts.clear()
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        write_past_limit(self._file, (json.dumps(line) + "\n").encode())
+
+
+def write_past_limit(file: int, text: bytes) -> None:
+    """Write what this campaign must know of a run whose disk it has filled."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    os.write(file, text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def read_ledger(folder: Path) -> dict[int, dict[str, Any]]:
@@ -129,6 +142,7 @@ def train(fit: Fit) -> None:
     torch.manual_seed(recipe.seed + 1 if fit.resume is None else 99)  # a resumed run must not feel it
     loaders = Batches(recipe), Batches(recipe, training=False)
     trainer.fit(module, *loaders, ckpt_path=str(fit.resume) if fit.resume else None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     partial = folder / f"{FINAL}.new"
     torch.save(_state(trainer, module), partial)
     partial.rename(folder / FINAL)

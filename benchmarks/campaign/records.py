@@ -1,0 +1,67 @@
+"""What a campaign leaves: a folder for its runs while it lasts, a JSON record, and tables."""
+
+import datetime as dt
+import json
+import logging
+import os
+import platform
+import tempfile
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["markdown", "origin", "prepare", "write"]
+
+
+def prepare(name: str) -> Path:
+    """Return a folder for what the runs write; this process computes in one thread and says only what matters."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = str(folder / "state")  # these runs are nobody's to watch
+    return folder
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Return where and with what a record was made."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    processors = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return {
+        "command": command,
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "machine": {
+            "processor": processors[0] if processors else platform.processor() or "unknown",
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "lightning", "torchmetrics", "numpy")},
+    }
+
+
+def write(record: dict[str, Any], path: Path) -> None:
+    """Write the record, one run a line."""
+    runs = record.get("runs", [])
+    text = json.dumps({**record, "runs": []}, indent=1, ensure_ascii=False).removesuffix('"runs": []\n}')
+    lines = ",\n  ".join(json.dumps(run, ensure_ascii=False) for run in runs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{text}"runs": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def markdown(rows: dict[str, dict[str, Any]], *, first: str) -> str:
+    """Return `rows`, name to cells, as a table; `first` heads the column of names."""
+    heads = list(next(iter(rows.values())))
+    lines = [f"| {first} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(map(_cell, cells.values())) + " |" for name, cells in rows.items()]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
