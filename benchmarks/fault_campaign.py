@@ -7,7 +7,10 @@ Each run is compared with one of the same seed that nothing disturbed. Linux onl
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before torch and numpy: a fork must have no threads
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # before torch and numpy: a fork must have no threads
 
 import argparse
 import json

@@ -7,7 +7,10 @@ The machine is made of real processes and real limits (campaign/machine.py). Lin
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # before torch and numpy: a fork must have no threads
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # before torch and numpy: a fork must have no threads
 
 import argparse
 import ctypes
@@ -156,9 +159,7 @@ def run_case(case: Case, folder: Path, *, every_s: float) -> Row:
         outcome = "stopped, then resumed"
         (run / FINAL).unlink()
         newest = run / "checkpoints" / "last.ckpt"
-        in_process(
-            partial(train, Fit(recipe=case.recipe, folder=run, resume=newest)), log=run / "log", timeout=TIMEOUT
-        )
+        in_process(partial(train, Fit(recipe=case.recipe, folder=run, resume=newest)), log=run / "log", timeout=TIMEOUT)
         final = _load(run)
     return _row(case, folder, final=final, outcome=outcome, machine=machine)
 

@@ -30,7 +30,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return one == other
@@ -59,5 +61,7 @@ def logs_differ(
     if mine.keys() != theirs.keys():
         return True
     # a validation that ran in parts adds up in another order
-    bounds = {name: ROUNDING * max(abs(value), 1.0) if name.startswith("val/") else 0.0 for name, value in theirs.items()}
+    bounds = {
+        name: ROUNDING * max(abs(value), 1.0) if name.startswith("val/") else 0.0 for name, value in theirs.items()
+    }
     return any(abs(mine[name] - theirs[name]) > bounds[name] for name in theirs)

@@ -272,7 +272,7 @@ class Batches:
         self._seed, self._epoch, self._position, self._resumed = recipe.seed, 0, 0, False
 
     def __len__(self) -> int:
-        return -(-self._rows // self._batch)
+        return (self._rows + self._batch - 1) // self._batch
 
     def __iter__(self):
         if self._position >= len(self):

@@ -119,7 +119,7 @@ class Replay(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         parts, policy = self._sizes[trainer.fit_loop.total_batch_idx], trainer.strategy.sizes
         policy.limit = max(parts)
-        policy.parts = lambda shape: parts
+        policy.parts = lambda _shape: parts
 
 
 class Half(MixedPrecision):
