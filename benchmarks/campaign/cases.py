@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
 from campaign.recipes import Recipe, draw_recipe
+from lightning_unified.hardware.simulated import PROFILES
 
 __all__ = ["KINDS", "Case", "Leg", "draw_case"]
 
@@ -25,6 +26,8 @@ class Leg:
         number: A signal from outside, or 0.
         moment: When, as a share of the time that an undisturbed run trains.
         limit: Bytes that the address space may grow by from the first batch on (RLIMIT_AS), or None.
+        simulate: The name of a machine that is not here, with `budget`.
+        budget: Bytes of the simulated device that the run may use.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -33,6 +36,8 @@ class Leg:
     number: int = 0
     moment: float = 0.0
     limit: int | None = None
+    simulate: str | None = None
+    budget: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +77,7 @@ def _fault(draw: random.Random, recipe: Recipe, point: str, **fixed: object) -> 
         "point": point,
         "batch": batch,
         "nth": 1 if point in once else nth,
-        "times": draw.randint(1, max(1, recipe.halvings)),
+        "times": draw.randint(1, 1 if point == "prepare_batch" else max(1, recipe.halvings)),
         "text": draw.choice(list(TEXTS)),
     }
     return Fault(**{**drawn, **fixed})  # type: ignore[arg-type]
@@ -148,16 +153,20 @@ def _elastic(draw: random.Random, index: int) -> Case:
 
 def _limit(draw: random.Random, index: int) -> Case:
     """A real limit on the address space, in which whole batches do not fit."""
-    recipe = draw_recipe(
-        draw,
-        model="wide",
-        batch=(batch := draw.choice([16, 24, 32])),
-        rows=batch * 3 - draw.choice([0, 5]),
-        micro=draw.choice(["auto", "auto", batch // 2]),
-        precision="32-true",
-    )
     leg = Leg(limit=draw.randint(28, 80) * MIB)
-    return Case(index=index, kind="RLIMIT_AS", recipe=recipe, legs=(leg,))
+    return Case(index=index, kind="RLIMIT_AS", recipe=_wide(draw), legs=(leg,))
+
+
+def _simulated(draw: random.Random, index: int) -> Case:
+    """A simulated device, whose allocator keeps count and refuses what a small budget does not hold, in its backend's words."""
+    leg = Leg(simulate=draw.choice(list(PROFILES)), budget=draw.randint(20, 70) * MIB)
+    return Case(index=index, kind="simulated device", recipe=_wide(draw), legs=(leg,))
+
+
+def _wide(draw: random.Random) -> Recipe:
+    batch = draw.choice([16, 24, 32])
+    rows, micro = batch * 3 - draw.choice([0, 5]), draw.choice(["auto", "auto", batch // 2])
+    return draw_recipe(draw, model="wide", batch=batch, rows=rows, micro=micro, precision="32-true")
 
 
 def _validation(draw: random.Random, index: int) -> Case:
@@ -242,6 +251,7 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "wall": _wall,
     "come and go": _elastic,
     "RLIMIT_AS": _limit,
+    "simulated device": _simulated,
     "validation": _validation,
     "memory at save": _save,
     "disk full": _disk,

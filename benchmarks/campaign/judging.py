@@ -131,7 +131,8 @@ def _disturbed(case: Case, folder: Path, story: _Story, *, timeout: float, usual
         resume = newest if newest.exists() else None
         story.redone += _steps_done(folder) - _steps_saved(resume)
         disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text, limit=leg.limit)
-        fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance,))
+        machine = {"simulate": leg.simulate, "budget": leg.budget} if leg.simulate else {}
+        fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance,), strategy=machine)
         kill = None
         if leg.number:
             kill = Kill(number=signal.Signals(leg.number), after=leg.moment * usual, started=folder / STARTED)
@@ -194,7 +195,7 @@ def _row(
     folder: Path,
 ) -> Row:
     recipe, complete = case.recipe, plain is not None and final is not None and twin is not None
-    limited = any(leg.limit for leg in case.legs)
+    limited = any(leg.limit or leg.simulate for leg in case.legs)
     row: dict[str, Any] = {
         "index": case.index,
         "kind": case.kind,
@@ -237,6 +238,7 @@ def _what(case: Case) -> str:
             [f"{fault.what} at {fault.point} of batch {fault.batch} x{fault.times}" for fault in leg.faults]
             + ([f"at most {leg.wall[0]} rows in batches {leg.wall[1]} to {leg.wall[2]}"] if leg.wall else [])
             + ([f"address space {leg.limit // 2**20} MiB"] if leg.limit else [])
+            + ([f"{leg.simulate} with {leg.budget // 2**20} MiB"] if leg.simulate else [])
             + ([f"{signal.Signals(leg.number).name} after {leg.moment:.0%}"] if leg.number else [])
         )
     return text

@@ -264,11 +264,14 @@ class Batches:
         dtype = torch.float64 if recipe.precision == "64-true" else torch.float32
         generator = torch.Generator().manual_seed(recipe.seed + (0 if training else 1))
         shape = (128, 32) if recipe.model == "wide" else (WIDTH,)
-        self._x = torch.randn(self._rows, *shape, generator=generator).to(dtype)
-        self._y = torch.randint(CLASSES, (self._rows,), generator=generator)
-        self._tokens = torch.randint(VOCABULARY, (self._rows, LENGTH), generator=generator)
-        scored = torch.randint(2, LENGTH + 1, (self._rows, 1), generator=generator)
-        self._labels = self._tokens.where(torch.arange(LENGTH) < scored, torch.tensor(-100))
+        if issubclass(_KINDS[recipe.model], Tokens):
+            tokens = torch.randint(VOCABULARY, (self._rows, LENGTH), generator=generator)
+            scored = torch.randint(2, LENGTH + 1, (self._rows, 1), generator=generator)
+            labels = tokens.where(torch.arange(LENGTH) < scored, torch.tensor(-100))
+            self._columns = {"input_ids": tokens, "labels": labels}
+        else:
+            x = torch.randn(self._rows, *shape, generator=generator).to(dtype)
+            self._columns = {"x": x, "y": torch.randint(CLASSES, (self._rows,), generator=generator)}
         self._seed, self._epoch, self._position, self._resumed = recipe.seed, 0, 0, False
 
     def __len__(self) -> int:
@@ -288,14 +291,8 @@ class Batches:
         while self._position < len(self):
             rows = order[self._position * self._batch : (self._position + 1) * self._batch]
             self._position += 1
-            yield {
-                "id": rows,
-                "x": self._x[rows],
-                "y": self._y[rows],
-                "input_ids": self._tokens[rows],
-                "labels": self._labels[rows],
-                "name": [f"row {row}" for row in rows.tolist()],
-            }
+            names = [f"row {row}" for row in rows.tolist()]
+            yield {"id": rows, "name": names, **{name: column[rows] for name, column in self._columns.items()}}
 
     def state_dict(self) -> dict:
         return {"epoch": self._epoch, "position": self._position}

@@ -6,7 +6,12 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_unified.callbacks import random_state
-from lightning_unified.callbacks.loops import align_logged_step, resumes_after_an_epochs_last_batch, window_is_open
+from lightning_unified.callbacks.loops import (
+    align_logged_step,
+    begin_epoch_after_resume,
+    resumes_after_an_epochs_last_batch,
+    window_is_open,
+)
 from lightning_unified.precision import gradient_scale
 
 __all__ = ["Continuation"]
@@ -72,7 +77,7 @@ class Continuation:
             self._loaded = None
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Keep Lightning from making an iterator of the validation loader, only to count a called-off validation as done.
+        """Keep Lightning from making an iterator of the validation loader only to count a called-off validation as done; begin epochs in full.
 
         Not where a validation at an epoch's end was left: there Lightning skips it by itself, and without one that is due it would
         take another batch into the epoch that is over.
@@ -80,6 +85,8 @@ class Continuation:
         if self._skips_validation and not resumes_after_an_epochs_last_batch(trainer):
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
         self._skips_validation = False
+        if self._resumes:
+            begin_epoch_after_resume(trainer)
 
     def before_batch(self, trainer: Trainer, module: LightningModule) -> None:
         """Restore what was noted in the middle of an epoch, and undo `before_epoch`."""

@@ -7,6 +7,7 @@ from lightning import Trainer
 
 __all__ = [
     "align_logged_step",
+    "begin_epoch_after_resume",
     "call_off_validation",
     "is_trial",
     "logged_step",
@@ -47,6 +48,21 @@ def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
     """Return whether this run goes on from a file that was written with the last batch of an epoch counted: in its validation."""
     loop = trainer.fit_loop.epoch_loop
     return loop.restarted_on_last and loop.batch_progress.is_last_batch
+
+
+def begin_epoch_after_resume(trainer: Trainer) -> None:
+    """Let the epoch after one whose last batch a resumed file was written at begin in full, from `on_train_start`.
+
+    Lightning (2.6.6) takes the new epoch for the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
+    begun, and a file written in it is resumed at the epoch's first batch.
+    """
+    loop = trainer.fit_loop
+    if (
+        loop.epoch_loop.restarted_on_train_batch_end
+        and loop.restarted_mid_epoch
+        and loop.epoch_loop.batch_progress.is_last_batch
+    ):
+        loop.reset_restart_stage()
 
 
 def validation_is_due(trainer: Trainer) -> bool:

@@ -33,6 +33,39 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     assert small_run.same_weights(straight, resumed)
 
 
+@pytest.mark.parametrize("second", [1, 2, 4, 5, 6])
+@pytest.mark.parametrize("first", [4, 5, 6])
+@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_2, VALIDATE_NEVER], ids=str)
+def test_a_run_stopped_twice_ends_with_the_same_weights(small_run, tmp_path, options, first, second):
+    """The first stop may be at an epoch's last batch, which is the fifth; the second counts from there."""
+    options = {**BY_EPOCHS, **options}
+    straight, straight_trainer = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **options)
+    last = tmp_path / "b/last.ckpt"
+    for batches, resume in ((first, None), (second, last)):
+        callbacks = [small_run.StopAfterBatch(batches), RunCheckpoint(tmp_path / "b")]
+        small_run.fit(tmp_path, callbacks=callbacks, seed=1 if resume is None else 99, resume=resume, **options)
+    callbacks = [RunCheckpoint(tmp_path / "b")]
+    resumed, trainer = small_run.fit(tmp_path, callbacks=callbacks, seed=99, resume=last, **options)
+
+    assert (trainer.global_step, trainer.current_epoch) == (straight_trainer.global_step, straight_trainer.current_epoch)
+    assert small_run.same_weights(straight, resumed)
+
+
+def test_an_epoch_after_a_resume_begins_as_any_other(small_run, tmp_path):
+    class Begun(Callback):
+        def __init__(self):
+            self.epochs = []
+
+        def on_train_epoch_start(self, trainer, *_):
+            self.epochs.append(trainer.current_epoch)
+
+    small_run.fit(tmp_path, callbacks=[small_run.StopAfterBatch(5), RunCheckpoint(tmp_path)], **BY_EPOCHS)
+    begun = Begun()
+    small_run.fit(tmp_path, callbacks=[begun, RunCheckpoint(tmp_path)], resume=tmp_path / "last.ckpt", **BY_EPOCHS)
+
+    assert begun.epochs == [1, 2]
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_a_run_in_another_precision_than_its_module_is_built_in_goes_on_with_every_bit(small_run, tmp_path, precision):
     """Lightning reads a checkpoint into the module before it converts it, so float64 weights would go through float32."""

@@ -1,0 +1,63 @@
+"""A sample of the fault campaign, always the same runs: whatever goes wrong in one, nothing is lost."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
+RUNS, SECONDS = 75, 40  # five of each kind, as far as the machine gets in that time
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    output = tmp_path_factory.mktemp("campaign") / "record.json"
+    arguments = ["--runs", str(RUNS), "--seconds", str(SECONDS), "--seed", "7", "--output", str(output)]
+    done = subprocess.run([sys.executable, CAMPAIGN, *arguments], capture_output=True, text=True, check=False)
+    assert output.exists(), done.stderr
+    return json.loads(output.read_text()), done
+
+
+def test_no_run_of_the_sample_loses_anything(record):
+    found, done = record
+    totals = found["totals"]["all"]
+
+    assert done.returncode == 0, done.stdout
+    assert totals["runs"] >= 15
+    nothing = ("lost", "steps lost", "counted twice", "missed", "state or logs differ", "hangs", "unsound")
+    assert {name: totals[name] for name in nothing} == dict.fromkeys(nothing, 0)
+    assert totals["largest difference"] == 0
+    assert totals["largest rounding"] < 1e-9
+
+
+def test_the_sample_has_some_of_each_kind_and_most_of_them_strike(record):
+    found, _ = record
+    totals = found["totals"]
+
+    assert len(totals) == 16
+    assert totals["all"]["never struck"] < totals["all"]["runs"] / 3
+    assert totals["all"]["recoveries"] > 0
+    assert totals["all"]["resumed"] > 0
+
+
+@pytest.fixture
+def comparing(monkeypatch):
+    monkeypatch.syspath_prepend(str(CAMPAIGN.parent))
+    return importlib.import_module("campaign.comparing")
+
+
+def test_a_row_that_counts_twice_and_one_that_is_missed_are_seen(comparing):
+    expected = {0: {"counts": None}, 1: {"counts": [0.25, 0.25, 0.25, 0.25]}}
+    found = {0: {"counts": None}, 1: {"counts": [0.5, 0.25, 0.0, 0.25]}}
+
+    assert comparing.counts(found, expected) == (1, 1)
+    assert comparing.counts(expected, expected) == (0, 0)
+
+
+def test_a_step_that_was_not_made_misses_all_its_rows(comparing):
+    assert comparing.counts({}, {0: {"counts": [0.5, 0.5]}}) == (0, 2)
