@@ -47,7 +47,10 @@ def test_a_run_stopped_twice_ends_with_the_same_weights(small_run, tmp_path, opt
     callbacks = [RunCheckpoint(tmp_path / "b")]
     resumed, trainer = small_run.fit(tmp_path, callbacks=callbacks, seed=99, resume=last, **options)
 
-    assert (trainer.global_step, trainer.current_epoch) == (straight_trainer.global_step, straight_trainer.current_epoch)
+    assert (trainer.global_step, trainer.current_epoch) == (
+        straight_trainer.global_step,
+        straight_trainer.current_epoch,
+    )
     assert small_run.same_weights(straight, resumed)
 
 
