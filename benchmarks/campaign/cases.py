@@ -142,7 +142,7 @@ def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
 
 def _elastic(draw: random.Random, index: int) -> Case:
     """Walls and pressure that come and go in a run that is long enough to grow back after each."""
-    recipe = draw_recipe(draw, batch=(batch := 8), rows=batch * 20, patience=draw.randint(1, 4), save_every=10)
+    recipe = draw_recipe(draw, batch=(batch := 8), rows=batch * 20, epochs=2, max_steps=-1, patience=draw.randint(1, 4), save_every=10)
     squeezes = tuple(
         Fault(what=draw.choice(["shrink", "grow"]), point="end of batch", batch=batch)
         for batch in sorted(draw.sample(range(recipe.batches), draw.randint(1, 6)))
@@ -159,7 +159,7 @@ def _limit(draw: random.Random, index: int) -> Case:
 
 def _simulated(draw: random.Random, index: int) -> Case:
     """A simulated device, whose allocator keeps count and refuses what a small budget does not hold, in its backend's words."""
-    leg = Leg(simulate=draw.choice(list(PROFILES)), budget=draw.randint(20, 70) * MIB)
+    leg = Leg(simulate=draw.choice(list(PROFILES)), budget=draw.randint(32, 80) * MIB)
     return Case(index=index, kind="simulated device", recipe=_wide(draw), legs=(leg,))
 
 
@@ -223,6 +223,13 @@ def _signalled(draw: random.Random, recipe: Recipe, number: signal.Signals) -> L
     return Leg(faults=(_fault(draw, recipe, point, what="signal", number=int(number), times=1),))
 
 
+def _stops(draw: random.Random, index: int) -> Case:
+    """One stop or kill after the other, each in the run that was resumed from the one before."""
+    recipe = draw_recipe(draw)
+    legs = tuple(_signalled(draw, recipe, draw.choice([*STOPS, signal.SIGKILL])) for _ in range(draw.randint(3, 4)))
+    return Case(index=index, kind="stop after stop", recipe=recipe, legs=legs)
+
+
 def _kill_in_save(draw: random.Random, index: int) -> Case:
     """SIGKILL while a checkpoint is gathered, written, named, shared, or an old one removed."""
     recipe = draw_recipe(draw)
@@ -258,5 +265,6 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "signal": _signal,
     "SIGKILL": _kill,
     "SIGKILL in save": _kill_in_save,
+    "stop after stop": _stops,
     "mixed": _mixed,
 }

@@ -16,7 +16,7 @@ from campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
 __all__ = ["Row", "judge"]
 
-_SLOWER = 1.6  # a run with the strategy in seconds of a plain one, its start included: only so that moments spread over the run
+_SLOWER = 2.0  # a run with the strategy and faults in seconds of a plain one's training: only so that moments spread over the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,8 @@ def judge(case: Case, folder: Path, *, timeout: float) -> Row:
     """
     story = _Story()
     plain = _undisturbed(Fit(recipe=case.recipe, folder=folder / "plain", plain=True), story, timeout)
-    final = _disturbed(case, folder / "run", story, timeout=timeout, usual=_SLOWER * story.seconds)
+    batches = plain["batches"] if plain else case.recipe.batches
+    final = _disturbed(case, folder / "run", story, timeout=timeout, usual=_SLOWER * _trained_for(folder / "plain"), batches=batches)
     twin = None
     if final is not None:
         sizes = {number: line["sizes"] for number, line in read_ledger(folder / "run").items()}
@@ -122,7 +123,9 @@ def _undisturbed(fit: Fit, story: _Story, timeout: float) -> dict[str, Any] | No
     return torch.load(fit.folder / FINAL, weights_only=False)
 
 
-def _disturbed(case: Case, folder: Path, story: _Story, *, timeout: float, usual: float) -> dict[str, Any] | None:
+def _disturbed(
+    case: Case, folder: Path, story: _Story, *, timeout: float, usual: float, batches: int
+) -> dict[str, Any] | None:
     """Start the run again from its newest checkpoint until it has ended; None if it cannot be."""
     folder.mkdir(parents=True)
     newest = folder / "checkpoints" / "last.ckpt"
@@ -141,7 +144,7 @@ def _disturbed(case: Case, folder: Path, story: _Story, *, timeout: float, usual
         story.add(ended)
         if (folder / FINAL).exists():
             final = torch.load(folder / FINAL, weights_only=False)
-            if final["batches"] == case.recipe.batches:
+            if final["batches"] == batches:
                 return final
             (folder / FINAL).unlink()
             story.unsaved += final["steps"] - _steps_saved(newest)
@@ -159,8 +162,10 @@ def _may_end_so(ended: Ended, case: Case, leg: Leg) -> bool:
     if ended.hung:
         return False
     numbers = {leg.number, *(fault.number for fault in leg.faults)} - {0}
-    by_signal = -ended.code in numbers or (bool(numbers) and ended.error in {"KeyboardInterrupt", "SIGTERMException"})
-    return by_signal or ended.error in case.may_stop
+    # before and after the batches Lightning ends a run that gets SIGINT, with code 1
+    interrupted = signal.SIGINT in numbers and ended.code == 1 and ended.error in {"", "KeyboardInterrupt"}
+    terminated = signal.SIGTERM in numbers and ended.error == "SIGTERMException"
+    return -ended.code in numbers or interrupted or terminated or ended.error in case.may_stop
 
 
 def _is_signalled(case: Case) -> bool:
@@ -175,6 +180,11 @@ def _in_words(ended: Ended) -> str:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
+
+
+def _trained_for(folder: Path) -> float:
+    times = [line["at"] for line in read_ledger(folder).values()]
+    return max(times, default=0.0) - min(times, default=0.0)
 
 
 def _steps_done(folder: Path) -> int:

@@ -123,21 +123,17 @@ class BatchNorm(Counted):
 
 
 class Measures(Counted):
-    """A buffer that each forward pass moves, and torchmetrics of three kinds, logged each step and each epoch."""
+    """A buffer that each training step moves, and torchmetrics of three kinds, logged each step and each epoch."""
 
     def __init__(self, recipe):
         super().__init__(recipe)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.accuracy, self.f1, self.average = MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES), MeanMetric()
 
-    def loss(self, batch):
-        if self.training:
-            self.mean.mul_(0.9).add_(batch["x"].detach().mean(0), alpha=0.1)
-        return F.cross_entropy(self.net(batch["x"] - self.mean), batch["y"])
-
     def measure(self, batch):
+        self.mean.mul_(0.9).add_(batch["x"].mean(0), alpha=0.1)
         with torch.no_grad():
-            logits = self.net(batch["x"] - self.mean)
+            logits = self.net(batch["x"])
         self.accuracy(logits, batch["y"])
         self.f1(logits, batch["y"])
         self.average.update(logits.max(-1).values)

@@ -13,7 +13,7 @@ MODELS = {
     "dropout": "noise",
     "fields": "exact",
     "batch_norm": "statistics",
-    "measures": "statistics",
+    "measures": "exact",
     "tokens": "exact",
     "shifted": "exact",
     "weighted": "exact",
@@ -39,6 +39,7 @@ class Recipe:
         window: `accumulate_grad_batches`.
         clip: `gradient_clip_val`.
         epochs: Passes over the data.
+        max_steps: Optimizer steps at which the run ends, if it has not before; -1 for none.
         validate_every: Batches between validations; None for once an epoch.
         save_every: Optimizer steps between checkpoints.
         precision: Lightning's name; "16-mixed" runs with a live scaler.
@@ -58,6 +59,7 @@ class Recipe:
     window: int
     clip: float | None
     epochs: int
+    max_steps: int
     validate_every: int | None
     save_every: int
     precision: str
@@ -126,7 +128,8 @@ def draw_recipe(draw: random.Random, **fixed: object) -> Recipe:
         "micro": draw.choice(["auto", "auto", max(unit, batch // 2), max(unit, 3)]),
         "window": window,
         "clip": draw.choice([None, 0.5]),
-        "epochs": 2,
+        "epochs": draw.choice([2, 2, 3]),
+        "max_steps": draw.choice([-1, -1, -1, draw.randint(3, 2 * batches)]),
         "validate_every": draw.choice([None, None, draw.randint(2, 4)]),
         "save_every": draw.randint(1, 3),
         "precision": draw.choices(["64-true", "32-true", "16-mixed", "bf16-mixed"], [6, 2, 1, 1])[0],

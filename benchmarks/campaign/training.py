@@ -60,6 +60,7 @@ class Ledger(L.Callback):
         self._started = folder / STARTED
         self._counts: list[float] | None = None
         self._recovered = 0
+        self.has_written = False
 
     def on_train_start(self, trainer, pl_module):
         self._started.touch()
@@ -90,7 +91,7 @@ class Ledger(L.Callback):
             "recovered": getattr(trainer.strategy, "recoveries", 0) - self._recovered,
         }
         self._recovered = getattr(trainer.strategy, "recoveries", 0)
-        self._counts = None
+        self._counts, self.has_written = None, True
         pl_module.parts.clear()
         write_past_limit(self._file, (json.dumps(line) + "\n").encode())
 
@@ -175,6 +176,7 @@ def _trainer(fit: Fit) -> L.Trainer:
         precision=None if half else recipe.precision,
         plugins=[Half()] if half else None,
         max_epochs=recipe.epochs,
+        max_steps=recipe.max_steps,
         accumulate_grad_batches=recipe.window,
         gradient_clip_val=recipe.clip,
         val_check_interval=recipe.validate_every,
@@ -194,6 +196,7 @@ def _state(trainer: L.Trainer, module: Counted) -> dict[str, Any]:
     return {
         "steps": trainer.global_step,
         "batches": trainer.fit_loop.total_batch_idx + 1,
+        "trained": next(callback for callback in trainer.callbacks if isinstance(callback, Ledger)).has_written,
         "weights": {name: p.detach().clone() for name, p in module.named_parameters()},
         "buffers": {name: b.detach().clone() for name, b in module.named_buffers()},
         "seen": module.seen.counts.clone(),
