@@ -105,7 +105,9 @@ def judge(case: Case, folder: Path, *, timeout: float) -> Row:
     story = _Story()
     plain = _undisturbed(Fit(recipe=case.recipe, folder=folder / "plain", plain=True), story, timeout)
     batches = plain["batches"] if plain else case.recipe.batches
-    final = _disturbed(case, folder / "run", story, timeout=timeout, usual=_SLOWER * _trained_for(folder / "plain"), batches=batches)
+    final = _disturbed(
+        case, folder / "run", story, timeout=timeout, usual=_SLOWER * _trained_for(folder / "plain"), batches=batches
+    )
     twin = None
     if final is not None:
         sizes = {number: line["sizes"] for number, line in read_ledger(folder / "run").items()}
