@@ -142,7 +142,9 @@ def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
 
 def _elastic(draw: random.Random, index: int) -> Case:
     """Walls and pressure that come and go in a run that is long enough to grow back after each."""
-    recipe = draw_recipe(draw, batch=(batch := 8), rows=batch * 20, epochs=2, max_steps=-1, patience=draw.randint(1, 4), save_every=10)
+    recipe = draw_recipe(
+        draw, batch=(batch := 8), rows=batch * 20, epochs=2, max_steps=-1, patience=draw.randint(1, 4), save_every=10
+    )
     squeezes = tuple(
         Fault(what=draw.choice(["shrink", "grow"]), point="end of batch", batch=batch)
         for batch in sorted(draw.sample(range(recipe.batches), draw.randint(1, 6)))
