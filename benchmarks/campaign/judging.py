@@ -206,40 +206,44 @@ def _row(
     twin: dict[str, Any] | None,
     folder: Path,
 ) -> Row:
-    recipe, complete = case.recipe, plain is not None and final is not None and twin is not None
+    steps, recoveries = plain["steps"] if plain else 0, final["recoveries"] if final else 0
     limited = any(leg.limit or leg.simulate for leg in case.legs)
-    row: dict[str, Any] = {
-        "index": case.index,
-        "kind": case.kind,
-        "model": recipe.model,
-        "what": _what(case),
-        "ended": "lost" if not complete else "went on" if story.starts == 1 else "resumed",
-        "starts": story.starts,
-        "steps": plain["steps"] if plain else 0,
-        "steps_lost": (plain["steps"] if plain else 0) - (final["steps"] if final else 0) + story.unsaved,
-        "steps_redone": story.redone,
-        "struck": story.signals + _size(folder / "run" / STRIKES) + (final["recoveries"] if final and limited else 0),
-        "recoveries": final["recoveries"] if final else 0,
-        "hung": story.hung,
-        "notes": story.notes,
-        "seconds": round(story.seconds, 2),
-        **dict.fromkeys(("difference", "logs_differ", "rounding")),
-        "other_state": [],
-        "counted_twice": 0,
-        "missed": 0,
-    }
+    compared: dict[str, Any] | None = None
     if plain is not None and final is not None and twin is not None:
-        ledgers = [read_ledger(folder / name) for name in ("run", "twin", "plain")]
-        counted_twice, missed = counts(ledgers[0], ledgers[2])
-        row |= {
-            "difference": difference(final["weights"], twin["weights"]),
-            "rounding": difference(final["weights"], plain["weights"]) if recipe.exact else None,
-            "other_state": other_state(final, twin),
-            "logs_differ": logs_differ(final, twin, *ledgers[:2], whole=story.starts == 1 and not _is_signalled(case)),
-            "counted_twice": counted_twice,
-            "missed": missed,
-        }
-    return Row(**row)
+        compared = _compared(case, folder, plain=plain, final=final, twin=twin, whole=story.starts == 1)
+    unknown = {"difference": None, "logs_differ": None, "rounding": None}
+    return Row(
+        index=case.index,
+        kind=case.kind,
+        model=case.recipe.model,
+        what=_what(case),
+        ended="lost" if compared is None else "went on" if story.starts == 1 else "resumed",
+        starts=story.starts,
+        steps=steps,
+        steps_lost=steps - (final["steps"] if final else 0) + story.unsaved,
+        steps_redone=story.redone,
+        struck=story.signals + _size(folder / "run" / STRIKES) + (recoveries if limited else 0),
+        recoveries=recoveries,
+        hung=story.hung,
+        notes=story.notes,
+        seconds=round(story.seconds, 2),
+        **(compared or {**unknown, "other_state": [], "counted_twice": 0, "missed": 0}),
+    )
+
+
+def _compared(
+    case: Case, folder: Path, *, plain: dict[str, Any], final: dict[str, Any], twin: dict[str, Any], whole: bool
+) -> dict[str, Any]:
+    mine, twins, plains = (read_ledger(folder / name) for name in ("run", "twin", "plain"))
+    counted_twice, missed = counts(mine, plains)
+    return {
+        "difference": difference(final["weights"], twin["weights"]),
+        "rounding": difference(final["weights"], plain["weights"]) if case.recipe.exact else None,
+        "other_state": other_state(final, twin),
+        "logs_differ": logs_differ(final, twin, mine, twins, whole=whole and not _is_signalled(case)),
+        "counted_twice": counted_twice,
+        "missed": missed,
+    }
 
 
 def _what(case: Case) -> str:
