@@ -134,7 +134,8 @@ def _wall(draw: random.Random, index: int) -> Case:
 def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
     # what a module's loss is a mean over can only be found where two units of rows fit at once
     undeclared = recipe.model in {"tokens", "shifted"}
-    units, fewest = recipe.rows_at_once() // recipe.unit, max(recipe.fewest // recipe.unit, 1 + undeclared)
+    paired = recipe.model == "batch_norm"  # an odd number of rows in parts of two or more has one of three
+    units, fewest = recipe.rows_at_once() // recipe.unit, max(recipe.fewest // recipe.unit + paired, 1 + undeclared)
     first = draw.randrange(recipe.batches)
     rows = recipe.unit * draw.randint(fewest, max(units - 1, fewest))
     return rows, first, draw.choice([recipe.batches, first + draw.randint(1, recipe.batches)])
