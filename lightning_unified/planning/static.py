@@ -76,8 +76,10 @@ def describe_shortage(
     need = static_bytes(module, optimizers)
     what = _what_did_not_fit(module, optimizers, phase=phase, rows=rows, requested=requested, positions=positions)
     left = max(budget_bytes - sum(need.values()), 0)
+    does = "does" if what.startswith(("the batch", "what prepare_batch", "the optimizer's state")) else "do"
+    how = "with cleared caches too" if rows is None else "with the smallest micro-batch there is"
     return (
-        f"{what} do not fit: memory ran out in {phase} with the smallest micro-batch there is ({reason}).\n"
+        f"{what} {does} not fit: memory ran out in {phase} {how} ({reason}).\n"
         f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(budget_bytes)} leaves {format_bytes(left)}.\n"
         f"What helps: {'' if recomputes else 'memory.recompute=true, '}hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
         "or a larger memory.budget if the machine has it."

@@ -178,7 +178,10 @@ def test_prepare_batch_that_does_not_fit_is_named():
     class Never(Prepares):
         times = 99
 
-    with pytest.raises(OutOfMemoryError, match="what prepare_batch makes of the whole batch do"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match="what prepare_batch makes of the whole batch does not fit: memory ran out in prepare_batch with cleared",
+    ):
         train(Never)
 
 
