@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
 from campaign.recipes import Recipe, draw_recipe
+from lightning_unified.hardware.pressure import Level
 from lightning_unified.hardware.simulated import PROFILES
 
 __all__ = ["KINDS", "Case", "Leg", "draw_case"]
@@ -28,6 +29,8 @@ class Leg:
         limit: Bytes that the address space may grow by from the first batch on (RLIMIT_AS), or None.
         simulate: The name of a machine that is not here, with `budget`.
         budget: Bytes of the simulated device that the run may use.
+        pressure: Spans of batches and the level of pressure in them; empty without a guard.
+        stop: Whether the guard may end the run.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -38,6 +41,8 @@ class Leg:
     limit: int | None = None
     simulate: str | None = None
     budget: int = 0
+    pressure: tuple[tuple[int, int, Level], ...] = ()
+    stop: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +159,17 @@ def _elastic(draw: random.Random, index: int) -> Case:
     return Case(index=index, kind="come and go", recipe=recipe, legs=(leg,))
 
 
+def _pressure(draw: random.Random, index: int) -> Case:
+    """Memory pressure, noticed by the guard's thread: it shrinks, saves, stops the run, and lets it grow again."""
+    recipe = draw_recipe(draw)
+    spans = tuple(
+        (first, first + draw.randint(2, 8), draw.choice(["warn", "critical", "critical"]))
+        for first in sorted(draw.sample(range(recipe.batches), 2))
+    )
+    legs = (Leg(pressure=spans, stop=True), Leg(pressure=spans, stop=False))
+    return Case(index=index, kind="pressure", recipe=recipe, legs=legs[draw.randint(0, 1) :])
+
+
 def _limit(draw: random.Random, index: int) -> Case:
     """A real limit on the address space, in which whole batches do not fit."""
     leg = Leg(limit=draw.randint(28, 80) * MIB)
@@ -260,6 +276,7 @@ KINDS: dict[str, Callable[[random.Random, int], Case]] = {
     "half-written step": _half_step,
     "wall": _wall,
     "come and go": _elastic,
+    "pressure": _pressure,
     "RLIMIT_AS": _limit,
     "simulated device": _simulated,
     "validation": _validation,

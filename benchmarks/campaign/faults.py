@@ -16,9 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from campaign.training import write_past_limit
-from lightning_unified.callbacks import checkpoint
+from lightning_unified.callbacks import PressureGuard, checkpoint
+from lightning_unified.hardware import Figure, Pressure
+from lightning_unified.hardware.pressure import Level
 
-__all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "raise_out_of_memory"]
+__all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "Felt", "raise_out_of_memory"]
 
 STRIKES = "strikes"  # a file with one letter for each fault that struck
 
@@ -294,6 +296,34 @@ def _limited(write: Callable[[], Any], size: int) -> Any:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+class Felt(PressureGuard):
+    """Feels a pressure that is made up: `level` from one batch to another, and none otherwise."""
+
+    def __init__(self, spans: tuple[tuple[int, int, Level], ...], *, stop: bool) -> None:
+        super().__init__(every_s=0.001, samples=2, stop=stop)
+        self._spans, self._at = spans, -1
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._at = trainer.fit_loop.total_batch_idx
+
+    def reader(self):
+        return lambda: self._pressure(
+            next((span[2] for span in self._spans if span[0] <= self._at < span[1]), "normal")
+        )
+
+    @staticmethod
+    def _pressure(level: Level) -> Pressure:
+        reasons = () if level == "normal" else (f"the campaign says {level}",)
+        return Pressure(
+            level=level,
+            available=Figure(None, "unknown: made up"),
+            swap_out_bytes_per_s=None,
+            stall_share=None,
+            reasons=reasons,
+        )
 
 
 class _Striking:

@@ -10,7 +10,7 @@ import torch
 
 from campaign.cases import Case, Leg
 from campaign.comparing import ROUNDING, counts, difference, logs_differ, other_state
-from campaign.faults import STRIKES, Disturbance
+from campaign.faults import STRIKES, Disturbance, Felt
 from campaign.processes import Ended, Kill, in_process
 from campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
@@ -137,7 +137,8 @@ def _disturbed(
         story.redone += _steps_done(folder) - _steps_saved(resume)
         disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text, limit=leg.limit)
         machine = {"simulate": leg.simulate, "budget": leg.budget} if leg.simulate else {}
-        fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance,), strategy=machine)
+        guard = (Felt(leg.pressure, stop=leg.stop),) if leg.pressure else ()
+        fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance, *guard), strategy=machine)
         kill = None
         if leg.number:
             kill = Kill(number=signal.Signals(leg.number), after=leg.moment * usual, started=folder / STARTED)
@@ -171,7 +172,8 @@ def _may_end_so(ended: Ended, case: Case, leg: Leg) -> bool:
 
 
 def _is_signalled(case: Case) -> bool:
-    return any(leg.number or any(fault.number for fault in leg.faults) for leg in case.legs)
+    """Return whether it was asked to stop, and may have left out its last validation."""
+    return any(leg.number or leg.pressure or any(fault.number for fault in leg.faults) for leg in case.legs)
 
 
 def _in_words(ended: Ended) -> str:
@@ -208,6 +210,7 @@ def _row(
 ) -> Row:
     steps, recoveries = plain["steps"] if plain else 0, final["recoveries"] if final else 0
     limited = any(leg.limit or leg.simulate for leg in case.legs)
+    noticed = (folder / "run" / "pressure.jsonl").exists()
     compared: dict[str, Any] | None = None
     if plain is not None and final is not None and twin is not None:
         compared = _compared(case, folder, plain=plain, final=final, twin=twin, whole=story.starts == 1)
@@ -222,7 +225,7 @@ def _row(
         steps=steps,
         steps_lost=steps - (final["steps"] if final else 0) + story.unsaved,
         steps_redone=story.redone,
-        struck=story.signals + _size(folder / "run" / STRIKES) + (recoveries if limited else 0),
+        struck=story.signals + _size(folder / "run" / STRIKES) + (recoveries if limited else 0) + noticed,
         recoveries=recoveries,
         hung=story.hung,
         notes=story.notes,
@@ -254,6 +257,7 @@ def _what(case: Case) -> str:
             [f"{fault.what} at {fault.point} of batch {fault.batch} x{fault.times}" for fault in leg.faults]
             + ([f"at most {leg.wall[0]} rows in batches {leg.wall[1]} to {leg.wall[2]}"] if leg.wall else [])
             + ([f"address space {leg.limit // 2**20} MiB"] if leg.limit else [])
+            + [f"{level} in batches {first} to {end}" for first, end, level in leg.pressure]
             + ([f"{leg.simulate} with {leg.budget // 2**20} MiB"] if leg.simulate else [])
             + ([f"{signal.Signals(leg.number).name} after {leg.moment:.0%}"] if leg.number else [])
         )

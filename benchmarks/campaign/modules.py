@@ -214,6 +214,24 @@ class Skips(Counted):
         return None if batch_idx % 3 == 1 else outputs
 
 
+class Blocks(Counted):
+    """Blocks that recomputation finds, with noise inside."""
+
+    def norm(self) -> nn.Module:
+        return nn.LayerNorm(16)
+
+    def build_net(self):
+        blocks = [nn.Sequential(nn.Linear(16, 16), self.norm(), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(WIDTH, 16), *blocks, nn.Linear(16, CLASSES))
+
+
+class NormBlocks(Blocks):
+    """The same with running statistics, which must not be moved twice."""
+
+    def norm(self):
+        return nn.BatchNorm1d(16)
+
+
 class Wide(Counted):
     """About 2 MiB of activations a row and half a MiB of weights: rows decide whether it fits."""
 
@@ -236,6 +254,8 @@ _KINDS = {
     "totals": Totals,
     "grpo": Group,
     "skips": Skips,
+    "blocks": Blocks,
+    "norm_blocks": NormBlocks,
     "wide": Wide,
 }
 

@@ -20,7 +20,11 @@ MODELS = {
     "totals": "exact",
     "grpo": "exact",
     "skips": "exact",
+    "blocks": "noise",
+    "norm_blocks": "statistics",
 }
+BLOCKS = {"blocks", "norm_blocks"}  # models that recomputation finds something in
+NORMS = {"batch_norm", "norm_blocks"}
 OPTIMIZERS = ("sgd", "adamw", "adamw fused", "adamw foreach", "adagrad")
 SCHEDULES = ("none", "step", "epoch")
 
@@ -44,6 +48,8 @@ class Recipe:
         save_every: Optimizer steps between checkpoints.
         precision: Lightning's name; "16-mixed" runs with a live scaler.
         rollback: `optimizer_rollback`.
+        recompute: `recompute`.
+        watched: Whether `GradientHealth` and `MemoryMonitor` are there.
         window_mean: `window_mean`.
         remember: Whether the sizes found go to a file, beside being in the checkpoints.
         patience: Batches without trouble before a larger size is tried; the package's own 32 are more than most of these runs have.
@@ -64,6 +70,8 @@ class Recipe:
     save_every: int
     precision: str
     rollback: bool
+    recompute: bool | Literal["auto"]
+    watched: bool
     window_mean: Literal["batches", "terms"]
     remember: bool
     patience: int
@@ -92,7 +100,7 @@ class Recipe:
     @property
     def fewest(self) -> int:
         """The fewest rows that can run at once; statistics of one row are none."""
-        return 2 if self.model == "batch_norm" else self.unit
+        return 2 if self.model in NORMS else self.unit
 
     @property
     def halvings(self) -> int:
@@ -116,7 +124,7 @@ def draw_recipe(draw: random.Random, **fixed: object) -> Recipe:
     unit = 4 if model == "grpo" else 1
     batch = draw.choice([8, 12, 16] if unit > 1 else [4, 6, 8, 11])
     batches = draw.randint(4, 6)
-    fewest = 2 if model == "batch_norm" else 1  # statistics of one row are none
+    fewest = 2 if model in NORMS else 1  # statistics of one row are none
     short = draw.choice([0, 0, unit * draw.randint(1, batch // unit - fewest)])
     window = draw.choice([1, 1, 2, 3])
     drawn: dict[str, object] = {
@@ -134,6 +142,8 @@ def draw_recipe(draw: random.Random, **fixed: object) -> Recipe:
         "save_every": draw.randint(1, 3),
         "precision": draw.choices(["64-true", "32-true", "16-mixed", "bf16-mixed"], [6, 2, 1, 1])[0],
         "rollback": draw.random() < 0.3,
+        "recompute": draw.choice([True, "auto", "auto"]) if model in BLOCKS else "auto",
+        "watched": draw.random() < 0.3,
         "window_mean": "terms" if window > 1 and draw.random() < 0.4 else "batches",
         "remember": draw.random() < 0.3,
         "patience": draw.choice([1, 2, 3, 32]),

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from campaign.modules import Batches, Counted, build
 from campaign.recipes import Recipe
 from lightning_unified import UnifiedStrategy
-from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint
 from lightning_unified.training import sizes
 
 __all__ = ["FINAL", "STARTED", "Fit", "Ledger", "read_ledger", "train", "write_past_limit"]
@@ -154,6 +154,8 @@ def _trainer(fit: Fit) -> L.Trainer:
     half = recipe.precision == "16-mixed"
     checkpoints = RunCheckpoint(folder / "checkpoints", every_n_steps=recipe.save_every, keep=2)
     callbacks: list[L.Callback] = [*fit.callbacks, Ledger(folder), GracefulInterrupt(), checkpoints]
+    if recipe.watched:
+        callbacks += [GradientHealth(check_every=3), MemoryMonitor(every_n_batches=1)]
     strategy: str | UnifiedStrategy = "auto"
     if not fit.plain:
         sizes._PATIENCE = recipe.patience
@@ -161,6 +163,7 @@ def _trainer(fit: Fit) -> L.Trainer:
             "micro_batch_size": recipe.micro,
             "optimizer_rollback": recipe.rollback,
             "batch_norm": "micro",
+            "recompute": recipe.recompute if fit.replay is None else False,
             "window_mean": recipe.window_mean,
             "remember": str(folder / "sizes.json") if recipe.remember else None,
         }
@@ -205,7 +208,7 @@ def _state(trainer: L.Trainer, module: Counted) -> dict[str, Any]:
         "scaler": scaler.state_dict() if scaler is not None else {},
         "random": torch.get_rng_state(),
         "python": random.random(),
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "logged": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("memory")},
         "recoveries": getattr(trainer.strategy, "recoveries", 0),
         "events": list(getattr(trainer.strategy, "events", [])),
     }
