@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["markdown", "origin", "prepare", "write"]
+__all__ = ["cell", "markdown", "origin", "prepare", "write"]
 
 
 def prepare(name: str) -> Path:
@@ -57,11 +57,11 @@ def markdown(rows: dict[str, dict[str, Any]], *, first: str) -> str:
     """Return `rows`, name to cells, as a table; `first` heads the column of names."""
     heads = list(next(iter(rows.values())))
     lines = [f"| {first} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(map(_cell, cells.values())) + " |" for name, cells in rows.items()]
+    lines += [f"| {name} | " + " | ".join(map(cell, cells.values())) + " |" for name, cells in rows.items()]
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.2g}" if isinstance(value, float) else str(value)
