@@ -1,14 +1,19 @@
 """What `strategy="unified"` costs when nothing is split: its time a step against plain Lightning's, pair by pair in one process.
 
-Once by itself, and once with everything on: the pressure guard's thread, the memory monitor and the watch over gradients.
+By itself, with the pressure guard's thread and the memory monitor beside it, and with everything on: the watch over gradients too, which
+reads all of them once.
 
 Blocks of plain and unified steps take turns, so that a drift of the machine's speed meets both; the order within a pair alternates.
 Prints the median ratio with a 95 % bootstrap interval for a step of at least 20 ms, and the extra microseconds of a tiny one.
 
-Usage: python benchmarks/overhead.py [--blocks 24] [--steps 20]      (writes benchmarks/results/overhead.json)
+On a GPU a block is timed as a whole, from one wait for the device to the next, because its steps overlap.
+
+Usage: python benchmarks/overhead.py [--device cuda] [--blocks 24] [--steps 20]
+       (writes benchmarks/results/overhead.json, or overhead_cuda.json)
 """
 
 import argparse
+import itertools
 import json
 import logging
 import platform
@@ -54,45 +59,60 @@ class StepTimes(L.Callback):
     """The time from the end of one batch to the end of the next: everything is inside, the loader and all callbacks too."""
 
     def __init__(self) -> None:
-        self.seconds, self._end = [], time.perf_counter()
+        self.ends = []
 
-    def on_train_batch_end(self, *_):
-        now = time.perf_counter()
-        self.seconds.append(now - self._end)
-        self._end = now
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.strategy.root_device.type == "cuda" and trainer.global_step in {WARM_UP, trainer.max_steps}:
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def seconds(self, device: str) -> float:
+        counted = self.ends[WARM_UP - 1 :]
+        if device == "cuda":
+            return (counted[-1] - counted[0]) / (len(counted) - 1)
+        return statistics.median(end - begin for begin, end in itertools.pairwise(counted))
 
 
-def callbacks_of(strategy: str) -> list[L.Callback]:
-    return [PressureGuard(), MemoryMonitor(), GradientHealth()] if strategy == "everything on" else []
+SIZES = {  # width, depth, rows
+    "cpu": {"step of 20 ms and more": (512, 8, 256), "tiny step": (16, 2, 8)},
+    "cuda": {"step of 20 ms and more": (4096, 8, 2048)},
+}
+WARM_UP = 3  # steps that are not counted
+CALLBACKS = {
+    "plain": [],
+    "unified": [],
+    "with guard and monitor": [PressureGuard, MemoryMonitor],
+    "everything on": [PressureGuard, MemoryMonitor, GradientHealth],
+}
 
 
-def block(strategy: str, module: L.LightningModule, loader, steps: int) -> float:
-    """Return the median seconds of a step over `steps` steps after three that are not counted."""
+def block(strategy: str, module: L.LightningModule, loader, steps: int, *, device: str) -> float:
+    """Return the seconds of a step: on a CPU the median over `steps` steps, on a GPU their mean."""
     times = StepTimes()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=device,
         devices=1,
         strategy="auto" if strategy == "plain" else "unified",
-        max_steps=steps + 3,
-        callbacks=[*callbacks_of(strategy), times],
+        max_steps=steps + WARM_UP,
+        callbacks=[*(callback() for callback in CALLBACKS[strategy]), times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, loader)
-    return statistics.median(times.seconds[3:])
+    return times.seconds(device)
 
 
-def compare(how: str, width: int, depth: int, rows: int, *, blocks: int, steps: int) -> dict[str, float]:
+def compare(how: str, width: int, depth: int, rows: int, *, blocks: int, steps: int, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     module = Net(width, depth)
-    data = torch.utils.data.TensorDataset(torch.randn(rows * (steps + 3), width))
-    loader = torch.utils.data.DataLoader(data, batch_size=rows)
+    batch = (torch.randn(rows, width),)
+    loader = torch.utils.data.DataLoader([batch] * (steps + WARM_UP), batch_size=None)
     pairs = []
     for index in range(blocks):
         order = ("plain", how) if index % 2 == 0 else (how, "plain")
-        seconds = {strategy: block(strategy, module, loader, steps) for strategy in order}
+        seconds = {strategy: block(strategy, module, loader, steps, device=device) for strategy in order}
         pairs.append((seconds["plain"], seconds[how]))
     ratios = [unified / plain for plain, unified in pairs]
     draws = random.Random(0)
@@ -110,22 +130,24 @@ def compare(how: str, width: int, depth: int, rows: int, *, blocks: int, steps: 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SIZES, default="cpu")
     parser.add_argument("--blocks", type=int, default=24, help="pairs of blocks (default: 24)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps a block (default: 20)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, 1 thread"
     result = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread",
+        "machine": machine,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": L.__version__},
         **{
-            f"{name}, {how}": compare(how, *sizes, blocks=options.blocks, steps=options.steps)
-            for name, sizes in (("step of 20 ms and more", (512, 8, 256)), ("tiny step", (16, 2, 8)))
-            for how in ("unified", "everything on")
+            f"{name}, {how}": compare(how, *sizes, blocks=options.blocks, steps=options.steps, device=options.device)
+            for name, sizes in SIZES[options.device].items()
+            for how in list(CALLBACKS)[1:]
         },
     }
     print(json.dumps(result, indent=2))
-    target = Path(__file__).parent / "results" / "overhead.json"
+    target = Path(__file__).parent / "results" / ("overhead.json" if options.device == "cpu" else "overhead_cuda.json")
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")

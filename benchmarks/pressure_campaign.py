@@ -1,6 +1,6 @@
 """Lets a memory hog loose beside small runs, in a machine of one small pool; measures how soon they give way, and whether they learn the same.
 
-    python benchmarks/pressure_campaign.py [--runs 24] [--seed 0] [--every-s 1.0] [--batches 120] [--output FILE]
+    python benchmarks/pressure_campaign.py [--runs 24] [--seed 0] [--jobs 1] [--every-s 1.0] [--batches 120] [--output FILE]
 
 The machine is made of real processes and real limits (campaign/machine.py). Linux only.
 """
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -156,12 +157,12 @@ def run_case(case: Case, folder: Path, *, every_s: float) -> Row:
         ended = in_process(partial(train, fit), log=run / "log", timeout=TIMEOUT, beside=machine.tend)
     finally:
         machine.end()
-    final = _load(run)
+    final, newest = _load(run), run / "checkpoints" / "last.ckpt"
     outcome = "went on" if final else _in_words(ended)
-    if final and final["batches"] < case.recipe.batches:
-        outcome = "stopped, then resumed"
-        (run / FINAL).unlink()
-        newest = run / "checkpoints" / "last.ckpt"
+    stopped = final is not None and final["batches"] < case.recipe.batches
+    if stopped or (final is None and ended.code < 0 and not ended.hung and newest.exists()):
+        outcome = "stopped, then resumed" if stopped else "killed, then resumed"
+        (run / FINAL).unlink(missing_ok=True)
         in_process(partial(train, Fit(recipe=case.recipe, folder=run, resume=newest)), log=run / "log", timeout=TIMEOUT)
         final = _load(run)
     return _row(case, folder, final=final, outcome=outcome, machine=machine)
@@ -257,15 +258,17 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index", type=int, help="one run, by its number")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many at once; more than there are cores for make it slower to notice"
+    )
     parser.add_argument("--every-s", type=float, default=1.0, help="PressureGuard(every_s=…)")
     parser.add_argument("--batches", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    scratch, begun, rows = records.prepare("pressure"), time.monotonic(), []
-    for index in range(options.runs) if options.index is None else [options.index]:
-        case = draw_case(options.seed, index, batches=options.batches)
-        rows.append(run_case(case, scratch / f"{index:03d}", every_s=options.every_s))
-        print(json.dumps(asdict(rows[-1]), ensure_ascii=False), flush=True)
+    scratch, begun = records.prepare("pressure"), time.monotonic()
+    for child in [_fork(options, worker, scratch) for worker in range(options.jobs)]:
+        os.waitpid(child, 0)
+    rows = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(scratch.glob("*.json"))]
     given = f"--runs {options.runs} --seed {options.seed} --every-s {options.every_s} --batches {options.batches}"
     record = records.origin(f"python benchmarks/pressure_campaign.py {given}")
     record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
@@ -273,7 +276,31 @@ def main() -> int:
     records.write(record, options.output)
     print(json.dumps(record["totals"], indent=1))
     shutil.rmtree(scratch)
-    return int(any(not row.sound for row in rows))
+    return int(any(not row.sound for row in rows) or len(rows) < len(_numbers(options)))
+
+
+def _numbers(options: argparse.Namespace) -> list[int]:
+    return list(range(options.runs)) if options.index is None else [options.index]
+
+
+def _fork(options: argparse.Namespace, worker: int, scratch: Path) -> int:
+    """Start a process that takes every `jobs`-th run; each run has a machine of its own."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        for index in _numbers(options)[worker :: options.jobs]:
+            case = draw_case(options.seed, index, batches=options.batches)
+            row = run_case(case, scratch / f"{index:03d}", every_s=options.every_s)
+            line = json.dumps(asdict(row), ensure_ascii=False)
+            (scratch / f"{index:03d}.json").write_text(line, encoding="utf-8")
+            print(line, flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Weights and optimizer state around `optimizer.step()`: never left half-updated."""
 
 import copy
-import heapq
 import inspect
 import operator
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,12 +36,7 @@ class WeightsWatch:
         self._optimizer = optimizer
         self._books = _books_of(optimizer)
         self._versions = list(map(_version, self._books.tensors))
-        self._samples = [
-            (sample, sample.detach().clone())
-            for group in optimizer.param_groups
-            if group.get("fused")
-            for sample in _smallest(group)
-        ]
+        self._samples = [(sample, sample.detach().clone()) for sample in self._books.samples(optimizer)]
 
     def restore(self) -> bool:
         """Drop the optimizer state created since; return False if something was written and the step cannot be repeated."""
@@ -97,6 +91,7 @@ class _Books:
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._parameters: list[Tensor] = []
+        self._by_size: list[list[Tensor]] = []
         self.note(optimizer)
 
     def note(self, optimizer: Optimizer) -> None:
@@ -110,6 +105,15 @@ class _Books:
             self._note_state(optimizer, parameters)
             by_reference = all(isinstance(entry, (Tensor, str)) for entry in entries)
             self._known = entries if by_reference else []
+
+    def samples(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return, of each group that a fused kernel writes, the three smallest parameters that it will write."""
+        written = (
+            (parameter for parameter in by_size if parameter.grad is not None)
+            for group, by_size in zip(optimizer.param_groups, self._by_size, strict=True)
+            if group.get("fused")
+        )
+        return [sample for smallest in written for sample in islice(smallest, 3)]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put every entry back, and drop those made since."""
@@ -131,6 +135,7 @@ class _Books:
 
     def _note_state(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         self._parameters, self.tensors, self._state = parameters, list(parameters), {}
+        self._by_size = [sorted(group["params"], key=Tensor.numel) for group in optimizer.param_groups]
         for key, state in optimizer.state.items():
             self._state[key] = noted = dict(state) if isinstance(state, dict) else state
             for name, value in state.items() if isinstance(state, dict) else ():
@@ -160,13 +165,6 @@ def _entries(state: Mapping[Any, Any]) -> list[Any]:
         return [*state, *chain.from_iterable(states), *chain.from_iterable(map(dict.values, states))]
     except TypeError:
         return []
-
-
-def _smallest(group: dict[str, Any]) -> list[Tensor]:
-    """Return the three smallest parameters of `group` that a step will write."""
-    return heapq.nsmallest(
-        3, (parameter for parameter in group["params"] if parameter.grad is not None), key=Tensor.numel
-    )
 
 
 _VOUCHED: dict[type[Any], bool] = {}
