@@ -10,7 +10,8 @@ import os
 os.environ |= {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-}  # before torch and numpy: a fork must have no threads
+    "CUDA_VISIBLE_DEVICES": "",
+}  # before torch and numpy: a fork must have no threads, and autograd starts one for every GPU
 
 import argparse
 import json

@@ -107,7 +107,7 @@ def block(strategy: str, module: L.LightningModule, loader, steps: int, *, devic
 def compare(how: str, width: int, depth: int, rows: int, *, blocks: int, steps: int, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     module = Net(width, depth)
-    batch = (torch.randn(rows, width),)
+    batch = (torch.randn(rows, width, device=device),)  # on the device, as a loader with pinned memory has it in time
     loader = torch.utils.data.DataLoader([batch] * (steps + WARM_UP), batch_size=None)
     pairs = []
     for index in range(blocks):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
-from campaign.recipes import Recipe, draw_recipe
+from campaign.recipes import NORMS, Recipe, draw_recipe
 from lightning_unified.hardware.pressure import Level
 from lightning_unified.hardware.simulated import PROFILES
 
@@ -139,7 +139,7 @@ def _wall(draw: random.Random, index: int) -> Case:
 def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
     # what a module's loss is a mean over can only be found where two units of rows fit at once
     undeclared = recipe.model in {"tokens", "shifted"}
-    paired = recipe.model == "batch_norm"  # an odd number of rows in parts of two or more has one of three
+    paired = recipe.model in NORMS  # an odd number of rows in parts of two or more has one of three
     units, fewest = recipe.rows_at_once() // recipe.unit, max(recipe.fewest // recipe.unit + paired, 1 + undeclared)
     first = draw.randrange(recipe.batches)
     rows = recipe.unit * draw.randint(fewest, max(units - 1, fewest))
