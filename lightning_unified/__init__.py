@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lightning_unified.hardware import Reading, read
     from lightning_unified.planning import Plan
     from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
+    from lightning_unified.planning.prediction import Prediction
     from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
+    from lightning_unified.training.predict import plan, predict
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -28,11 +30,14 @@ __all__ = [
     "GradientHealth",
     "MemoryMonitor",
     "Plan",
+    "Prediction",
     "PressureGuard",
     "Reading",
     "RunCheckpoint",
     "UnifiedDDPStrategy",
     "UnifiedStrategy",
+    "plan",
+    "predict",
     "read",
 ]
 
@@ -42,11 +47,14 @@ _HOMES = {
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",
     "Plan": "planning",
+    "Prediction": "planning.prediction",
     "PressureGuard": "callbacks",
     "Reading": "hardware",
     "RunCheckpoint": "callbacks",
     "UnifiedDDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
+    "plan": "training.predict",
+    "predict": "training.predict",
     "read": "hardware",
 }
 

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.search import Candidate
+
 __all__ = ["Plan"]
 
 
@@ -16,7 +19,12 @@ class Plan:
         recompute: Whether activations are recomputed in the backward pass; None leaves the module as it is.
         precision: Lightning's name of the precision, such as `"bf16-mixed"`.
         budget_bytes: What this run may use.
-        predicted_peak_bytes: By category; empty when nothing was predicted.
+        recomputed: What is, in words: `"6 of 12 blocks"`; empty where that is not told.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None where the optimizer is as it was built.
+        loss_chunk: Rows of logits at once; None where the module computes its loss as it does.
+        prediction: What a step is predicted to take; None when nothing was predicted.
+        predicted_peak_bytes: What the device's counter will show then, with what the process held before; None as for `prediction`.
+        alternatives: What else was looked at, what fits first.
         reasons: Why, for each choice, in words.
     """
 
@@ -24,7 +32,12 @@ class Plan:
     recompute: bool | None
     precision: str
     budget_bytes: int
-    predicted_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    recomputed: str = ""
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+    prediction: Prediction | None = None
+    predicted_peak_bytes: int | None = None
+    alternatives: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

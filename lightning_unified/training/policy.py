@@ -222,7 +222,7 @@ class MemoryPolicy:
         trains = phase in ("forward", "backward")
         if self._verdict is None and trains and self._before_failure is None:
             self._before_failure = sizes.state_dict()
-        recomputes = trains and shape is not None and self._refuses_cut(shape) and self.recompute_more()
+        recomputes = trains and shape is not None and self.refuses_cut(shape) and self.recompute_more()
         shrunk = (
             not recomputes and shape is not None and can_be_cut and sizes.failed(shape, room_bytes=self.watch.room())
         )
@@ -257,7 +257,8 @@ class MemoryPolicy:
             self.sizes.start_over()
         return done
 
-    def _refuses_cut(self, shape: BatchShape) -> bool:
+    def refuses_cut(self, shape: BatchShape) -> bool:
+        """Return whether such a batch cannot be cut exactly, as far as is known."""
         try:
             self.allow_split(shape)
         except SplitError:

@@ -99,6 +99,16 @@ class MicroBatchSize:
         units = -(-shape.rows // self.unit)
         return max(part_sizes(units * self.unit, limit=self.unit, unit=self.unit, least=self.least))
 
+    @property
+    def has_evidence(self) -> bool:
+        """Whether any size is known to fit or not to."""
+        return bool(self._failures or self._proven)
+
+    def plan(self, shape: BatchShape, *, rows: int, refused: int, room_bytes: int | None) -> None:
+        """Begin with `rows` at once, where it is predicted that `refused` do not fit, as if both had been tried."""
+        self._failures.append(Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes))
+        self._proven.append((shape.elements, rows))
+
     def failed(self, shape: BatchShape, *, room_bytes: int | None) -> bool:
         """Note that the size in use for such a batch does not fit; return False if it was the smallest that can be."""
         rows = self.at_once(shape)

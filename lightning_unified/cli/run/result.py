@@ -97,7 +97,7 @@ def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str,
         "seconds": round(count.duration, 3),
         "samples_per_second": per_second(count.samples),
         "tokens_per_second": None if count.tokens is None else per_second(count.tokens),
-        "peak_bytes": {"predicted": _predicted(plan)} | _measured_peak(parts, reading),
+        "peak_bytes": {"predicted": getattr(plan, "predicted_peak_bytes", None)} | _measured_peak(parts, reading),
         "recoveries": getattr(strategy, "recoveries", None),
         "validation": {},
         "checkpoint": (checkpoints.last_model_path or None) if checkpoints is not None else None,
@@ -117,11 +117,6 @@ def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
 def _recompute(plan: Any, module: LightningModule) -> bool | None:
     decided = getattr(plan, "recompute", None)
     return decided if decided is not None else getattr(module, "recompute", None)
-
-
-def _predicted(plan: Any) -> int | None:
-    categories = getattr(plan, "predicted_peak_bytes", None)
-    return sum(categories.values()) if categories else None
 
 
 def _plan(plan: Any, parts: Parts) -> dict[str, Any]:

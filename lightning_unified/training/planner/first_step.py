@@ -1,0 +1,192 @@
+"""The plan of a fit, made when its first batch is there and acted upon before it runs; then held against what was measured."""
+
+import logging
+import time
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_unified.errors import BudgetError, RehearsalError
+from lightning_unified.planning.calibration import Calibration, machine_key
+from lightning_unified.planning.lines import MisalignedError
+from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
+from lightning_unified.planning.search import Candidate, Choice, what_would_fit
+from lightning_unified.planning.static import static_bytes
+from lightning_unified.precision import plugin_precision
+from lightning_unified.training.planner.planner import Planner, Setting
+from lightning_unified.training.planner.settings import settings_to_compare
+from lightning_unified.training.policy import MemoryPolicy
+from lightning_unified.training.split import BatchShape, tensors_in
+from lightning_unified.units import format_bytes
+
+__all__ = ["FirstStep"]
+
+log = logging.getLogger("lightning_unified")
+
+_NEGLIGIBLE = 2000  # judgement: a step takes less than this many times its weights, state and batch, whatever is in between
+_STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
+_SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
+
+
+class FirstStep:
+    """Rehearses a fit's step before the first batch runs, and sets its levers and sizes so that it fits.
+
+    Does nothing where nothing can be gained: sizes were found by another run, or the budget is thousands of times what weights and
+    batch take. Where a step cannot be rehearsed, or the rehearsal cannot be trusted, that is said, and sizes are found by trying.
+
+    Args:
+        trainer: The fit's.
+        policy: Whose sizes and levers are set.
+
+    Attributes:
+        prediction: Of the step as it is set to run; None while there is none.
+        alternatives: What else was looked at.
+        reason: How the plan came about, in words.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
+        self._trainer, self._policy = trainer, policy
+        self._module = trainer.lightning_module
+        self._longest = 0
+        self._setting: Setting | None = None
+        self._foreign = self._batches = 0
+        self._began = 0.0
+        self._calibration: Calibration | None = None
+        self._kind = ""
+        self.prediction: Prediction | None = None
+        self.alternatives: tuple[Candidate, ...] = ()
+        self.reason = ""
+
+    def look(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for `batch`, if it is the first one or its rows are longer than those planned for.
+
+        Raises:
+            BudgetError: If no plan fits.
+        """
+        elements = 1 if shape is None else shape.elements
+        if elements <= self._longest:
+            return
+        self._longest = elements
+        if not self._is_worth_it(batch):
+            return
+        try:
+            self._plan(batch, shape)
+        except (RehearsalError, MisalignedError) as error:
+            self.prediction, self.reason = None, f"not predicted: {error}"
+            self._policy.events.append(f"the step could not be rehearsed, so sizes are found by trying: {error}")
+            log.warning("The step could not be rehearsed (%s). Micro-batch sizes are found by trying.", error)
+
+    def batch_done(self) -> None:
+        """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""
+        self._batches += self.prediction is not None
+        if self._batches != _STEADY or self.prediction is None or self._calibration is None:
+            return
+        measured = self._policy.watch.measured_peak().bytes
+        counts_reserved = self._policy.watch.device.type == "cpu"
+        predicted = self.prediction.reserved_bytes if counts_reserved else self.prediction.peak_bytes
+        if measured is not None and measured > self._foreign and self._policy.watch.machine is None:
+            self._calibration.record(
+                self._kind, predicted_bytes=predicted, measured_bytes=measured - self._foreign
+            )
+
+    def _is_worth_it(self, batch: Any) -> bool:
+        policy = self._policy
+        held = self._held(batch) + static_bytes(self._module, self._trainer.optimizers)["gradients"]
+        found_already = not policy.sizes.runs_whole and policy.sizes.has_evidence
+        return not found_already and _NEGLIGIBLE * held > policy.watch.bytes
+
+    def _held(self, batch: Any) -> int:
+        """Return the bytes on the device that a rehearsal counts too."""
+        need = static_bytes(self._module)
+        states = [
+            value
+            for optimizer in self._trainer.optimizers
+            for state in optimizer.state.values()
+            for value in (state.values() if isinstance(state, dict) else ())
+            if isinstance(value, torch.Tensor)
+        ]
+        gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
+        return need["weights"] + need["buffers"] + _bytes([*states, *gradients, *tensors_in(batch)])
+
+    def _plan(self, batch: Any, shape: BatchShape | None) -> None:
+        policy, watch = self._policy, self._policy.watch
+        reading = watch.reading()
+        self._foreign = max((reading.allocated.bytes or 0) - self._held(batch), 0)
+        room = watch.room()
+        budget = (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign
+        self._calibration = Calibration.load(
+            machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
+        )
+        planner = Planner(
+            self._module,
+            batch,
+            backend=reading.backend,
+            trainer=self._trainer,
+            calibration=self._calibration,
+            least=policy.sizes.least,
+            most=policy.sizes.limit,
+            unit=self._unit(shape),
+        )
+        settings = settings_to_compare(
+            plugin_precision(self._trainer.precision_plugin),
+            policies=policy.recomputation.choices(),
+            kernels=policy.levers.kernel_choices(scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None),
+            chunks=policy.levers.chunk_choices(),
+        )
+        prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
+        if prediction.confidence == "low":
+            notes = "; ".join(prediction.notes)
+            raise RehearsalError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
+        fits = prediction.reserved_bytes * self._calibration.peak_factor(planner.kind(settings[0])) <= budget
+        if fits and len(settings) == 1 or (fits and prediction.parts == 1 and not policy.levers.kernel_choices()):
+            self._adopt(planner, settings[0], prediction, reason=f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}")
+            return
+        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates())
+        self.alternatives = choice.alternatives
+        best = choice.best or self._smallest(choice, budget)
+        self._adopt(planner, planner.setting_of(best), planner.prediction_of(best), reason=choice.reason)
+        if shape is not None and best.parts > 1:
+            refused = -(-shape.rows // (best.parts - 1))
+            policy.sizes.plan(shape, rows=best.micro_batch_size, refused=refused, room_bytes=watch.bytes)
+
+    def _unit(self, shape: BatchShape | None) -> int | None:
+        """Return the rows that stay together: all of them where such a batch may not be cut."""
+        return None if shape is None or not self._policy.refuses_cut(shape) else shape.rows
+
+    def _smallest(self, choice: Choice, budget: int) -> Candidate:
+        least = min(choice.alternatives, key=lambda one: one.reserved_bytes)
+        if least.peak_bytes > _SURE * budget:
+            table = "\n".join(f"  {format_bytes(count)}: {what}" for what, count in what_would_fit(choice))
+            raise BudgetError(
+                f"no plan fits: {format_bytes(budget)} of the budget are left for the step of {type(self._module).__name__}, and "
+                f"the smallest plan needs {format_bytes(least.reserved_bytes)}. What would fit:\n{table}"
+            )
+        return least
+
+    def _rates(self) -> Rates:
+        assert self._calibration is not None
+        watch = self._policy.watch
+        known = tabled_rates(watch.machine.profile.name) if watch.machine is not None else self._calibration.rates
+        if known is None:
+            known = measure_rates(watch.device)
+            self._calibration.keep(rates=known)
+        return known
+
+    def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
+        policy, why = self._policy, "as planned"
+        if setting.recompute is not None and setting.recompute.blocks != 0 and policy.recomputation.policy != setting.recompute:
+            policy.recomputation.set(setting.recompute, why=why)
+        if setting.optimizer_kernel is not None:
+            policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+        if setting.loss_chunk is not None:
+            policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
+        self._setting, self.prediction, self.reason = setting, prediction, reason
+        self._kind, self._began = planner.kind(setting), time.monotonic()
+        policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
+        log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)

@@ -1,0 +1,226 @@
+"""What one step of a module needs, and the best way to run it: rehearsals, numbers and search brought together."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planning.calibration import Calibration
+from lightning_unified.planning.cost import step_seconds
+from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.rates import Rates
+from lightning_unified.planning.reserve import reserved_bytes
+from lightning_unified.planning.search import Candidate, Choice, Option, search
+from lightning_unified.planning.summary import summarise
+from lightning_unified.planning.trace import Event, Take, Trace, Work
+from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.planner.sizes import RehearsedSizes
+from lightning_unified.training.rehearsal import rehearse
+from lightning_unified.training.split import tensors_in
+
+__all__ = ["Planner", "Setting"]
+
+_LONGEST = 8.0  # seconds after which no further setting is looked at, once nothing and everything recomputed have been
+_KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when its attention's output is kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How the levers are set.
+
+    Attributes:
+        recompute: What is recomputed; None leaves the module as it is.
+        precision: Lightning's name.
+        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the optimizer as it was built.
+        loss_chunk: Rows of logits at once; None leaves the module as it is.
+    """
+
+    precision: str
+    recompute: RecomputePolicy | None = None
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+
+    @property
+    def changes(self) -> int:
+        """How many levers are not as the user left them."""
+        recomputes = self.recompute is not None and self.recompute.blocks != 0
+        return recomputes + (self.optimizer_kernel is not None) + (self.loss_chunk is not None)
+
+    @property
+    def again(self) -> float:
+        """The share of the blocks that runs again in the backward pass."""
+        policy = self.recompute
+        if policy is None or policy.blocks == 0:
+            return 0.0
+        share = 1.0 if policy.blocks == "all" or not policy.of else policy.blocks / policy.of
+        return share * (_KEPT_AGAIN if policy.keep_attention else 1.0)
+
+
+class Planner:
+    """Predicts and chooses for one module and one batch on one backend; what was rehearsed once is kept.
+
+    Args:
+        module: The module, which is not touched; its weights may be on any device, the meta device too.
+        batch: A whole batch as `training_step` gets it.
+        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`, here or not.
+        trainer: The Trainer that it is about, with its callbacks, clipping and windows; None for a plain one.
+        rates: The speeds of the machine; None predicts no times, and `choose` then needs some.
+        unit: Rows that stay together; None for what the module says. All of them for a batch that cannot be cut.
+        least: Rows that every micro-batch needs.
+        most: The largest micro-batch that is allowed.
+        updates: Whether the step writes weights; else what its optimizer takes is left out.
+
+    Attributes:
+        rows: Of the batch; 1 for one that has no rows to count.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        batch: Any,
+        *,
+        backend: str,
+        trainer: L.Trainer | None = None,
+        rates: Rates | None = None,
+        calibration: Calibration | None = None,
+        unit: int | None = None,
+        least: int = 1,
+        most: int | None = None,
+        updates: bool = True,
+    ) -> None:
+        shape = Cutter(module).shape(batch)
+        whole = shape is None or getattr(module, "splittable", True) is False
+        self.rows = 1 if shape is None else shape.rows
+        self.backend = backend
+        self._rates, self._calibration = rates, calibration
+        self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
+        self._least, self._most = least, most
+        self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
+        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer)
+        self._updates = updates
+        self._sizes: dict[Setting, RehearsedSizes] = {}
+        self._settings: dict[tuple[Any, ...], Setting] = {}
+        self._begun = time.monotonic()
+
+    def predict(self, setting: Setting, *, micro_batch_size: int | None = None) -> Prediction:
+        """Return what a step takes under `setting`, rehearsed at exactly that size.
+
+        Args:
+            setting: How the levers are set.
+            micro_batch_size: Rows at once; None for the whole batch.
+
+        Raises:
+            RehearsalError: If the step cannot be rehearsed.
+        """
+        self._begun = time.monotonic()
+        rows = min(micro_batch_size or self.rows, self.rows)
+        parts = -(-self.rows // rows)
+        return self._summary(self._of(setting).exactly(rows, parts=parts), parts=parts)
+
+    def choose(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
+        """Return the setting and size of least predicted time that fits.
+
+        Args:
+            settings: From which to choose, the user's own first, the one that needs least next.
+            budget_bytes: What the run may use.
+            rates: The speeds of the machine.
+
+        Raises:
+            RehearsalError: If the step cannot be rehearsed.
+        """
+        self._begun, self._rates = time.monotonic(), rates
+        return search(
+            self._options(settings),
+            budget_bytes=budget_bytes,
+            reserve=self._reserved,
+            rows=self.rows,
+            unit=self._unit,
+            least=self._least,
+            most=self._most,
+            rates=rates,
+            alignment=None if self._calibration is None else self._calibration.alignment,
+        )
+
+    def setting_of(self, candidate: Candidate) -> Setting:
+        """Return the setting that a candidate of `choose` was found under."""
+        return self._settings[_key(candidate)]
+
+    def prediction_of(self, candidate: Candidate) -> Prediction:
+        """Return what a step takes under a candidate of `choose`."""
+        trace = self._of(self.setting_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
+        return replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
+
+    def kind(self, setting: Setting) -> str:
+        """Return under what name predictions of this kind are corrected by what was measured."""
+        return f"{self.backend} {setting.precision} {setting.recompute or 'as it is'}"
+
+    def _options(self, settings: Sequence[Setting]) -> Iterator[Option]:
+        for index, setting in enumerate(settings):
+            if index > 1 and time.monotonic() - self._begun > _LONGEST:
+                return
+            option = Option(
+                lines=self._of(setting),
+                recompute="none" if setting.recompute is None else str(setting.recompute),
+                again=setting.again,
+                precision=setting.precision,
+                optimizer_kernel=setting.optimizer_kernel,
+                loss_chunk=setting.loss_chunk,
+                changes=setting.changes,
+            )
+            self._settings[_key(option)] = setting
+            yield option
+
+    def _of(self, setting: Setting) -> RehearsedSizes:
+        if setting not in self._sizes:
+            self._sizes[setting] = RehearsedSizes(
+                partial(self._trace, setting),
+                rows=self.rows,
+                unit=self._unit,
+                row_bytes=self._row_bytes,
+            )
+        return self._sizes[setting]
+
+    def _trace(self, setting: Setting, rows: int, parts: int) -> Trace:
+        trace = self._rehearse(
+            rows=rows,
+            parts=parts,
+            precision=setting.precision,
+            recompute=setting.recompute,
+            optimizer_kernel=setting.optimizer_kernel,
+            loss_chunk=setting.loss_chunk,
+        )
+        return trace if self._updates else _without_optimizer(trace)
+
+    def _reserved(self, trace: Trace) -> int:
+        return reserved_bytes(trace)
+
+    def _summary(self, trace: Trace, *, parts: int) -> Prediction:
+        seconds = None if self._rates is None else step_seconds(trace, self._rates)
+        found = summarise(trace, seconds=seconds if parts <= 2 else None, planning_seconds=time.monotonic() - self._begun)
+        return replace(found, parts=parts)
+
+
+def _key(one: Candidate | Option) -> tuple[Any, ...]:
+    return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk
+
+
+def _without_optimizer(trace: Trace) -> Trace:
+    """Return the step as it is where weights are not written: without optimizer state and what its phase does."""
+    events: list[Event] = []
+    left_out: set[int] = set()
+    phase = "setup"
+    for event in trace.events:
+        if isinstance(event, Work):
+            phase = event.phase
+        elif isinstance(event, Take) and (phase == "optimizer step" or event.category == "optimizer state"):
+            left_out.add(event.storage)
+        if phase == "optimizer step" and isinstance(event, Work):
+            continue
+        if not isinstance(event, Work) and event.storage in left_out:
+            continue
+        events.append(event)
+    return replace(trace, events=tuple(events))

@@ -1,0 +1,88 @@
+"""One setting of the levers at any size: rehearsed at few, and when somebody asks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_unified.planning.backends import with_workspaces
+from lightning_unified.planning.lines import Lines, MisalignedError, fit
+from lightning_unified.planning.peak import peak
+from lightning_unified.planning.trace import Take, Trace, Work
+
+__all__ = ["RehearsedSizes"]
+
+_FEW = 8  # units of a batch up to which every size is rehearsed by itself
+_FIT = (2, 4)  # units of a micro-batch that lines are laid through; one is no point of a line, for it broadcasts
+
+
+class RehearsedSizes:
+    """A step under one setting of the levers, as `planning.search` asks for it.
+
+    The whole batch is rehearsed as it is. Smaller sizes lie on lines through two rehearsals, one pair for a step of one micro-batch
+    and one for a step of two; where the step does something else at another size, so that there are no such lines, each size that is
+    asked for is rehearsed by itself.
+
+    Args:
+        rehearse: Rehearses a step by rows of a micro-batch and number of micro-batches.
+        rows: Of the whole batch.
+        unit: Rows that stay together.
+        row_bytes: What a row of the batch takes.
+
+    Attributes:
+        rehearsals: How many were made so far.
+    """
+
+    def __init__(self, rehearse: Callable[[int, int], Trace], *, rows: int, unit: int, row_bytes: int) -> None:
+        self._rehearse = rehearse
+        self._rows, self._unit, self._row_bytes = rows, unit, row_bytes
+        self._traces: dict[tuple[int, int], Trace] = {}
+        self._lines: dict[int, Lines | None] = {}
+        self.rehearsals = 0
+
+    def at(self, rows: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step of micro-batches of `rows`, workspaces included; of more than two parts, two are told.
+
+        What more parts than two add is their share of the batch, which waits on the device, and that is counted.
+        """
+        parts = min(parts, 2)
+        key = rows, parts
+        if key not in self._traces:
+            self._traces[key] = with_workspaces(self._whole_batch(self._made(rows, parts)))
+        return self._traces[key]
+
+    def exactly(self, rows: int, *, parts: int) -> Trace:
+        """Return the same trace, rehearsed at that size and on no line."""
+        parts = min(parts, 2)
+        if (rows, parts) not in self._traces:
+            self._traces[rows, parts] = with_workspaces(self._whole_batch(self._by_itself(rows, parts)))
+        return self._traces[rows, parts]
+
+    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
+        """Return the most bytes that live at once in that step."""
+        return peak(self.at(rows, parts=parts)).bytes
+
+    def _made(self, rows: int, parts: int) -> Trace:
+        lines = None if rows * parts >= self._rows or rows < _FIT[0] * self._unit else self._lines_of(parts)
+        return self._by_itself(rows, parts) if lines is None else lines.at(rows, parts=parts)
+
+    def _lines_of(self, parts: int) -> Lines | None:
+        if parts not in self._lines:
+            self._lines[parts] = None
+            if self._rows >= _FEW * self._unit:
+                try:
+                    self._lines[parts] = fit([self._by_itself(count * self._unit, parts) for count in _FIT])
+                except MisalignedError:
+                    pass
+        return self._lines[parts]
+
+    def _by_itself(self, rows: int, parts: int) -> Trace:
+        self.rehearsals += 1
+        return self._rehearse(rows, parts)
+
+    def _whole_batch(self, trace: Trace) -> Trace:
+        """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
+        missing = (self._rows - trace.rows * trace.parts) * self._row_bytes
+        if trace.parts == 1 or missing <= 0:
+            return trace
+        taken = {event.storage for event in trace.events if isinstance(event, Take)}
+        waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")
+        return replace(trace, events=(Work(op="batch", phase="setup"), waiting, *trace.events))
