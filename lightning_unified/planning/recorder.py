@@ -22,7 +22,9 @@ __all__ = ["Recorder"]
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
 _NO_WORK = frozenset({torch.ops.prim.device.default})
-_ENGINE = "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
+_ENGINE = (
+    "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
+)
 _WRAPPERS = ("_python_dispatch.py", "eval_frame.py", "recorder.py")
 
 

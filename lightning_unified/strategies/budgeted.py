@@ -30,6 +30,7 @@ from lightning_unified.training.levers import Levers
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
 from lightning_unified.training.parts import PartwiseBackward
+from lightning_unified.training.planner.first_step import FirstStep
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
@@ -54,7 +55,10 @@ class Budgeted(PartwiseBackward):
         recompute: bool | Literal["auto"],
         precision: str,
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"],
+        predict: bool,
     ) -> None:
+        self._predicts = predict
+        self.first_step: FirstStep | None = None
         self.policy.recomputation = Recomputation(recompute)
         self.policy.levers = Levers(optimizer_kernel=optimizer_kernel)
         self._asked_precision = str(precision)
@@ -118,7 +122,8 @@ class Budgeted(PartwiseBackward):
         self._status = RunStatus(runs_directory())
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
-        return UnifiedOptimization(trainer, self.policy)
+        self.first_step = FirstStep(trainer, self.policy) if self._predicts else None
+        return UnifiedOptimization(trainer, self.policy, foresight=self.first_step)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -199,15 +204,23 @@ class Budgeted(PartwiseBackward):
         budget, cap, choice = self.policy.watch.budget, self.policy.watch.cap, self.precision_choice
         written = self.policy.watch.written
         assert budget is not None, "the plan exists once fit has begun"
+        first, recomputation = self.first_step, self.policy.recomputation
         return Plan(
             micro_batch_size=self.micro_batch_size,
-            recompute=self.policy.recomputation.on,
+            recompute=recomputation.on,
+            recomputed="" if recomputation.policy is None else str(recomputation.policy),
+            optimizer_kernel=self.policy.levers.optimizer_kernel,
+            loss_chunk=self.policy.levers.loss_chunk,
+            prediction=None if first is None else first.prediction,
+            predicted_peak_bytes=None if first is None else first.predicted_peak_bytes,
+            alternatives=() if first is None else first.alternatives,
             precision=plugin_precision(self.precision_plugin),
             budget_bytes=budget.bytes,
             reasons={
                 "budget": budget.reason,
                 "micro_batch_size": self.policy.size_reason,
-                "recompute": self.policy.recomputation.reason,
+                "recompute": recomputation.reason,
+                "prediction": "not asked for" if first is None else first.reason,
                 **self.policy.levers.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,

@@ -110,7 +110,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel)
+        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=False)
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None

@@ -48,6 +48,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         optimizer_kernel: `"keep"` leaves optimizers as they were built; `"fused"`, `"foreach"` or `"for-loop"` makes torch's own run so,
             whatever they were built with; `"auto"` lets the plan choose for those that were built without a choice. Updates differ in
             rounding, what a step takes beside the state differs by up to the parameters' bytes.
+        predict: Rehearse the step before the first batch runs, and choose sizes and levers by what it will take; see docs/planning.md.
+            It costs a second or a few, and is left out where the budget is thousands of times what weights and batch take.
         recover: Repeat a step in smaller parts after an out-of-memory error.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs
             out while it writes. Costs their bytes once more, and time.
@@ -79,6 +81,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         recompute: bool | Literal["auto"] = "auto",
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
+        predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
@@ -100,7 +103,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel)
+        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
         super().__init__(device="cpu", checkpoint_io=AtomicCheckpointIO())
 
     @property

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -36,7 +36,17 @@ from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
 
-__all__ = ["UnifiedOptimization"]
+__all__ = ["Foresight", "UnifiedOptimization"]
+
+
+class Foresight(Protocol):
+    """What plans for batches before they run."""
+
+    def look(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for `batch`, if nothing like it has been planned for."""
+
+    def batch_done(self) -> None:
+        """Learn from a batch that has run."""
 
 
 class UnifiedOptimization(_AutomaticOptimization):
@@ -45,12 +55,14 @@ class UnifiedOptimization(_AutomaticOptimization):
     Args:
         trainer: The Trainer whose batches are run.
         policy: How to cut and what to do when memory runs out.
+        foresight: What plans for a batch before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         super().__init__(trainer)
         module = trainer.lightning_module
         self._policy = policy
+        self._foresight = foresight
         self._cutter = Cutter(module)
         self._buffers = BufferWatch(module)
         self._metrics = metrics_of(module)
@@ -85,6 +97,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._cutter.shape(kwargs[key])
+        if self._foresight is not None:
+            self._foresight.look(kwargs[key], shape)
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
             terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
@@ -96,6 +110,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             self._window.done()
         self._policy.batch_done(shape)
+        if self._foresight is not None:
+            self._foresight.batch_done()
         return outputs
 
     def _run_and_recover(

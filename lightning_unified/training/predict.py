@@ -62,9 +62,7 @@ def predict(
         ConfigurationError: If the device is none of those named.
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
-    setting = Setting(
-        precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
-    )
+    setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
     planner = Planner(module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step)
     return planner.predict(setting, micro_batch_size=micro_batch_size)
 

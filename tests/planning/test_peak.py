@@ -58,7 +58,13 @@ def test_the_instant_is_named_by_phase_module_and_operation():
 
 
 def test_an_instant_outside_modules_is_named_by_its_phase():
-    trace = trace_of(Work("", "setup"), Take(0, 8, "weights"), Give(0), Work("aten.add_.Tensor", "optimizer step"), Take(1, 600, "temporaries"))
+    trace = trace_of(
+        Work("", "setup"),
+        Take(0, 8, "weights"),
+        Give(0),
+        Work("aten.add_.Tensor", "optimizer step"),
+        Take(1, 600, "temporaries"),
+    )
     assert peak(trace).instant == "optimizer step (aten.add_.Tensor)"
 
 

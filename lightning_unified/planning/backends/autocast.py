@@ -32,7 +32,19 @@ upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsa
 """.split()
 _RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read in half precision, summed in float32
 _SOFTMAX = ("softmax", "log_softmax")
-_PROMOTED = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add")
+_PROMOTED = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+)
 _LOWERED = ("addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention")
 _CPU_RAISES = """
 avg_pool3d max_pool3d adaptive_avg_pool3d pad reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
@@ -63,7 +75,9 @@ def casts_of(backend: str) -> Mapping[str, Cast]:
 
 
 def _casts(name: str, key: str) -> bool:
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(each, key) for each in _overloads().get(f"aten::{name}", ()))
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(each, key) for each in _overloads().get(f"aten::{name}", ())
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
 """Bytes that a kernel takes beside what its fake results show."""
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -25,7 +25,9 @@ __all__ = ["FirstStep"]
 
 log = logging.getLogger("lightning_unified")
 
-_NEGLIGIBLE = 2000  # judgement: a step takes less than this many times its weights, state and batch, whatever is in between
+_NEGLIGIBLE = (
+    2000  # judgement: a step takes less than this many times its weights, state and batch, whatever is in between
+)
 _STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
 _SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
 
@@ -57,7 +59,7 @@ class FirstStep:
         self._kind = ""
         self.prediction: Prediction | None = None
         self.alternatives: tuple[Candidate, ...] = ()
-        self.reason = ""
+        self.reason = "no batch has run yet"
 
     def look(self, batch: Any, shape: BatchShape | None) -> None:
         """Plan for `batch`, if it is the first one or its rows are longer than those planned for.
@@ -70,6 +72,9 @@ class FirstStep:
             return
         self._longest = elements
         if not self._is_worth_it(batch):
+            self.reason = (
+                "not worth it: sizes are known, or the budget is thousands of times what weights and batch take"
+            )
             return
         try:
             self._plan(batch, shape)
@@ -84,12 +89,20 @@ class FirstStep:
         if self._batches != _STEADY or self.prediction is None or self._calibration is None:
             return
         measured = self._policy.watch.measured_peak().bytes
-        counts_reserved = self._policy.watch.device.type == "cpu"
-        predicted = self.prediction.reserved_bytes if counts_reserved else self.prediction.peak_bytes
-        if measured is not None and measured > self._foreign and self._policy.watch.machine is None:
+        predicted = self.predicted_peak_bytes
+        real = self._policy.watch.machine is None
+        if real and measured is not None and predicted is not None and measured > self._foreign:
             self._calibration.record(
-                self._kind, predicted_bytes=predicted, measured_bytes=measured - self._foreign
+                self._kind, predicted_bytes=predicted - self._foreign, measured_bytes=measured - self._foreign
             )
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """What the device's counter is to show at the peak, with what the process held before; None while nothing is predicted."""
+        if self.prediction is None:
+            return None
+        of_process = self._policy.watch.device.type == "cpu"
+        return self._foreign + (self.prediction.reserved_bytes if of_process else self.prediction.peak_bytes)
 
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
@@ -132,16 +145,18 @@ class FirstStep:
         settings = settings_to_compare(
             plugin_precision(self._trainer.precision_plugin),
             policies=policy.recomputation.choices(),
-            kernels=policy.levers.kernel_choices(scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None),
+            kernels=policy.levers.kernel_choices(
+                scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None
+            ),
             chunks=policy.levers.chunk_choices(),
         )
         prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
         if prediction.confidence == "low":
             notes = "; ".join(prediction.notes)
             raise RehearsalError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
-        fits = prediction.reserved_bytes * self._calibration.peak_factor(planner.kind(settings[0])) <= budget
-        if fits and len(settings) == 1 or (fits and prediction.parts == 1 and not policy.levers.kernel_choices()):
-            self._adopt(planner, settings[0], prediction, reason=f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}")
+        if self._is_simple(planner, settings, prediction, budget=budget):
+            reason = f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
+            self._adopt(planner, settings[0], prediction, reason=reason)
             return
         choice = planner.choose(settings, budget_bytes=budget, rates=self._rates())
         self.alternatives = choice.alternatives
@@ -150,6 +165,12 @@ class FirstStep:
         if shape is not None and best.parts > 1:
             refused = -(-shape.rows // (best.parts - 1))
             policy.sizes.plan(shape, rows=best.micro_batch_size, refused=refused, room_bytes=watch.bytes)
+
+    def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
+        """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""
+        if len(settings) > 1 and (prediction.parts > 1 or any(one.optimizer_kernel for one in settings)):
+            return False
+        return planner.fits(settings[0], micro_batch_size=prediction.rows, limit=budget)
 
     def _unit(self, shape: BatchShape | None) -> int | None:
         """Return the rows that stay together: all of them where such a batch may not be cut."""
@@ -176,7 +197,11 @@ class FirstStep:
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         policy, why = self._policy, "as planned"
-        if setting.recompute is not None and setting.recompute.blocks != 0 and policy.recomputation.policy != setting.recompute:
+        if (
+            setting.recompute is not None
+            and setting.recompute.blocks != 0
+            and policy.recomputation.policy != setting.recompute
+        ):
             policy.recomputation.set(setting.recompute, why=why)
         if setting.optimizer_kernel is not None:
             policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import lightning as L
 
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planning.calibration import Calibration
+from lightning_unified.planning.calibration import Calibration, kind_of
 from lightning_unified.planning.cost import step_seconds
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates
-from lightning_unified.planning.reserve import reserved_bytes
+from lightning_unified.planning.reserve import fits_within, reserved_bytes
 from lightning_unified.planning.search import Candidate, Choice, Option, search
 from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Event, Take, Trace, Work
@@ -117,9 +117,21 @@ class Planner:
             RehearsalError: If the step cannot be rehearsed.
         """
         self._begun = time.monotonic()
-        rows = min(micro_batch_size or self.rows, self.rows)
-        parts = -(-self.rows // rows)
-        return self._summary(self._of(setting).exactly(rows, parts=parts), parts=parts)
+        trace, parts = self._exactly(setting, micro_batch_size)
+        return self._summary(trace, parts=parts)
+
+    def fits(self, setting: Setting, *, micro_batch_size: int | None, limit: int) -> bool:
+        """Return whether a step goes through within `limit` bytes, corrected by what was measured of its kind.
+
+        Args:
+            setting: As in `predict`.
+            micro_batch_size: As in `predict`.
+            limit: Of what the machine gives.
+
+        Raises:
+            RehearsalError: If the step cannot be rehearsed.
+        """
+        return self._goes_through(self._exactly(setting, micro_batch_size)[0], limit=limit)
 
     def choose(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
         """Return the setting and size of least predicted time that fits.
@@ -136,7 +148,7 @@ class Planner:
         return search(
             self._options(settings),
             budget_bytes=budget_bytes,
-            reserve=self._reserved,
+            reserve=partial(self._needed, limit=budget_bytes),
             rows=self.rows,
             unit=self._unit,
             least=self._least,
@@ -156,7 +168,8 @@ class Planner:
 
     def kind(self, setting: Setting) -> str:
         """Return under what name predictions of this kind are corrected by what was measured."""
-        return f"{self.backend} {setting.precision} {setting.recompute or 'as it is'}"
+        recomputes = setting.recompute is not None and setting.recompute.blocks != 0
+        return kind_of(backend=self.backend, precision=setting.precision, recomputes=recomputes)
 
     def _options(self, settings: Sequence[Setting]) -> Iterator[Option]:
         for index, setting in enumerate(settings):
@@ -184,6 +197,11 @@ class Planner:
             )
         return self._sizes[setting]
 
+    def _exactly(self, setting: Setting, micro_batch_size: int | None) -> tuple[Trace, int]:
+        rows = min(micro_batch_size or self.rows, self.rows)
+        parts = -(-self.rows // rows)
+        return self._of(setting).exactly(rows, parts=parts), parts
+
     def _trace(self, setting: Setting, rows: int, parts: int) -> Trace:
         trace = self._rehearse(
             rows=rows,
@@ -195,12 +213,24 @@ class Planner:
         )
         return trace if self._updates else _without_optimizer(trace)
 
-    def _reserved(self, trace: Trace) -> int:
-        return reserved_bytes(trace)
+    def _needed(self, trace: Trace, *, limit: int) -> int:
+        """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""
+        reserved = int(reserved_bytes(trace) * self._factor(trace))
+        return min(reserved, limit) if reserved <= limit or self._goes_through(trace, limit=limit) else reserved
+
+    def _goes_through(self, trace: Trace, *, limit: int) -> bool:
+        return fits_within(trace, int(limit / self._factor(trace)))
+
+    def _factor(self, trace: Trace) -> float:
+        if self._calibration is None:
+            return 1.0
+        return self._calibration.peak_factor(_kind(trace))
 
     def _summary(self, trace: Trace, *, parts: int) -> Prediction:
         seconds = None if self._rates is None else step_seconds(trace, self._rates)
-        found = summarise(trace, seconds=seconds if parts <= 2 else None, planning_seconds=time.monotonic() - self._begun)
+        found = summarise(
+            trace, seconds=seconds if parts <= 2 else None, planning_seconds=time.monotonic() - self._begun
+        )
         return replace(found, parts=parts)
 
 
@@ -224,3 +254,8 @@ def _without_optimizer(trace: Trace) -> Trace:
             continue
         events.append(event)
     return replace(trace, events=tuple(events))
+
+
+def _kind(trace: Trace) -> str:
+    recompute = trace.options.get("recompute", "none")
+    return kind_of(backend=trace.backend, precision=trace.options.get("precision", ""), recomputes=recompute != "none")

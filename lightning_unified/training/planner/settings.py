@@ -7,7 +7,11 @@ from lightning_unified.training.planner.planner import Setting
 
 __all__ = ["settings_to_compare"]
 
-_SHARES = (0.5, 0.25, 0.75)  # of the blocks, between none and all: what lies between two of these gains a few percent of the time
+_SHARES = (
+    0.5,
+    0.25,
+    0.75,
+)  # of the blocks, between none and all: what lies between two of these gains a few percent of the time
 
 
 def settings_to_compare(
