@@ -19,6 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 
 _STATE = tempfile.TemporaryDirectory(prefix="lightning-unified-state-")  # removed when the process ends
 os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the home
+os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
 
 
 @pytest.fixture(autouse=True)

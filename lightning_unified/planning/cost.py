@@ -1,0 +1,68 @@
+"""What a step will last: its operations at the rates of a machine."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_unified.planning.rates.record import Rates
+from lightning_unified.planning.trace import Phase, Trace, Work
+
+__all__ = ["cut_seconds", "step_seconds"]
+
+_OUTSIDE: tuple[Phase, ...] = ("setup", "validation")
+"""Phases that are no part of a training step."""
+
+_Loads = Mapping[tuple[str, Phase], float]
+"""Seconds by who is busy (`"host"`, `"device"`) and phase."""
+
+
+def step_seconds(trace: Trace, rates: Rates) -> float:
+    """Return the seconds that a step is predicted to last.
+
+    A GPU works through what the host has put in its queue, so a phase lasts as long as the busier of the two: the host, which needs
+    `rates.launch` for each operation, or the device, which needs the time of its kernels. A CPU is both, one after the other. The
+    optimizer's kernels (fused, foreach, a loop) differ by their operations and the bytes these move, and by nothing else.
+
+    Args:
+        trace: Of the step, with all its micro-batches.
+        rates: Of the machine.
+    """
+    return _seconds(_loads(trace, rates), backend=trace.backend)
+
+
+def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
+    """Return the seconds of a step whose batch is cut into micro-batches of `sizes` rows.
+
+    What another micro-batch adds is what a step of two has more than a step of one; so however many there are, and if some have a
+    row less than others, four traces tell.
+
+    Args:
+        at: The trace of a step by rows of a micro-batch and number of micro-batches.
+        sizes: Rows of each micro-batch, the largest first.
+        rates: Of the machine.
+    """
+    first = at(sizes[0], 1)
+    alone = {sizes[0]: _loads(first, rates)}
+    total = dict(alone[sizes[0]])
+    for size, count in Counter(sizes[1:]).items():
+        once = alone.get(size) or _loads(at(size, 1), rates)
+        for key, seconds in _loads(at(size, 2), rates).items():
+            total[key] = total.get(key, 0.0) + count * (seconds - once.get(key, 0.0))
+    return _seconds(total, backend=first.backend)
+
+
+def _loads(trace: Trace, rates: Rates) -> _Loads:
+    loads: dict[tuple[str, Phase], float] = {("host", "forward"): rates.part * trace.parts}
+    for event in trace.events:
+        if isinstance(event, Work) and event.phase not in _OUTSIDE:
+            host, device = ("host", event.phase), ("device", event.phase)
+            kernel = rates.kernel_seconds(flops=event.flops, moved=event.moved, dtype=event.dtype)
+            loads[host] = loads.get(host, 0.0) + rates.launch
+            loads[device] = loads.get(device, 0.0) + kernel
+    return loads
+
+
+def _seconds(loads: _Loads, *, backend: str) -> float:
+    if backend == "cpu":
+        return sum(loads.values())
+    phases = {phase for _, phase in loads}
+    return sum(max(loads.get(("host", phase), 0.0), loads.get(("device", phase), 0.0)) for phase in phases)

@@ -1,0 +1,227 @@
+"""The speeds of a device that is here, measured in a second or two with what torch itself runs."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_unified.planning.rates.record import Alignment, Rates
+from lightning_unified.planning.rates.tabled import PART
+from lightning_unified.units import MIB
+
+__all__ = ["measure_alignment", "measure_rates"]
+
+_LONG = 0.04  # judgement: seconds of one product after which no larger one is tried
+_REPEATS = 3
+_PAYS = 1.03  # judgement: below three in a hundred, a difference between sizes is noise
+_BACKLOG, _TINY = 8, 200
+
+
+def measure_rates(device: torch.device | str) -> Rates:
+    """Return the rates of a device that is here, in at most about two seconds on a CPU and one on a GPU.
+
+    Takes up to about 200 MiB of the device for that time and leaves the random generators and the settings as they were.
+
+    Args:
+        device: Such as `"cpu"` or `"cuda:0"`.
+    """
+    device = torch.device(device)
+    name = _name(device)
+    with _undisturbed(device):
+        flops = _all_products(device)
+        launch = _launch(device)
+        kernel = 0.0 if device.type == "cpu" else _kernel(device)
+        bandwidth = _bandwidth(device)
+    how = f"measured on {name}, torch {torch.__version__}, {torch.get_num_threads()} threads of the host"
+    return Rates(
+        name=name,
+        flops=flops,
+        bandwidth=bandwidth,
+        launch=launch,
+        kernel=kernel,
+        part=PART,
+        sources={
+            "flops": f"{how}: the fastest of square products up to {_sides(device, 2)[-1]}",
+            "bandwidth": f"{how}: a buffer scaled in place",
+            "launch": f"{how}: forward and backward of narrow layers, by operation",
+            "kernel": "part of launch" if device.type == "cpu" else f"{how}: tiny operations behind a backlog",
+            "part": "judgement",
+        },
+    )
+
+
+def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
+    """Return what rows that are multiples of 8 or 64, and powers of two, gain in matrix products on a device that is here.
+
+    Products of (rows, 1024) and (1024, 1024) are timed for rows around 512: a power of two, another multiple of 64, multiples of 8
+    only, and odd numbers. Takes about half a second.
+
+    Args:
+        device: Such as `"cpu"` or `"cuda:0"`.
+        dtype: Default bfloat16 on a GPU, float32 on a CPU.
+    """
+    device = torch.device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    groups = {64: (512, 576), 8: (504, 568), 1: (509, 573)}
+    per_row: dict[int, float] = {}
+    with _undisturbed(device):
+        right = _filled((1024, 1024), device, dtype)
+        for rows in (rows for group in groups.values() for rows in group):
+            left = _filled((rows, 1024), device, dtype)
+            per_row[rows] = _seconds(lambda left=left: left @ right, device, repeats=7) / rows
+    cost = {multiple: sum(per_row[rows] for rows in group) / len(group) for multiple, group in groups.items()}
+    multiple, gain = _verdict(cost)
+    return Alignment(
+        device=_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        seconds_per_row=per_row,
+        multiple=multiple,
+        gain=gain,
+        source=f"measured, torch {torch.__version__}: best of products of (rows, 1024) and (1024, 1024)",
+    )
+
+
+def _verdict(cost: dict[int, float]) -> tuple[int, float]:
+    """Return the multiple that pays and how much longer the others take, from the seconds a row takes by multiple (1, 8, 64)."""
+    if cost[8] > _PAYS * cost[64]:
+        return 64, cost[8] / cost[64]
+    if cost[1] > _PAYS * cost[8]:
+        return 8, cost[1] / cost[8]
+    return 1, 1.0
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "this CPU" if device.type == "cpu" else device.type.upper()
+
+
+def _all_products(device: torch.device) -> dict[str, float]:
+    """Return the rate of products by dtype; a 16-bit format that the device refuses has none."""
+    with _float32_as("highest"):
+        flops = {"float32": _product_rate(device, torch.float32)}
+    if device.type == "cuda":
+        with _float32_as("high"):
+            flops["tf32"] = _product_rate(device, torch.float32)
+    for dtype in ("bfloat16",) if device.type == "cpu" else ("bfloat16", "float16"):
+        with suppress(RuntimeError, TypeError):
+            flops[dtype] = _product_rate(device, getattr(torch, dtype))
+    return flops
+
+
+def _sides(device: torch.device, width: int) -> list[int]:
+    largest = 1024 if device.type == "cpu" else (4096 if width == 2 else 2048)
+    return [side for side in (256, 512, 1024, 2048, 4096) if side <= largest]
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the most operations a second that square products reach; sizes grow until one takes long."""
+    best = 0.0
+    for side in _sides(device, dtype.itemsize):
+        left, right = _filled((side, side), device, dtype), _filled((side, side), device, dtype)
+        seconds = _seconds(lambda left=left, right=right: left @ right, device)
+        best = max(best, 2 * side**3 / seconds)
+        if seconds > _LONG:
+            break
+    return best
+
+
+def _bandwidth(device: torch.device) -> float:
+    size = (64 if device.type == "cpu" else 192) * MIB
+    buffer = torch.ones(size // 4, device=device)
+    return 2 * size / _seconds(lambda: buffer.mul_(1.0), device)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what reaches the dispatcher below autograd, as a trace of a step does."""
+
+    count = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _launch(device: torch.device) -> float:
+    """Return the host's seconds an operation of forward and backward, from a step that has next to nothing to compute."""
+    layers = [nn.Linear(8, 8, device=device), nn.LayerNorm(8, device=device), nn.GELU()]
+    with torch.no_grad():
+        for parameter in layers[0].parameters():
+            parameter.fill_(0.1)
+    network, entries = nn.Sequential(*layers * 20), _filled((8, 8), device, torch.float32)
+
+    def step() -> None:
+        network(entries).sum().backward()
+
+    step()
+    with _Counter() as counter:
+        step()
+    return _seconds(step, device) / counter.count
+
+
+def _kernel(device: torch.device) -> float:
+    """Return the device's seconds for an operation on next to nothing: many of them behind a backlog that lets the host run ahead."""
+    side = 4096 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    square, tiny = _filled((side, side), device, dtype), torch.ones(16, device=device)
+
+    def backlog() -> None:
+        for _ in range(_BACKLOG):
+            square @ square
+
+    def both() -> None:
+        backlog()
+        for _ in range(_TINY):
+            tiny.add_(0.0)
+
+    return max(_seconds(both, device) - _seconds(backlog, device), 0.0) / _TINY
+
+
+def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS) -> float:
+    """Return the least time of a few calls, after one that is not timed."""
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        _wait(device)
+        begun = time.perf_counter()
+        call()
+        _wait(device)
+        best = min(best, time.perf_counter() - begun)
+    return max(best, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def _filled(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return values of ordinary size, made without a random generator."""
+    return torch.linspace(-1, 1, shape[0] * shape[1], device=device).view(shape).to(dtype)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep the caller's modes (autocast, inference, no gradients) out of the measurement, and its random generator as it is."""
+    state = torch.get_rng_state()
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _float32_as(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

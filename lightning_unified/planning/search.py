@@ -1,0 +1,276 @@
+"""The plan of least predicted step time that fits into a budget."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from lightning_unified.planning.cost import cut_seconds
+from lightning_unified.planning.cuts import cuts
+from lightning_unified.planning.rates import Alignment, Rates
+from lightning_unified.planning.trace import Trace
+from lightning_unified.units import format_bytes
+
+__all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
+
+
+class Sizes(Protocol):
+    """The step under one setting of the levers, at any size, as `planning.lines.Lines` gives it."""
+
+    def at(self, rows: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step of `parts` micro-batches of `rows` rows."""
+        ...
+
+    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
+        """Return the most bytes that live at once in that step; it never falls as `rows` grow."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One setting of the levers.
+
+    Attributes:
+        lines: The step under it. May make its traces when first asked: options that cannot win are never asked.
+        recompute: What runs again in the backward pass, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention kept"`.
+        again: The share of the forward pass that runs again, from 0 to 1; of two options that differ in nothing else, the one
+            with less is never slower.
+        precision: Lightning's name.
+        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the user's.
+        loss_chunk: Rows of logits at once; None computes the loss as the module does.
+        changes: How many of the user's own settings it changes; decides between options of equal time.
+    """
+
+    lines: Sizes
+    recompute: str = "none"
+    again: float = 0.0
+    precision: str = "32-true"
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+    changes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One plan: an option with the way a batch is cut under it.
+
+    Attributes:
+        micro_batch_size: Rows of the largest micro-batch.
+        parts: Micro-batches in a step.
+        recompute, precision, optimizer_kernel, loss_chunk: As in `Option`.
+        peak_bytes: The most that tensors take at once.
+        reserved_bytes: What the allocator takes for them; this is held against the budget.
+        seconds: What a step is predicted to last.
+        fits: Whether `reserved_bytes` are within the budget.
+    """
+
+    micro_batch_size: int
+    parts: int
+    recompute: str
+    precision: str
+    optimizer_kernel: str | None
+    loss_chunk: int | None
+    peak_bytes: int
+    reserved_bytes: int
+    seconds: float
+    fits: bool
+
+    def describe(self) -> str:
+        """Return the plan in words: `"2 parts of 32 rows, 6 of 12 blocks recomputed"`."""
+        whole = f"the whole batch of {self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)} at once"
+        size = whole if self.parts == 1 else f"{self.parts} parts of {self.micro_batch_size} rows at most"
+        recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
+        named = [size, recompute, self.precision]
+        named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
+        named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
+        return ", ".join(named)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for `plan.json`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a search found.
+
+    Attributes:
+        best: The plan of least predicted time; None if none fits.
+        alternatives: The other options, each with its best way to cut: first those that fit, fastest first, then those that do
+            not even in the smallest parts, with what these need, least first.
+        reason: Why, in words.
+    """
+
+    best: Candidate | None
+    alternatives: tuple[Candidate, ...]
+    reason: str
+
+
+def search(
+    options: Iterable[Option],
+    *,
+    budget_bytes: int,
+    reserve: Callable[[Trace], int],
+    rows: int,
+    rates: Rates,
+    unit: int = 1,
+    least: int = 1,
+    most: int | None = None,
+    alignment: Alignment | None = None,
+) -> Choice:
+    """Return the plan that is predicted to take least time within the budget.
+
+    Every option is cut into as few micro-batches as fit: fewer are never slower, as each costs its launches and what does not
+    depend on its rows anew. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
+    are looked at too. Which ways of cutting there are, and what each takes and lasts, does not depend on the budget; a larger budget
+    only adds ways, and so never gives a slower plan.
+
+    Args:
+        options: Settings to choose from, the user's own first.
+        budget_bytes: What the run may use.
+        reserve: The bytes that a step takes of the machine, calibrated or not; never less than the lines' `peak_bytes`.
+        rows: Of the whole batch.
+        rates: Of the machine.
+        unit: Rows that stay together (`micro_batch_unit`); `rows` where a batch cannot be cut.
+        least: Rows that every micro-batch needs.
+        most: The largest micro-batch that the user allows; None allows any.
+        alignment: What aligned sizes gain on the machine; None looks at no alignment.
+
+    Raises:
+        ValueError: If there is no option, or a number of rows is not positive.
+    """
+    ways = cuts(rows, unit=unit, least=least, most=most)
+    measure = _Measure(budget_bytes=budget_bytes, reserve=reserve, rates=rates, alignment=alignment)
+    fitting: list[tuple[Option, Candidate]] = []
+    short: list[Candidate] = []
+    first: Option | None = None
+    for option in options:
+        first = first or option
+        if any(_outdone(option, by, plan) for by, plan in fitting):
+            continue
+        plans = measure.best_plans(option, ways)
+        fitting += [(option, plan) for plan in plans if plan.fits]
+        short += [plan for plan in plans if not plan.fits]
+    if first is None:
+        raise ValueError("a search needs at least one option; give the user's own settings as one.")
+    short.sort(key=lambda plan: plan.reserved_bytes)
+    if not fitting:
+        return Choice(best=None, alternatives=tuple(short), reason=_refusal(short, budget_bytes))
+    fitting.sort(key=lambda pair: (pair[1].seconds, pair[0].changes, pair[1].parts))
+    best, *others = [plan for _, plan in fitting]
+    whole = first.lines.peak_bytes(ways[0][0], parts=min(len(ways[0]), 2))
+    reason = _reason(best, others, budget_bytes=budget_bytes, own_bytes=whole, own=first, ways=ways)
+    return Choice(best=best, alternatives=(*others, *short), reason=reason)
+
+
+def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
+    """Return what the options need at least, in words and bytes, least first: the table under a refusal."""
+    return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measure:
+    budget_bytes: int
+    reserve: Callable[[Trace], int]
+    rates: Rates
+    alignment: Alignment | None
+
+    def best_plans(self, option: Option, ways: list[tuple[int, ...]]) -> list[Candidate]:
+        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; else the smallest, not fitting."""
+        start = self._first_that_may_fit(option, ways)
+        length = option.lines.at(ways[-1][0], parts=1).length or 1
+        found: list[Candidate] = []
+        for way in ways[start:]:
+            aligned = self._is_aligned(way, length=length)
+            if found and not aligned:
+                continue
+            plan = self._plan(option, way)
+            if plan.fits:
+                found.append(self._timed(plan, option, way, aligned=aligned))
+                if aligned:
+                    return found
+        if found:
+            return found
+        smallest, aligned = ways[-1], self._is_aligned(ways[-1], length=length)
+        return [self._timed(self._plan(option, smallest), option, smallest, aligned=aligned)]
+
+    def _first_that_may_fit(self, option: Option, ways: list[tuple[int, ...]]) -> int:
+        """Return the index of the first way whose live bytes are within the budget, for these are quick to tell; by bisection, as
+        they never grow with the number of parts from two on.
+        """
+        if self._peak(option, ways[0]) <= self.budget_bytes:
+            return 0
+        low, high = 1, len(ways)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._peak(option, ways[middle]) <= self.budget_bytes else (middle + 1, high)
+        return low
+
+    @staticmethod
+    def _peak(option: Option, way: tuple[int, ...]) -> int:
+        return option.lines.peak_bytes(way[0], parts=min(len(way), 2))
+
+    def _plan(self, option: Option, way: tuple[int, ...]) -> Candidate:
+        """Return a plan not timed yet. From the second micro-batch on all take the same, so two tell."""
+        reserved = self.reserve(option.lines.at(way[0], parts=min(len(way), 2)))
+        return Candidate(
+            micro_batch_size=way[0],
+            parts=len(way),
+            recompute=option.recompute,
+            precision=option.precision,
+            optimizer_kernel=option.optimizer_kernel,
+            loss_chunk=option.loss_chunk,
+            peak_bytes=self._peak(option, way),
+            reserved_bytes=reserved,
+            seconds=float("inf"),
+            fits=reserved <= self.budget_bytes,
+        )
+
+    def _timed(self, plan: Candidate, option: Option, way: tuple[int, ...], *, aligned: bool) -> Candidate:
+        rates = self.rates if aligned or self.alignment is None else self.rates.slowed(self.alignment.gain)
+        return replace(plan, seconds=cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates))
+
+    def _is_aligned(self, way: tuple[int, ...], *, length: int) -> bool:
+        """Return whether products have rows of the multiple that pays: a row of the batch is as many of them as it is long."""
+        return self.alignment is None or all(rows * length % self.alignment.multiple == 0 for rows in set(way))
+
+
+def _outdone(option: Option, by: Option, plan: Candidate) -> bool:
+    """Return whether an option can be no faster than a plan: the whole batch at once, with less that runs again, all else equal."""
+    same = (option.precision, option.optimizer_kernel, option.loss_chunk) == (
+        by.precision,
+        by.optimizer_kernel,
+        by.loss_chunk,
+    )
+    return plan.parts == 1 and same and by.again < option.again
+
+
+def _refusal(short: list[Candidate], budget_bytes: int) -> str:
+    least = "; ".join(f"{plan.describe()} needs {format_bytes(plan.reserved_bytes)}" for plan in short[:3])
+    return f"no plan fits into {format_bytes(budget_bytes)}: {least}"
+
+
+def _reason(
+    best: Candidate,
+    others: list[Candidate],
+    *,
+    budget_bytes: int,
+    own_bytes: int,
+    own: Option,
+    ways: list[tuple[int, ...]],
+) -> str:
+    text = (
+        f"{best.describe()}: {_time(best.seconds)} a step predicted, {format_bytes(best.reserved_bytes)} of "
+        f"{format_bytes(budget_bytes)}"
+    )
+    if others:
+        text += f"; next, {others[0].describe()}: {_time(others[0].seconds)}"
+    if own_bytes > budget_bytes:
+        text += (
+            f"; {'the whole batch' if len(ways[0]) == 1 else f'{ways[0][0]} rows'} at once, recomputed: {own.recompute}, "
+            f"would take {format_bytes(own_bytes)} or more"
+        )
+    return text
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
