@@ -12,7 +12,14 @@ from typing import Any
 
 from lightning_unified.planning.rates import Alignment, Rates
 
-__all__ = ["CACHE_VARIABLE", "Calibration", "cache_directory", "calibrated_machines", "clear_calibrations", "machine_key"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "Calibration",
+    "cache_directory",
+    "calibrated_machines",
+    "clear_calibrations",
+    "machine_key",
+]
 
 log = logging.getLogger("lightning_unified")
 

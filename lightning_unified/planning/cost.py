@@ -1,17 +1,17 @@
 """What a step will last: its operations at the rates of a machine."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_unified.planning.rates.record import Rates
-from lightning_unified.planning.trace import Phase, Trace, Work
+from lightning_unified.planning.trace import Trace, Work
 
 __all__ = ["cut_seconds", "step_seconds"]
 
-_OUTSIDE: tuple[Phase, ...] = ("setup", "validation")
+_OUTSIDE = ("setup", "validation")
 """Phases that are no part of a training step."""
 
-_Loads = Mapping[tuple[str, Phase], float]
+_Loads = dict[tuple[str, str], float]
 """Seconds by who is busy (`"host"`, `"device"`) and phase."""
 
 
@@ -51,7 +51,7 @@ def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Ra
 
 
 def _loads(trace: Trace, rates: Rates) -> _Loads:
-    loads: dict[tuple[str, Phase], float] = {("host", "forward"): rates.part * trace.parts}
+    loads: _Loads = {("host", "forward"): rates.part * trace.parts}
     for event in trace.events:
         if isinstance(event, Work) and event.phase not in _OUTSIDE:
             host, device = ("host", event.phase), ("device", event.phase)

@@ -22,7 +22,8 @@ def cuts(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -
         raise ValueError(f"rows={rows}, unit={unit}, least={least}, most={most}: give positive numbers of rows.")
     units = rows // unit
     most_parts = 1 if rows % unit else max(rows // max(least, unit), 1)
-    found, parts = [(rows,)], 1
+    found: list[tuple[int, ...]] = [(rows,)]
+    parts = 1
     while (largest := -(-units // parts)) > 1:
         parts = -(-units // (largest - 1))
         if parts > most_parts:

@@ -112,6 +112,4 @@ def generation_bytes(
     )
     position = batch * vocabulary
     logits = position * (prompt_logits * item_bytes + logits_copies * 4)
-    return Generation(
-        weights=weights_bytes, cache=cache, logits=logits, prompt=batch * prompt * widest * item_bytes
-    )
+    return Generation(weights=weights_bytes, cache=cache, logits=logits, prompt=batch * prompt * widest * item_bytes)

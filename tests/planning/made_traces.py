@@ -47,9 +47,7 @@ class MadeLines:
             if part:
                 events.append(Work("add_", "backward", moved=3 * self.fixed))
         events.append(Work("adam", "optimizer step", flops=self.optimizer[0], moved=self.optimizer[1]))
-        return Trace(
-            events=tuple(events), rows=rows, parts=parts, backend=self.backend, length=self.length
-        )
+        return Trace(events=tuple(events), rows=rows, parts=parts, backend=self.backend, length=self.length)
 
     def peak_bytes(self, rows, *, parts=1):
         return self.fixed + self.per_row * rows

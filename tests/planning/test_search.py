@@ -17,7 +17,9 @@ def recomputing(share, *, per_row=100, again=0.5):
     """An option that keeps less and computes `share` of the forward pass again."""
     extra = ((0, int(share * GFLOP), 0, int(share * 10**6)),) if share else ()
     lines = MadeLines(per_row=per_row, works=((0, GFLOP, 0, 10**6), *extra))
-    return Option(lines=lines, recompute="all" if share else "none", again=again if share else 0.0, changes=int(share > 0))
+    return Option(
+        lines=lines, recompute="all" if share else "none", again=again if share else 0.0, changes=int(share > 0)
+    )
 
 
 def find(options, budget, *, rows=16, **how):
@@ -127,7 +129,13 @@ def test_without_options_there_is_no_search():
 
 def aligned(multiple, gain):
     return Alignment(
-        device="x", dtype="bfloat16", seconds_per_row={}, multiple=multiple, gain=gain, source="made by hand"
+        device="x",
+        dtype="bfloat16",
+        seconds_per_row={},
+        without={},
+        multiple=multiple,
+        gain=gain,
+        source="made by hand",
     )
 
 
@@ -152,9 +160,7 @@ def test_rows_of_an_aligned_length_are_aligned_in_any_number():
     assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(64, 1.5)).best.micro_batch_size == 48
 
 
-works = st.tuples(
-    st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9)
-)
+works = st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9))
 made_options = st.builds(
     Option,
     lines=st.builds(

@@ -1,7 +1,8 @@
 """The speeds of a device that is here, measured in a second or two with what torch itself runs."""
 
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ _LONG = 0.04  # judgement: seconds of one product after which no larger one is t
 _REPEATS = 3
 _PAYS = 1.03  # judgement: below three in a hundred, a difference between sizes is noise
 _BACKLOG, _TINY = 8, 200
+_ROWS, _ROUNDS = (512, 576, 960, 1024), 5
 
 
 def measure_rates(device: torch.device | str) -> Rates:
@@ -58,8 +60,8 @@ def measure_rates(device: torch.device | str) -> Rates:
 def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
     """Return what rows that are multiples of 8 or 64, and powers of two, gain in matrix products on a device that is here.
 
-    Products of (rows, 1024) and (1024, 1024) are timed for rows around 512: a power of two, another multiple of 64, multiples of 8
-    only, and odd numbers. Takes about half a second.
+    Each size is compared with its neighbours of a few rows less, so that what a product costs whatever its alignment (tiles that
+    are not full) is the same in both. A gain counts if every pair of neighbours shows it. Takes about half a second.
 
     Args:
         device: Such as `"cpu"` or `"cuda:0"`.
@@ -67,31 +69,50 @@ def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None =
     """
     device = torch.device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    groups = {64: (512, 576), 8: (504, 568), 1: (509, 573)}
-    per_row: dict[int, float] = {}
-    with _undisturbed(device):
-        right = _filled((1024, 1024), device, dtype)
-        for rows in (rows for group in groups.values() for rows in group):
-            left = _filled((rows, 1024), device, dtype)
-            per_row[rows] = _seconds(lambda left=left: left @ right, device, repeats=7) / rows
-    cost = {multiple: sum(per_row[rows] for rows in group) / len(group) for multiple, group in groups.items()}
-    multiple, gain = _verdict(cost)
+    per_row = _row_seconds(device, dtype)
+    ratios = {
+        "multiple of 8": [per_row[rows - 3] / per_row[rows - 8] for rows in _ROWS],
+        "multiple of 64": [per_row[rows - 8] / per_row[rows] for rows in _ROWS],
+        "power of two": [per_row[576] / per_row[512], per_row[960] / per_row[1024]],
+    }
+    multiple, gain = verdict(ratios)
     return Alignment(
         device=_name(device),
         dtype=str(dtype).removeprefix("torch."),
         seconds_per_row=per_row,
+        without={name: statistics.median(found) for name, found in ratios.items()},
         multiple=multiple,
         gain=gain,
-        source=f"measured, torch {torch.__version__}: best of products of (rows, 1024) and (1024, 1024)",
+        source=f"measured, torch {torch.__version__}: products of (rows, n) and (n, n), the best of several rounds",
     )
 
 
-def _verdict(cost: dict[int, float]) -> tuple[int, float]:
-    """Return the multiple that pays and how much longer the others take, from the seconds a row takes by multiple (1, 8, 64)."""
-    if cost[8] > _PAYS * cost[64]:
-        return 64, cost[8] / cost[64]
-    if cost[1] > _PAYS * cost[8]:
-        return 8, cost[1] / cost[8]
+def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    """Return the seconds a row takes by size: multiples of 64, and beside each a multiple of 8 and an odd number."""
+    width, calls = (512, 1) if device.type == "cpu" else (4096, 20)
+    sizes = [rows - less for rows in _ROWS for less in (0, 8, 3)]
+    best = dict.fromkeys(sizes, float("inf"))
+    with _undisturbed(device):
+        right = _filled((width, width), device, dtype)
+        left = _filled((max(sizes), width), device, dtype)
+        for _ in range(_ROUNDS):  # all sizes in turn: what else the machine does meets each of them
+            for rows in sizes:
+                entries = left[:rows]
+                seconds = _seconds(lambda entries=entries: [entries @ right for _ in range(calls)], device, repeats=1)
+                best[rows] = min(best[rows], seconds / calls / rows)
+    return best
+
+
+def verdict(ratios: Mapping[str, Sequence[float]]) -> tuple[int, float]:
+    """Return the multiple that pays, the largest that does, and how much longer sizes without it take.
+
+    Args:
+        ratios: By property, what neighbours without it take, one figure a pair; a property pays if all of them show it.
+    """
+    for multiple in (64, 8):
+        found = ratios[f"multiple of {multiple}"]
+        if min(found) > _PAYS:
+            return multiple, statistics.median(found)
     return 1, 1.0
 
 
@@ -126,7 +147,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
         left, right = _filled((side, side), device, dtype), _filled((side, side), device, dtype)
         seconds = _seconds(lambda left=left, right=right: left @ right, device)
         best = max(best, 2 * side**3 / seconds)
-        if seconds > _LONG:
+        if seconds > _LONG and side > 256:  # a smaller one is slow only where another program is in the way
             break
     return best
 
@@ -173,7 +194,7 @@ def _kernel(device: torch.device) -> float:
 
     def backlog() -> None:
         for _ in range(_BACKLOG):
-            square @ square
+            torch.mm(square, square)
 
     def both() -> None:
         backlog()

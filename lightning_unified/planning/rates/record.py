@@ -71,7 +71,9 @@ class Alignment:
         device: On which it was measured.
         dtype: In which it was measured.
         seconds_per_row: By rows of the product's left factor, what a row took at best.
-        multiple: The smallest of 1, 8 and 64 whose multiples are as fast as any; 1 where alignment gains nothing.
+        without: By property (`"multiple of 8"`, `"multiple of 64"`, `"power of two"`), how much longer a row takes in a neighbouring
+            size that lacks it, as a ratio; 1.0 is no difference.
+        multiple: The multiple that pays, 64 or 8; 1 where alignment gains nothing beyond noise.
         gain: How much longer a row takes in a size that is no such multiple, as a ratio; 1.0 where alignment gains nothing.
         source: How it was measured, in words.
     """
@@ -79,6 +81,7 @@ class Alignment:
     device: str
     dtype: str
     seconds_per_row: Mapping[int, float]
+    without: Mapping[str, float]
     multiple: int
     gain: float
     source: str
@@ -95,9 +98,8 @@ class Alignment:
 
     def describe(self) -> str:
         """Return the finding in a sentence."""
-        if self.multiple == 1:
-            return f"on {self.device} sizes that are multiples of 8 or 64 are no faster than others ({self.dtype})"
-        return (
-            f"on {self.device} a row of a size that is no multiple of {self.multiple} takes {self.gain:.2f} times as long "
-            f"({self.dtype})"
+        figures = ", ".join(f"no {name} {ratio:.2f}" for name, ratio in self.without.items())
+        verdict = (
+            "no alignment of sizes pays" if self.multiple == 1 else f"sizes that are multiples of {self.multiple} pay"
         )
+        return f"on {self.device} {verdict}: times as long a row, by what its size is not: {figures} ({self.dtype})"

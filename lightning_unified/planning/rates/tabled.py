@@ -44,9 +44,7 @@ class _Chip:
 
 def _apple(float32: float, bandwidth: float, *, bfloat16: float | None = None) -> _Chip:
     source = "Apple's data sheet for GB/s; GPU cores x 128 lanes x 2 x clock; 16-bit formats have no faster unit there (philipturner/metal-benchmarks)"
-    return _Chip(
-        float32=float32, half=float32, bfloat16=bfloat16, bandwidth=bandwidth, source=source, host="mac"
-    )
+    return _Chip(float32=float32, half=float32, bfloat16=bfloat16, bandwidth=bandwidth, source=source, host="mac")
 
 
 _AMPERE_CARD = "NVIDIA GA102 white paper: tensor peaks with fp32 accumulation"
@@ -98,7 +96,9 @@ _CHIPS: Mapping[str, _Chip] = MappingProxyType(
             source="AMD's data sheet; bf16 is emulated, taken as half of fp32",
             host="desktop",
         ),
-        "mi300x": _Chip(float32=163.4, tf32=653.7, half=1307, bandwidth=5300, source="AMD's data sheet, without sparsity"),
+        "mi300x": _Chip(
+            float32=163.4, tf32=653.7, half=1307, bandwidth=5300, source="AMD's data sheet, without sparsity"
+        ),
         "rtx 3060": _Chip(float32=12.7, tf32=12.7, half=25.5, bandwidth=360, source=_AMPERE_CARD, host="desktop"),
         "rtx 3090": _Chip(float32=35.6, tf32=35.6, half=71, bandwidth=936, source=_AMPERE_CARD, host="desktop"),
         "rtx 4090": _Chip(float32=82.6, tf32=82.6, half=165.2, bandwidth=1008, source=_ADA_CARD, host="desktop"),
