@@ -55,10 +55,16 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
     for event in trace.events:
         if isinstance(event, Work) and event.phase not in _OUTSIDE:
             host, device = ("host", event.phase), ("device", event.phase)
-            kernel = rates.kernel_seconds(flops=event.flops, moved=event.moved, dtype=event.dtype)
+            dtype = "tf32" if _is_tf32(event, trace.backend) else event.dtype
+            kernel = rates.kernel_seconds(flops=event.flops, moved=event.moved, dtype=dtype)
             loads[host] = loads.get(host, 0.0) + rates.launch
             loads[device] = loads.get(device, 0.0) + kernel
     return loads
+
+
+def _is_tf32(work: Work, backend: str) -> bool:
+    """Return whether cuDNN multiplies it as TF32, as it does unless `torch.backends.cudnn.allow_tf32` is switched off."""
+    return backend == "cuda" and work.dtype == "float32" and "convolution" in work.op
 
 
 def _seconds(loads: _Loads, *, backend: str) -> float:

@@ -1,5 +1,6 @@
 """The plan of least predicted step time that fits into a budget."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -17,11 +18,11 @@ class Sizes(Protocol):
     """The step under one setting of the levers, at any size, as `planning.lines.Lines` gives it."""
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of `rows` rows."""
+        """Return the trace of a step of `parts` micro-batches of `rows` rows, the batch of them all in it."""
         ...
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the most bytes that live at once in that step; it never falls as `rows` grow."""
+        """Return the most bytes that live at once in that step."""
         ...
 
 
@@ -157,7 +158,7 @@ def search(
         return Choice(best=None, alternatives=tuple(short), reason=_refusal(short, budget_bytes))
     fitting.sort(key=lambda pair: (pair[1].seconds, pair[0].changes, pair[1].parts))
     best, *others = [plan for _, plan in fitting]
-    whole = first.lines.peak_bytes(ways[0][0], parts=min(len(ways[0]), 2))
+    whole = _peak(first, ways[0])
     reason = _reason(best, others, budget_bytes=budget_bytes, own_bytes=whole, own=first, ways=ways)
     return Choice(best=best, alternatives=(*others, *short), reason=reason)
 
@@ -175,43 +176,35 @@ class _Measure:
     alignment: Alignment | None
 
     def best_plans(self, option: Option, ways: list[tuple[int, ...]]) -> list[Candidate]:
-        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; else the smallest, not fitting."""
-        start = self._first_that_may_fit(option, ways)
-        length = option.lines.at(ways[-1][0], parts=1).length or 1
+        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; else the smallest, not fitting.
+
+        What lives is quick to tell, and whatever the allocator adds it is never less: only where that fits is the allocator asked.
+        """
         found: list[Candidate] = []
-        for way in ways[start:]:
-            aligned = self._is_aligned(way, length=length)
-            if found and not aligned:
+        multiple = self._rows_that_align(option, ways)
+        for way in ways:
+            aligned = all(rows % multiple == 0 for rows in way)
+            if (found and not aligned) or _peak(option, way) > self.budget_bytes:
                 continue
             plan = self._plan(option, way)
             if plan.fits:
                 found.append(self._timed(plan, option, way, aligned=aligned))
                 if aligned:
                     return found
-        if found:
-            return found
-        smallest, aligned = ways[-1], self._is_aligned(ways[-1], length=length)
-        return [self._timed(self._plan(option, smallest), option, smallest, aligned=aligned)]
+        smallest = ways[-1]
+        aligned = all(rows % multiple == 0 for rows in smallest)
+        return found or [self._timed(self._plan(option, smallest), option, smallest, aligned=aligned)]
 
-    def _first_that_may_fit(self, option: Option, ways: list[tuple[int, ...]]) -> int:
-        """Return the index of the first way whose live bytes are within the budget, for these are quick to tell; by bisection, as
-        they never grow with the number of parts from two on.
-        """
-        if self._peak(option, ways[0]) <= self.budget_bytes:
-            return 0
-        low, high = 1, len(ways)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._peak(option, ways[middle]) <= self.budget_bytes else (middle + 1, high)
-        return low
-
-    @staticmethod
-    def _peak(option: Option, way: tuple[int, ...]) -> int:
-        return option.lines.peak_bytes(way[0], parts=min(len(way), 2))
+    def _rows_that_align(self, option: Option, ways: list[tuple[int, ...]]) -> int:
+        """Return the multiple of rows that pays: a row of the batch is as many rows of a product as it is long."""
+        if self.alignment is None or self.alignment.multiple == 1:
+            return 1
+        length = option.lines.at(ways[-1][0], parts=len(ways[-1])).length or 1
+        return self.alignment.multiple // math.gcd(self.alignment.multiple, length)
 
     def _plan(self, option: Option, way: tuple[int, ...]) -> Candidate:
-        """Return a plan not timed yet. From the second micro-batch on all take the same, so two tell."""
-        reserved = self.reserve(option.lines.at(way[0], parts=min(len(way), 2)))
+        """Return a plan that is not timed yet."""
+        reserved = self.reserve(option.lines.at(way[0], parts=len(way)))
         return Candidate(
             micro_batch_size=way[0],
             parts=len(way),
@@ -219,7 +212,7 @@ class _Measure:
             precision=option.precision,
             optimizer_kernel=option.optimizer_kernel,
             loss_chunk=option.loss_chunk,
-            peak_bytes=self._peak(option, way),
+            peak_bytes=_peak(option, way),
             reserved_bytes=reserved,
             seconds=float("inf"),
             fits=reserved <= self.budget_bytes,
@@ -229,9 +222,9 @@ class _Measure:
         rates = self.rates if aligned or self.alignment is None else self.rates.slowed(self.alignment.gain)
         return replace(plan, seconds=cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates))
 
-    def _is_aligned(self, way: tuple[int, ...], *, length: int) -> bool:
-        """Return whether products have rows of the multiple that pays: a row of the batch is as many of them as it is long."""
-        return self.alignment is None or all(rows * length % self.alignment.multiple == 0 for rows in set(way))
+
+def _peak(option: Option, way: tuple[int, ...]) -> int:
+    return option.lines.peak_bytes(way[0], parts=len(way))
 
 
 def _outdone(option: Option, by: Option, plan: Candidate) -> bool:

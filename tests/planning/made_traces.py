@@ -31,12 +31,12 @@ class MadeLines:
     optimizer: tuple = (0, 10**8)
     backend: str = "cuda"
     length: int | None = None
-    overhead: float = 1.0
+    batch_row: int = 0
     asked: list = field(default_factory=list)
 
     def at(self, rows, *, parts=1):
         self.asked.append((rows, parts))
-        events = [Take(0, self.fixed, "weights")]
+        events = [Take(0, self.fixed, "weights"), Take(10**6, self.batch_row * rows * parts, "batch")]
         for part in range(parts):
             for phase in ("forward", "backward"):
                 events += [
@@ -50,10 +50,7 @@ class MadeLines:
         return Trace(events=tuple(events), rows=rows, parts=parts, backend=self.backend, length=self.length)
 
     def peak_bytes(self, rows, *, parts=1):
-        return self.fixed + self.per_row * rows
-
-    def reserve(self, trace):
-        return int(self.overhead * self.peak_bytes(trace.rows))
+        return self.fixed + self.batch_row * rows * parts + self.per_row * rows
 
 
 def reserve(trace):

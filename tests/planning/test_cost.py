@@ -7,6 +7,7 @@ from made_traces import MadeLines, rates
 
 from lightning_unified.planning.cost import cut_seconds, step_seconds
 from lightning_unified.planning.cuts import cuts
+from lightning_unified.planning.rates import Rates
 from lightning_unified.planning.trace import Trace, Work
 from lightning_unified.training.split import part_sizes
 
@@ -65,10 +66,17 @@ def test_an_unknown_dtype_is_costed_as_float32():
 
 
 def test_float32_runs_at_the_rate_of_tf32_where_that_is_on():
-    fast = rates().slowed(1)
-    fast = type(fast)(**{**fast.to_dict(), "flops": {"float32": 1e12, "tf32": 8e12}}).with_tf32()
+    fast = Rates(**{**rates().to_dict(), "flops": {"float32": 1e12, "tf32": 8e12}}).with_tf32()
 
     assert step_seconds(trace(BIG), fast) == pytest.approx(1 / 8 + 2e-6)
+
+
+@pytest.mark.parametrize(("backend", "faster"), [("cuda", 8), ("mps", 1), ("cpu", 1)])
+def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
+    both = Rates(**{**rates(launch=0, kernel=0).to_dict(), "flops": {"float32": 1e12, "tf32": 8e12}})
+    work = Work("aten.convolution.default", "forward", flops=10**12, dtype="float32")
+
+    assert step_seconds(trace(work, backend=backend), both) == pytest.approx(1 / faster)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from lightning_unified.hardware.simulated.profiles import PROFILES
-from lightning_unified.planning.rates import Alignment, Rates, measure_alignment, measure_rates, tabled_rates
+from lightning_unified.planning.rates import (
+    Alignment,
+    Rates,
+    measure_alignment,
+    measure_rates,
+    tabled_rates,
+    typical_rates,
+)
 from lightning_unified.planning.rates.measured import verdict
 
 
@@ -89,6 +96,16 @@ def test_a_machine_that_emulates_bf16_is_slower_in_it():
     rates = tabled_rates("m1-8gb")
 
     assert rates.flops["bfloat16"] < rates.flops["float32"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "rocm", "mps"])
+def test_a_device_of_unknown_name_has_rates_that_call_themselves_a_judgement(backend):
+    assert all(source.startswith("judgement") for source in typical_rates(backend).sources.values())
+
+
+def test_an_unknown_backend_has_no_typical_rates():
+    with pytest.raises(ValueError, match="backend='tpu' has no rates; there are cpu, cuda, rocm, mps"):
+        typical_rates("tpu")
 
 
 def test_rates_without_a_speed_are_refused():

@@ -53,6 +53,13 @@ def test_what_the_allocator_takes_decides_and_not_what_lives():
     assert (choice.best.peak_bytes, choice.best.reserved_bytes) == (1300, 1560)
 
 
+def test_the_whole_batch_lives_beside_its_parts():
+    lines = [Option(lines=MadeLines(batch_row=100))]
+
+    assert find(lines, 1000 + 100 * 16 + 100 * 4).best.micro_batch_size == 4
+    assert find(lines, 1000 + 100 * 16).best is None
+
+
 def test_cutting_wins_where_launches_cost_less_than_recomputation():
     choice = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8)
 
@@ -167,6 +174,7 @@ made_options = st.builds(
         MadeLines,
         fixed=st.integers(0, 10**6),
         per_row=st.integers(0, 10**5),
+        batch_row=st.integers(0, 10**5),
         works=st.lists(works, min_size=1, max_size=4).map(tuple),
         optimizer=st.tuples(st.integers(0, 10**10), st.integers(0, 10**9)),
         backend=st.just("cuda"),
@@ -205,7 +213,7 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
     found = [
         cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates())
         for way in cuts(rows)
-        if option.lines.peak_bytes(way[0]) <= budget
+        if option.lines.peak_bytes(way[0], parts=len(way)) <= budget
     ]
     best = find([option], budget, rows=rows).best
 

@@ -2,6 +2,6 @@
 
 from lightning_unified.planning.rates.measured import measure_alignment, measure_rates
 from lightning_unified.planning.rates.record import Alignment, Rates
-from lightning_unified.planning.rates.tabled import tabled_rates
+from lightning_unified.planning.rates.tabled import tabled_rates, typical_rates
 
-__all__ = ["Alignment", "Rates", "measure_alignment", "measure_rates", "tabled_rates"]
+__all__ = ["Alignment", "Rates", "measure_alignment", "measure_rates", "tabled_rates", "typical_rates"]

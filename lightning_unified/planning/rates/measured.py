@@ -159,13 +159,13 @@ def _bandwidth(device: torch.device) -> float:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what reaches the dispatcher below autograd, as a trace of a step does."""
+    """Counts what reaches the dispatcher below autograd and is no view, as a trace of a step does."""
 
     count = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.count += not getattr(func, "is_view", False)
         return func(*args, **(kwargs or {}))
 
 

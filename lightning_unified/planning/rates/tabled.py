@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from lightning_unified.hardware.simulated.profiles import PROFILES
 from lightning_unified.planning.rates.record import Rates
 
-__all__ = ["tabled_rates"]
+__all__ = ["tabled_rates", "typical_rates"]
 
 PART = 5e-4
 """Seconds of the host that a micro-batch costs: cutting, hooks, logging. Judgement."""
@@ -113,6 +113,8 @@ _CHIPS: Mapping[str, _Chip] = MappingProxyType(
     }
 )
 
+_TYPICAL = {"cuda": "NVIDIA GeForce RTX 3090", "rocm": "AMD Radeon 8060S", "mps": "Apple M2"}
+
 # another product than the one whose name it contains, or a slice of it
 _VARIANT = re.compile(r"\b(ti|super|laptop|mobile|max q|pro|max|ultra|nvl|nano|nx|xt|xtx|mig)\b")
 
@@ -132,6 +134,28 @@ def tabled_rates(name: str) -> Rates | None:
     if _VARIANT.search(wanted.replace(key, " ")):
         return None
     return _rates(known.chip if known else name, _CHIPS[key])
+
+
+def typical_rates(backend: str) -> Rates:
+    """Return rates that stand for a device whose name is unknown: they order plans, and no time should be told by them.
+
+    Args:
+        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+
+    Raises:
+        ValueError: If it is another.
+    """
+    if backend == "cpu":
+        fields = ("flops", "bandwidth", "launch", "kernel", "part")
+        judged: dict[str, str] = {name: "judgement: a few cores of a server" for name in fields}
+        flops = {"float32": 2e11, "bfloat16": 2e11}
+        return Rates(name="a CPU", flops=flops, bandwidth=3e10, launch=8e-6, kernel=0.0, part=PART, sources=judged)
+    if backend not in _TYPICAL:
+        raise ValueError(f"backend={backend!r} has no rates; there are {', '.join(['cpu', *_TYPICAL])}.")
+    rates = tabled_rates(_TYPICAL[backend])
+    assert rates is not None
+    judged = {name: f"judgement: as of {rates.name}, {source}" for name, source in rates.sources.items()}
+    return replace(rates, name=f"a {backend} device like {rates.name}", sources=judged)
 
 
 def _plain(name: str) -> str:
