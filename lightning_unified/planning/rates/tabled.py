@@ -147,7 +147,7 @@ def typical_rates(backend: str) -> Rates:
     """
     if backend == "cpu":
         fields = ("flops", "bandwidth", "launch", "kernel", "part")
-        judged: dict[str, str] = {name: "judgement: a few cores of a server" for name in fields}
+        judged: dict[str, str] = dict.fromkeys(fields, "judgement: a few cores of a server")
         flops = {"float32": 2e11, "bfloat16": 2e11}
         return Rates(name="a CPU", flops=flops, bandwidth=3e10, launch=8e-6, kernel=0.0, part=PART, sources=judged)
     if backend not in _TYPICAL:
