@@ -116,15 +116,15 @@ def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
     assert choice.best is None
     assert [need for _, need in what_would_fit(choice)] == [1020, 1100]
     assert choice.reason == (
-        "no plan fits into 900 B: 16 parts of 1 rows at most, recomputed: all, 32-true needs 1020 B; "
-        "16 parts of 1 rows at most, nothing recomputed, 32-true needs 1.07 KiB"
+        "no plan fits into 900 B: 16 parts of 1 row, recomputed: all, 32-true needs 1020 B; "
+        "16 parts of 1 row, nothing recomputed, 32-true needs 1.07 KiB"
     )
 
 
 def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
     reason = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8).reason
 
-    assert reason.startswith("2 parts of 8 rows at most, nothing recomputed, 32-true: ")
+    assert reason.startswith("2 parts of up to 8 rows, nothing recomputed, 32-true: ")
     assert "; next, the whole batch of 16 rows at once, recomputed: all, 32-true: " in reason
     assert reason.endswith("; the whole batch at once, recomputed: none, would take 2.54 KiB or more")
 
