@@ -18,6 +18,7 @@ __all__ = [
     "cache_directory",
     "calibrated_machines",
     "clear_calibrations",
+    "kind_of",
     "machine_key",
 ]
 
@@ -64,6 +65,17 @@ def machine_key(*, device: str, total_bytes: int | None, torch_version: str) -> 
     """
     size = "unknown" if total_bytes is None else f"{round(total_bytes / 2**30)}gib"
     return re.sub(r"[^a-z0-9.]+", "-", f"{device}-{size}-torch-{torch_version}".lower()).strip("-")
+
+
+def kind_of(*, backend: str, precision: str, recomputes: bool) -> str:
+    """Return the kind of a prediction: those that are right or wrong together.
+
+    Args:
+        backend: Of the trace: `"cuda"`, `"mps"`, ….
+        precision: Lightning's name.
+        recomputes: Whether anything runs again in the backward pass.
+    """
+    return f"{backend} {precision}{' recomputed' * recomputes}"
 
 
 class Calibration:
@@ -118,7 +130,7 @@ class Calibration:
         """Note what a step really took beside what was predicted.
 
         Args:
-            kind: What predictions are right or wrong together, such as `"cuda bf16-mixed all"`: backend, precision, recomputation.
+            kind: As `kind_of` gives it.
             predicted_bytes: The peak as predicted, not corrected by `peak_factor`.
             measured_bytes: The same figure, measured.
             predicted_seconds: Of a step, not corrected by `step_factor`; None where time was not predicted.

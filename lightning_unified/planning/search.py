@@ -76,9 +76,10 @@ class Candidate:
     fits: bool
 
     def describe(self) -> str:
-        """Return the plan in words: `"2 parts of 32 rows, 6 of 12 blocks recomputed"`."""
-        whole = f"the whole batch of {self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)} at once"
-        size = whole if self.parts == 1 else f"{self.parts} parts of {self.micro_batch_size} rows at most"
+        """Return the plan in words: `"2 parts of up to 32 rows, recomputed: 6 of 12 blocks, bf16-mixed"`."""
+        rows = f"{self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)}"
+        upper = "up to " * (self.micro_batch_size != 1)  # parts that are not all even differ by one unit
+        size = f"the whole batch of {rows} at once" if self.parts == 1 else f"{self.parts} parts of {upper}{rows}"
         recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
         named = [size, recompute, self.precision]
         named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []

@@ -11,11 +11,12 @@ from lightning_unified.planning.calibration import (
     cache_directory,
     calibrated_machines,
     clear_calibrations,
+    kind_of,
     machine_key,
 )
 from lightning_unified.planning.rates import Alignment
 
-KIND = "cuda bf16-mixed none"
+KIND = kind_of(backend="cuda", precision="bf16-mixed", recomputes=False)
 ALIGNMENT = Alignment(
     device="x", dtype="bfloat16", seconds_per_row={512: 1e-6}, without={}, multiple=8, gain=1.2, source="made by hand"
 )
@@ -59,10 +60,18 @@ def test_one_odd_step_cannot_raise_predictions_without_bounds(kept):
     assert kept().peak_factor(KIND) == 1.3
 
 
-def test_other_kinds_are_not_corrected(kept):
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"backend": "mps", "precision": "bf16-mixed", "recomputes": False},
+        {"backend": "cuda", "precision": "32-true", "recomputes": False},
+        {"backend": "cuda", "precision": "bf16-mixed", "recomputes": True},
+    ],
+)
+def test_other_kinds_are_not_corrected(kept, other):
     learn(kept(), 1.1)
 
-    assert kept().peak_factor("cuda 32-true none") == 1.0
+    assert kept().peak_factor(kind_of(**other)) == 1.0
 
 
 def test_old_measurements_are_forgotten(kept):
@@ -80,7 +89,7 @@ def test_the_reported_ratio_is_the_median(kept):
 
 def test_times_are_corrected_by_one_factor_for_the_machine(kept):
     learn(kept(), 1.0, 1.0, seconds=(2.0, 3.0))
-    learn(kept(), 1.0, kind="cuda 32-true all", seconds=(2.5,))
+    learn(kept(), 1.0, kind="cuda 32-true recomputed", seconds=(2.5,))
 
     assert kept().step_factor() == pytest.approx(2.5)
 

@@ -1,5 +1,7 @@
 """The plan that is chosen fits, is the fastest that does, and never gets slower with a larger budget."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,15 +118,15 @@ def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
     assert choice.best is None
     assert [need for _, need in what_would_fit(choice)] == [1020, 1100]
     assert choice.reason == (
-        "no plan fits into 900 B: 16 parts of 1 rows at most, recomputed: all, 32-true needs 1020 B; "
-        "16 parts of 1 rows at most, nothing recomputed, 32-true needs 1.07 KiB"
+        "no plan fits into 900 B: 16 parts of 1 row, recomputed: all, 32-true needs 1020 B; "
+        "16 parts of 1 row, nothing recomputed, 32-true needs 1.07 KiB"
     )
 
 
 def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
     reason = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8).reason
 
-    assert reason.startswith("2 parts of 8 rows at most, nothing recomputed, 32-true: ")
+    assert reason.startswith("2 parts of up to 8 rows, nothing recomputed, 32-true: ")
     assert "; next, the whole batch of 16 rows at once, recomputed: all, 32-true: " in reason
     assert reason.endswith("; the whole batch at once, recomputed: none, would take 2.54 KiB or more")
 
@@ -220,3 +222,26 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
     assert (best is None) == (not found)
     if found:
         assert best.seconds == pytest.approx(min(found), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    option=made_options,
+    extra=works,
+    keeps=st.floats(0, 1),
+    rows=st.integers(1, 40),
+    budget=st.integers(1, 10**7),
+    align=st.sampled_from([None, aligned(8, 1.2)]),
+)
+def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align):
+    plain = replace(option.lines)
+    saving = replace(plain, per_row=int(keeps * plain.per_row), works=(*plain.works, extra))
+    own = replace(option, lines=plain)
+    other = replace(option, lines=saving, recompute="all", again=1.0)
+    alone = [find([one], budget, rows=rows, alignment=align).best for one in (own, other)]
+    both = find([own, other], budget, rows=rows, alignment=align).best
+
+    if both is None:
+        assert alone == [None, None]
+    else:
+        assert both.seconds == min(plan.seconds for plan in alone if plan is not None)
