@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from lightning_unified.nn.kept_attention import KeptAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 
@@ -54,6 +56,7 @@ def recompute_call(
     *,
     owner: nn.Module | None = None,
     random_state: RandomState | None = None,
+    kept: KeptAttention | None = None,
 ) -> Any:
     """Return `function(*args, **kwargs)` as `recompute` does, for a function that reads and writes the buffers of `owner`.
 
@@ -63,6 +66,8 @@ def recompute_call(
         kwargs: Its keyword arguments.
         owner: The module whose buffers the second run must find as the first did; None for a function that writes none.
         random_state: As for `recompute`.
+        kept: Where the outputs of attention kernels are kept, so that the second run does without these kernels; None keeps none.
+            A graph of `torch.compile` keeps them in its own way.
 
     Returns:
         What the function returns.
@@ -77,18 +82,24 @@ def recompute_call(
     writes = owner is not None and owner.training and next(owner.buffers(), None) is not None
     called = _by_position(function, len(args), tuple(kwargs))
     if torch.compiler.is_compiling() and random_state is None and not writes:
-        return checkpoint(
-            called, *values, use_reentrant=False
-        )  # the noise of a compiled graph is put back by the graph
-    return _eager(called, values, owner=owner if writes else None, random_state=random_state)
+        # the noise of a compiled graph is put back by the graph
+        contexts = noop_context_fn if kept is None else graph_contexts()
+        return checkpoint(called, *values, use_reentrant=False, context_fn=contexts)
+    return _eager(called, values, owner=owner if writes else None, random_state=random_state, kept=kept)
 
 
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # a graph takes no context of ours; as torch.utils.checkpoint does
 def _eager(
-    function: Callable[..., Any], values: Sequence[Any], *, owner: nn.Module | None, random_state: RandomState | None
+    function: Callable[..., Any],
+    values: Sequence[Any],
+    *,
+    owner: nn.Module | None,
+    random_state: RandomState | None,
+    kept: KeptAttention | None,
 ) -> Any:
-    again = _Again(_Noise(random_state), _Buffers(owner) if owner is not None else None)
-    return checkpoint(function, *values, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again))
+    again = _Again(_Noise(random_state), _Buffers(owner) if owner is not None else None, kept)
+    first = contextlib.nullcontext() if kept is None else kept.first()
+    return checkpoint(function, *values, use_reentrant=False, context_fn=lambda: (first, again))
 
 
 def _by_position(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -163,8 +174,8 @@ def _each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
 class _Again(AbstractContextManager[None]):
     """The surroundings of the second run; may be entered more than once, as `retain_graph=True` does."""
 
-    def __init__(self, noise: _Noise, buffers: _Buffers | None) -> None:
-        self._noise, self._buffers = noise, buffers
+    def __init__(self, noise: _Noise, buffers: _Buffers | None, kept: KeptAttention | None) -> None:
+        self._noise, self._buffers, self._kept = noise, buffers, kept
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -172,6 +183,8 @@ class _Again(AbstractContextManager[None]):
             stack.enter_context(self._noise.again())
             if self._buffers is not None:
                 stack.enter_context(self._buffers.lent())
+            if self._kept is not None:
+                stack.enter_context(self._kept.again())
             self._stack = stack.pop_all()
 
     def __exit__(self, *details: object) -> None:

@@ -3,20 +3,67 @@
 import copy
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
+from lightning_unified.nn.kept_attention import KeptAttention
 
-__all__ = ["Recomputing"]
+__all__ = ["RecomputePolicy", "Recomputing"]
 
 log = logging.getLogger("lightning_unified")
 
 _FORWARD = "forward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePolicy:
+    """Which blocks of a module recompute their activations, and whether outputs of attention kernels are kept all the same.
+
+    Some blocks are always the first ones. The peak is where the backward pass begins or where a block runs again. With the first
+    blocks chosen, the backward pass has given back what all the others kept before one runs again; with the last ones, the first
+    to run again does so on top of everything the others keep. benchmarks/recomputed_blocks.py compares first, last and spread.
+
+    Attributes:
+        blocks: How many, counted from the input on, or `"all"`.
+        keep_attention: Whether the outputs of attention kernels (flash, memory-efficient, cuDNN) are kept, so that only what is
+            around them runs twice.
+        of: How many blocks there are, for people; None where that is not known.
+
+    Raises:
+        ValueError: If `blocks` is neither a count nor `"all"`.
+    """
+
+    blocks: int | Literal["all"]
+    keep_attention: bool = False
+    of: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = isinstance(self.blocks, int) and not isinstance(self.blocks, bool) and self.blocks >= 0
+        if not counts and self.blocks != "all":
+            raise ValueError(f'blocks={self.blocks!r}: give how many blocks are recomputed, 0 or more, or "all".')
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is left to recompute."""
+        return self.blocks == "all" and not self.keep_attention
+
+    def choose(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return those of `blocks`, given in the order in which they run, that are recomputed."""
+        return list(blocks if self.blocks == "all" else blocks[: self.blocks])
+
+    def __str__(self) -> str:
+        """Return it for people: `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"`."""
+        if self.blocks == 0:
+            return "none"
+        known = "" if self.of is None or self.blocks == "all" else f" of {self.of}"
+        plural = "" if self.blocks == 1 and self.of is None else "s"
+        return f"{self.blocks}{known} block{plural}{', attention kept' if self.keep_attention else ''}"
 
 
 class Recomputing:
@@ -34,10 +81,13 @@ class Recomputing:
 
     Args:
         blocks: None of them inside another.
+        keep_attention: Whether the outputs of attention kernels are kept, so that these do not run again. Where the first call of
+            a block runs none (attention of plain products, as on MPS, or with a mask or dropout on a CPU), that is said once.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._stand_ins = [_StandIn(block) for block in blocks]
+    def __init__(self, blocks: Iterable[nn.Module], *, keep_attention: bool = False) -> None:
+        said: set[str] = set()
+        self._stand_ins = [_StandIn(block, keep_attention=keep_attention, said=said) for block in blocks]
         for stand_in in self._stand_ins:
             stand_in.install()
 
@@ -59,12 +109,13 @@ class Recomputing:
 class _StandIn:
     """What is called in place of one block's `forward`; copied or saved, it is that `forward`."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str]) -> None:
         self._block = block
+        self._keep_attention = keep_attention
         self._own = vars(block).get(_FORWARD)
         self._forward: Callable[..., Any] = block.forward
         self._on = True
-        self._told = False
+        self._said = said
 
     def install(self) -> None:
         vars(self._block)[_FORWARD] = self
@@ -86,19 +137,27 @@ class _StandIn:
         args, kwargs = tuple(map(_unless_empty, args)), {name: _unless_empty(value) for name, value in kwargs.items()}
         cache = next((value for value in (*args, *kwargs.values()) if _is_cache(value)), None)
         if cache is not None:
-            self._tell(cache)
-            return self._forward(*args, **kwargs)
-        return recompute_call(self._forward, args, kwargs, owner=block)
-
-    def _tell(self, cache: Any) -> None:
-        if not self._told:
-            log.warning(
-                "%s is called in training with a %s that it may fill, which a second run would fill twice: it is not recomputed. "
-                "Run the training step without a cache (use_cache=False).",
-                type(self._block).__name__,
-                type(cache).__name__,
+            self._say(
+                f"is called in training with a {type(cache).__name__} that it may fill, which a second run would fill twice: it is not "
+                "recomputed. Run the training step without a cache (use_cache=False)."
             )
-        self._told = True
+            return self._forward(*args, **kwargs)
+        if not self._keep_attention:
+            return recompute_call(self._forward, args, kwargs, owner=block)
+        kept = KeptAttention()
+        result = recompute_call(self._forward, args, kwargs, owner=block, kept=kept)
+        if not kept.count and not torch.compiler.is_compiling():
+            self._say(
+                "runs no attention kernel whose output could be kept (flash, memory-efficient, cuDNN): all of it is recomputed."
+            )
+        return result
+
+    def _say(self, what: str) -> None:
+        """Log what is the matter with this class of blocks, once for all of them."""
+        text = f"{type(self._block).__name__} {what}"
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)

@@ -26,6 +26,7 @@ from lightning_unified.precision import (
     verify_run,
 )
 from lightning_unified.training.evaluation import EvaluationSteps
+from lightning_unified.training.levers import Levers
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
@@ -46,8 +47,15 @@ class Budgeted(Strategy):
 
     policy: MemoryPolicy
 
-    def _set_options(self, *, recompute: bool | Literal["auto"], precision: str) -> None:
+    def _set_options(
+        self,
+        *,
+        recompute: bool | Literal["auto"],
+        precision: str,
+        optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"],
+    ) -> None:
         self.policy.recomputation = Recomputation(recompute)
+        self.policy.levers = Levers(optimizer_kernel=optimizer_kernel)
         self._asked_precision = str(precision)
         self.precision_choice: PrecisionChoice | None = None
         self._status = RunStatus(None)
@@ -97,6 +105,7 @@ class Budgeted(Strategy):
             self.policy.recomputation.begin(module)
         self.policy.watch.enter(module)
         super().setup(trainer)
+        self.policy.levers.begin(module, self.optimizers)
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
@@ -119,6 +128,7 @@ class Budgeted(Strategy):
     @override
     def teardown(self) -> None:
         self.policy.recomputation.end()
+        self.policy.levers.end()
         self._status.end()
         self.policy.watch.leave()
         super().teardown()
@@ -217,6 +227,7 @@ class Budgeted(Strategy):
                 "budget": budget.reason,
                 "micro_batch_size": self.policy.size_reason,
                 "recompute": self.policy.recomputation.reason,
+                **self.policy.levers.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,
                 "cap": self.policy.watch.named(cap.reason) if cap is not None else "none",

@@ -44,6 +44,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         micro_batch_size: The largest number of rows run at once on a rank, or `"auto"`.
         recompute: As for `UnifiedStrategy`.
         precision: As for `UnifiedStrategy`.
+        optimizer_kernel: As for `UnifiedStrategy`.
         recover: Repeat a step in smaller parts after an out-of-memory error on any rank.
         optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
             takes weights and state from another one.
@@ -78,6 +79,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         micro_batch_size: int | Literal["auto"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
         precision: str = "trainer",
+        optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         recover: bool = True,
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
@@ -108,7 +110,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision)
+        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel)
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None

@@ -45,6 +45,9 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             runs out and nothing smaller is left to try.
         precision: `"trainer"` runs what `Trainer(precision=…)` says; `"auto"` what the device does best; or Lightning's name of
             one. A name here and another at the Trainer is an error, never an override.
+        optimizer_kernel: `"keep"` leaves optimizers as they were built; `"fused"`, `"foreach"` or `"for-loop"` makes torch's own run so,
+            whatever they were built with; `"auto"` lets the plan choose for those that were built without a choice. Updates differ in
+            rounding, what a step takes beside the state differs by up to the parameters' bytes.
         recover: Repeat a step in smaller parts after an out-of-memory error.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs
             out while it writes. Costs their bytes once more, and time.
@@ -75,6 +78,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         micro_batch_size: int | Literal["auto"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
         precision: str = "trainer",
+        optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
         recover: bool = True,
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
@@ -96,7 +100,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision)
+        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel)
         super().__init__(device="cpu", checkpoint_io=AtomicCheckpointIO())
 
     @property

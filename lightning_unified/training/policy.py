@@ -12,6 +12,7 @@ from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemor
 from lightning_unified.planning import describe_bytes, describe_shortage, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
+from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
@@ -44,6 +45,7 @@ class MemoryPolicy:
     Attributes:
         caches: What clears the device's caches between batches.
         recomputation: Whether activations are recomputed; `"auto"` turns that on once nothing smaller is left to try.
+        levers: What else a plan can pull: the optimizer's kernel, the rows of a chunked loss.
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
@@ -74,6 +76,7 @@ class MemoryPolicy:
         self.watch = watch
         self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
         self.recomputation = Recomputation("auto")
+        self.levers = Levers()
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
@@ -353,7 +356,7 @@ class MemoryPolicy:
             "fingerprint": self._fingerprint,
             "training": self.sizes.state_dict(),
             "evaluation": self.evaluation_sizes.state_dict(),
-            "recomputes": self.recomputation.on,
+            "recomputes": self.recomputation.everything,
         }
 
     def load_sizes_state(self, state: dict[str, Any] | None) -> None:

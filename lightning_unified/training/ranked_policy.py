@@ -89,12 +89,12 @@ class RankedPolicy(MemoryPolicy):
         """Go on with what the most careful rank does; all ranks call it after the same batch or the same failed attempt."""
         self._differ = False
         found = self.ranks.exchange(Point.SIZES, self._found())
-        if any(each["recomputes"] for each in found) and not self.recomputation.on:
+        if any(each["recomputes"] for each in found) and not self.recomputation.everything:
             self.recompute_more("as memory ran out on another rank")
         if self._refusal is not None:
             return
         # what was found without recomputation says nothing of a step with it
-        found = [each for each in found if bool(each["recomputes"]) == bool(self.recomputation.on)]
+        found = [each for each in found if each["recomputes"] == self.recomputation.everything]
         self.sizes.load_state_dict(most_careful([each["training"] for each in found]))
         self.evaluation_sizes.load_state_dict(most_careful([each["evaluation"] for each in found]))
         self._remember()

@@ -1,4 +1,4 @@
-"""Whether a fit keeps activations or recomputes them in the backward pass, and how that came about."""
+"""Whether a fit keeps activations or recomputes them in the backward pass, which of them, and how that came about."""
 
 import logging
 from typing import Literal
@@ -6,8 +6,14 @@ from typing import Literal
 import lightning as L
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.recomputing import Recomputing
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.training.levers.recomputed_blocks import (
+    ALL,
+    NONE,
+    RecomputedBlocks,
+    has_switch,
+    recompute_policies,
+)
 
 __all__ = ["Recomputation"]
 
@@ -15,16 +21,13 @@ log = logging.getLogger("lightning_unified")
 
 
 class Recomputation:
-    """Turns recomputation on for a module: by the module's own `recompute` attribute, else block by block.
-
-    A module with that attribute (a bool that its forward reads) knows best; it is set and nothing else is done. Any other is made
-    to recompute by standing in for the `forward` of its blocks, declared or detected, until `end`.
+    """Keeps what of a module is recomputed: as asked, as a plan sets it before the first step, more of it for want of memory.
 
     Args:
-        asked: True or False from the start, or `"auto"`: as the module is, until `more` is called for want of memory.
+        asked: True or False from the start, or `"auto"`: as the module is, until `set` or `more` is called.
 
     Attributes:
-        on: Whether activations are recomputed; None where the module is as it is and does not say.
+        policy: What is recomputed; None where the module is as it is and does not say.
         reason: Why, and which blocks.
 
     Raises:
@@ -36,10 +39,19 @@ class Recomputation:
             raise ConfigurationError(f'recompute={asked!r}: give true, false or "auto".')
         self._asked = asked
         self._module: L.LightningModule | None = None
-        self._blocks: Recomputing | None = None
-        self._switched_by_us = False
-        self.on: bool | None = None if asked == "auto" else bool(asked)
+        self._lever: RecomputedBlocks | None = None
+        self.policy: RecomputePolicy | None = None if asked == "auto" else ALL if asked else NONE
         self.reason = "as asked" if asked != "auto" else "as the module is"
+
+    @property
+    def on(self) -> bool | None:
+        """Whether any activations are recomputed; None where the module is as it is and does not say."""
+        return None if self.policy is None else self.policy != NONE
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing is left to recompute."""
+        return self.policy is not None and self.policy.everything
 
     def begin(self, module: L.LightningModule) -> None:
         """Begin a fit of `module`, as asked.
@@ -49,53 +61,78 @@ class Recomputation:
         """
         self.end()
         self._module = module
-        switch = _has_switch(module)
+        switch = has_switch(module)
         if self._asked == "auto":
-            self.on, self.reason = bool(module.recompute) if switch else None, "as the module is"
+            self.policy, self.reason = (ALL if module.recompute else NONE) if switch else None, "as the module is"
         elif switch:
             module.recompute = self._asked  # type: ignore[assignment]
-            self.on, self.reason = bool(self._asked), f"as asked, by {type(module).__name__}.recompute"
+            self.policy = ALL if self._asked else NONE
+            self.reason = f"as asked, by {type(module).__name__}.recompute"
         elif self._asked:
-            self._stand_in(module, "as asked")
+            self._pull(ALL, "as asked")
+
+    def choices(self) -> tuple[RecomputePolicy, ...]:
+        """Return what a plan may `set`, from the least recomputed to the most: one alone where that was asked for."""
+        if self._asked != "auto":
+            return (ALL if self._asked else NONE,)
+        assert self._module is not None, "recomputation is chosen once fit has begun"
+        return (
+            (ALL,)
+            if has_switch(self._module) and self.policy == ALL and self._lever is None
+            else recompute_policies(self._module)
+        )
+
+    def set(self, policy: RecomputePolicy, *, why: str) -> None:
+        """Recompute by `policy` from here on; between two steps, or before the first.
+
+        Args:
+            policy: One of `choices`.
+            why: For people.
+
+        Raises:
+            ConfigurationError: If something else was asked for, or the module cannot do it.
+        """
+        choices = self.choices()
+        if policy not in choices:
+            raise ConfigurationError(
+                f"recompute={policy} for {type(self._module).__name__}: it can be {', '.join(map(str, choices))}. "
+                'memory.recompute="auto" leaves most to choose.'
+            )
+        self._pull(policy, why)
 
     def more(self, why: str) -> bool:
-        """Turn recomputation on, where that was left open; return whether it made a difference."""
-        module = self._module
-        if module is None or self._asked != "auto" or self.on:
+        """Recompute everything, where that was left open; return whether it made a difference."""
+        if self._module is None or self._asked != "auto" or self.everything:
             return False
-        if _has_switch(module):
-            module.recompute = True  # type: ignore[assignment]
-            self._switched_by_us, self.on, self.reason = True, True, f"{why}, by {type(module).__name__}.recompute"
-            return True
         try:
-            self._stand_in(module, why)
+            self._pull(ALL, why)
         except ConfigurationError as error:
             self.reason = f"as the module is: {error}"
-        return self._blocks is not None
+        return self._lever is not None
 
-    def _stand_in(self, module: L.LightningModule, why: str) -> None:
+    def _pull(self, policy: RecomputePolicy, why: str) -> None:
+        assert self._module is not None, "recomputation is set once fit has begun"
+        self._let_go()
         try:
-            blocks = find_blocks(module)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"recompute={self._asked}: {error} A module that recomputes by itself has a `recompute` attribute to set."
-            ) from error
-        plain = blocks.plain
-        if not plain:
-            self.on, self.reason = True, f"as the module is: {blocks}"
+            lever = RecomputedBlocks(self._module, policy)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"recompute={self._asked}: {error}") from error
+        self.policy = lever.policy
+        if lever.blocks is not None and not lever.blocks.plain:
+            self.reason = f"as the module is: {lever.how}"
             return
-        self._blocks = Recomputing(plain)
-        self.on, self.reason = True, f"{why}: {blocks}"
-        log.info("Activations are recomputed in the backward pass, %s.", self.reason)
+        self._lever = lever
+        by = ", " if lever.blocks is None else ": "
+        self.reason = f"{why}{by}{lever.how}"
+        if self.on:
+            log.info("Activations are recomputed in the backward pass, %s.", self.reason)
+
+    def _let_go(self) -> None:
+        if self._lever is not None:
+            self._lever.undo()
+        self._lever = None
 
     def end(self) -> None:
         """Leave the module as it was before `begin`; what was asked of its own attribute stays."""
-        if self._blocks is not None:
-            self._blocks.remove()
-        if self._switched_by_us and self._module is not None:
-            self._module.recompute = False  # type: ignore[assignment]
-        self._blocks, self._switched_by_us, self._module = None, False, None
-
-
-def _has_switch(module: L.LightningModule) -> bool:
-    return hasattr(module, "recompute") and not callable(module.recompute)
+        self._let_go()
+        self._module = None

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 from typing_extensions import override
@@ -50,6 +50,8 @@ class GearHead(LightningModule):
     the whole batch's number of terms, which `prepare_batch` counts before anybody cuts the batch: the losses and the
     gradients of the parts then add up to those of the whole.
 
+    `loss_chunk_rows` may be set at any time: tokens whose scores exist at once while the loss is computed; None chooses.
+
     Shapes:
         A batch is a dict: `input_ids`, `labels` (not shifted: `labels[:, t]` is the token at t), `error_code_ids` and
         `diagnosis_labels`, all (B, T) int64; -100 in labels is not scored. The last two may be absent.
@@ -78,6 +80,7 @@ class GearHead(LightningModule):
     """
 
     loss_reduction: ClassVar[str] = "sum"
+    loss_chunk_rows: int | None = None
 
     def __init__(
         self,
@@ -134,6 +137,10 @@ class GearHead(LightningModule):
     @recompute.setter
     def recompute(self, value: bool) -> None:
         self.network.recompute = bool(value)
+
+    def recompute_blocks(self) -> list[nn.Module]:
+        """Return the blocks, for who wants some of them to recompute and not others."""
+        return list(self.network.blocks)
 
     @override
     def setup(self, stage: str) -> None:
@@ -221,7 +228,9 @@ class GearHead(LightningModule):
         weight = self.network.token_embedding.weight
         zero = torch.zeros((), device=hidden.device)
         sums = {
-            "loss": linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="sum"),
+            "loss": linear_cross_entropy(
+                hidden, weight=weight, labels=labels, reduction="sum", chunk_rows=self.loss_chunk_rows
+            ),
             "diagnosis_loss": zero,
             "right": zero,
         }

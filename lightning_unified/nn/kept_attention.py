@@ -1,0 +1,147 @@
+"""Outputs of attention kernels kept between the two runs of a recomputed block: the kernel runs once, all around it twice.
+
+Attention is the part of a block whose time grows with the square of the length, and its kernels (flash, memory-efficient, cuDNN)
+give little that must be kept: the output, and one number a head and position. A kernel that does not run again draws no noise
+again, so the generator is moved on by hand; without that, all dropout behind an attention with dropout would differ.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from typing_extensions import override
+
+__all__ = ["KeptAttention", "attention_kernels", "graph_contexts"]
+
+# Those of torch 2.11 to 2.13 that save their output for the backward pass; math attention is made of other operations.
+_KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+
+
+@cache
+def attention_kernels() -> frozenset[Any]:
+    """Return the operations whose outputs are kept, as far as this torch has them; MPS runs none of them in training."""
+    packets = (getattr(torch.ops.aten, name, None) for name in _KERNELS)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def graph_contexts() -> Any:
+    """Return a `context_fn` for `torch.utils.checkpoint` that a graph can hold: torch's own, for a graph puts back its noise itself."""
+    return partial(create_selective_checkpoint_contexts, list(attention_kernels()))
+
+
+class _Output(NamedTuple):
+    """What one run of a kernel gave, and the generator of its device afterwards if it drew from it."""
+
+    kernel: Any
+    result: Any
+    noise: Tensor | None
+
+
+class KeptAttention:
+    """What the attention kernels gave in one call of a block, in order.
+
+    Attributes:
+        count: How many were kept.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[_Output] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._outputs)
+
+    def first(self) -> AbstractContextManager[Any]:
+        """Return the surroundings of the first run, which keep."""
+        return _Keeping(self._outputs)
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Return the surroundings of a further run, which give what was kept."""
+        return _Giving(self._outputs)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps what attention kernels give where a gradient is wanted.
+
+    There autograd itself forbids to write over an output, so that what is kept stays what it was. Where none is wanted a block
+    may do that, and the kernel, which leaves nothing to keep, runs twice.
+    """
+
+    def __init__(self, outputs: list[_Output]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_kept(func, args):
+            noise = _noise(args[0].device) if _draws(func, args, kwargs) else None
+            self._outputs.append(_Output(func, _aliases(result), noise))
+        return result
+
+
+class _Giving(TorchDispatchMode):
+    """Gives, in place of each kernel's run, what was kept of it."""
+
+    def __init__(self, outputs: Sequence[_Output]) -> None:
+        super().__init__()
+        self._left: Iterator[_Output] = iter(outputs)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_kept(func, args):
+            return func(*args, **(kwargs or {}))
+        kept = next(self._left, None)
+        if kept is None or kept.kernel is not func:
+            raise RuntimeError(
+                f"a recomputed block ran {func} where its first run did not: it decides by something that has changed since. Let it "
+                "decide by its arguments, or recompute it without keeping attention."
+            )
+        if kept.noise is not None:
+            _set_noise(args[0].device, kept.noise)
+        return _aliases(kept.result)
+
+
+def _is_kept(func: Any, args: Sequence[Any]) -> bool:
+    return func in attention_kernels() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
+
+
+def _noise(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_noise(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _aliases(result: Any) -> Any:
+    """Return what a kernel gave as tensors of their own over the same bytes: autograd writes its history on those it is handed."""
+    return tree_map_only(Tensor, Tensor.detach, result)

@@ -1,0 +1,249 @@
+"""The lever of the optimizer's kernel: the same update fused, for each tensor list at once, or tensor by tensor.
+
+What a step takes beside the state differs: fused kernels take nothing, foreach kernels up to the parameters once more, the loop a few
+times the largest parameter. The updates differ in rounding only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _foreach_utils
+
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["KERNELS", "Kernel", "KernelChange", "allowed_kernels", "asks_for_kernel", "kernel_of", "set_kernel"]
+
+Kernel = Literal["fused", "foreach", "for-loop"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+
+_FLAGS = ("foreach", "fused")
+_SCALES = "_step_supports_amp_scaling"  # what torch's scaler asks of an optimizer that divides by the scale itself
+# Of these torch has fused kernels; Adagrad's is for CPUs only in the oldest torch that is supported.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def kernel_of(optimizer: Optimizer, *, device: str | None = None) -> Kernel | Literal["other"]:
+    """Return the kernel that `optimizer` runs.
+
+    Args:
+        optimizer: Any.
+        device: The type of device it will run on; by default that of its parameters. It decides where the optimizer was not told:
+            torch then takes foreach on devices that have such kernels, else the loop.
+
+    Returns:
+        The kernel; `"other"` where the optimizer is none of torch's that has several, or its groups differ.
+    """
+    kernels: set[Kernel] = {_kernel_of_group(group, device) for group in optimizer.param_groups}
+    return kernels.pop() if _is_torchs(optimizer) and len(kernels) == 1 else "other"
+
+
+def allowed_kernels(optimizer: Optimizer, device: str | None = None, *, scaled: bool = False) -> list[Kernel]:
+    """Return the kernels that `optimizer` can run with.
+
+    Args:
+        optimizer: Any; only torch's own, and no class derived from one, can be told.
+        device: The type of device it will run on; by default that of its parameters.
+        scaled: Whether a gradient scaler is in use, under which a fused optimizer forbids to clip and to look at gradients.
+
+    Returns:
+        From the least temporaries to the most; empty where nothing can be chosen.
+    """
+    if not _is_torchs(optimizer):
+        return []
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    devices = {parameter.device.type for parameter in parameters} if device is None else {device}
+    plain = not any(group.get("differentiable") for group in optimizer.param_groups)
+    plain = plain and all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in parameters)
+    kernels: list[Kernel] = ["for-loop"]
+    if plain and devices <= _foreach_devices() and not _has_tensor_options(optimizer):
+        kernels = ["for-loop", "foreach"]
+    floating = all(p.is_floating_point() and (p.grad is None or not p.grad.is_sparse) for p in parameters)
+    if plain and floating and not scaled and type(optimizer) in _FUSED and devices <= _fused_devices(optimizer):
+        kernels = ["fused", *kernels]
+    return kernels
+
+
+def asks_for_kernel(optimizer: Optimizer) -> bool:
+    """Return whether the one who built `optimizer` chose its kernel (`fused=` or `foreach=`)."""
+    return any(group.get(flag) is not None for group in optimizer.param_groups for flag in _FLAGS)
+
+
+def set_kernel(optimizer: Optimizer, kernel: Kernel) -> "KernelChange":
+    """Make `optimizer` run with `kernel` from its next step on.
+
+    Args:
+        optimizer: One of torch's own, before its first step or between two.
+        kernel: Which.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        ConfigurationError: If the optimizer cannot run with it.
+    """
+    allowed = allowed_kernels(optimizer)
+    if kernel not in allowed:
+        name = type(optimizer).__name__
+        devices = sorted({p.device.type for group in optimizer.param_groups for p in group["params"]})
+        ways = f"it can run with {', '.join(allowed)}" if allowed else "only torch's own optimizers can be told"
+        raise ConfigurationError(
+            f'optimizer_kernel="{kernel}": {name} on {", ".join(devices)} cannot run with it; {ways}. '
+            'Choose another kernel or "keep", which leaves the optimizer as it was built.'
+        )
+    return KernelChange(optimizer, kernel)
+
+
+@dataclass(slots=True)
+class _Original:
+    """The flags that an optimizer was built or loaded with."""
+
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+    def of(self, index: int) -> dict[str, Any]:
+        """Return those of a group; one that was added since would have been given the defaults."""
+        return self.groups[index] if index < len(self.groups) else self.defaults
+
+
+class KernelChange:
+    """Another kernel for an optimizer, from construction until `undo`.
+
+    Checkpoints are as without it: what `state_dict` gives has the flags and step counters of the optimizer as it was built, and
+    what is loaded runs with this kernel.
+
+    Args:
+        optimizer: One that allows the kernel.
+        kernel: Which.
+    """
+
+    def __init__(self, optimizer: Optimizer, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.optimizer: Optimizer | None = optimizer
+        self._original = original = _noted(optimizer)
+        self._scaled = _SCALES in vars(optimizer)
+        _apply(optimizer, kernel)
+
+        # the hooks hold the flags and not this object, which holds the optimizer: it shall go when its last user does
+        def saved(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            return _as_built(state, original)
+
+        def loaded(loaded_into: Optimizer) -> None:
+            now = _noted(loaded_into)
+            original.groups = now.groups
+            _apply(loaded_into, kernel)
+
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(saved),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        ]
+
+    def undo(self) -> None:
+        """Give the optimizer its flags and step counters back; once is enough, twice does no harm."""
+        optimizer, self.optimizer = self.optimizer, None
+        if optimizer is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for index, group in enumerate(optimizer.param_groups):
+            group.update(self._original.of(index))
+            _place_steps(optimizer.state, group)
+        optimizer.defaults.update(self._original.defaults)
+        _tell_scaler(optimizer, fused=self._scaled)
+
+
+def _noted(optimizer: Optimizer) -> _Original:
+    return _Original(groups=[_flags(group) for group in optimizer.param_groups], defaults=_flags(optimizer.defaults))
+
+
+def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {flag: options[flag] for flag in _FLAGS if flag in options}
+
+
+def _apply(optimizer: Optimizer, kernel: Kernel) -> None:
+    wanted = {"foreach": kernel == "foreach", "fused": kernel == "fused"}
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update({flag: wanted[flag] for flag in _flags(options)})
+    for group in optimizer.param_groups:
+        _place_steps(optimizer.state, group)
+    _tell_scaler(optimizer, fused=kernel == "fused")
+
+
+def _tell_scaler(optimizer: Optimizer, *, fused: bool) -> None:
+    if fused:
+        setattr(optimizer, _SCALES, True)
+    else:
+        vars(optimizer).pop(_SCALES, None)
+
+
+def _place_steps(states: Mapping[Any, dict[str, Any]], group: Mapping[str, Any]) -> None:
+    """Put step counters where the group's kernel wants them: fused ones on the parameter's device, others on the host."""
+    for parameter in group["params"]:
+        state = states.get(parameter)
+        if state and isinstance(state.get("step"), Tensor):
+            state["step"] = _step_for(state["step"], group, device=parameter.device)
+
+
+def _step_for(step: Tensor, group: Mapping[str, Any], *, device: torch.device) -> Tensor:
+    if group.get("fused") or group.get("capturable"):
+        return step.to(device=device, dtype=torch.float32)
+    wide = torch.get_default_dtype() == torch.float64  # as torch.optim.optimizer._get_scalar_dtype
+    return step.to(device="cpu", dtype=torch.float64 if wide else torch.float32)
+
+
+def _as_built(state: dict[str, Any], original: _Original) -> dict[str, Any]:
+    """Return a state dict with the flags of `original`, and step counters where these want them; nothing of the optimizer is written."""
+    groups = [{**group, **original.of(index)} for index, group in enumerate(state["param_groups"])]
+    states = dict(state["state"])
+    for group in groups:
+        for key in group["params"]:
+            entries = states.get(key)
+            if entries and isinstance(entries.get("step"), Tensor):
+                device = next(
+                    (v.device for v in entries.values() if isinstance(v, Tensor) and v.dim()), torch.device("cpu")
+                )
+                states[key] = {**entries, "step": _step_for(entries["step"], group, device=device)}
+    return {**state, "state": states, "param_groups": groups}
+
+
+def _kernel_of_group(group: Mapping[str, Any], device: str | None) -> Kernel:
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach"):
+        return "foreach"
+    told = any(group.get(flag) is not None for flag in _FLAGS)
+    if told or group.get("differentiable"):
+        return "for-loop"
+    capable = set(_foreach_utils._get_foreach_kernels_supported_devices())
+    plain = all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in group["params"])
+    on = {parameter.device.type for parameter in group["params"]} if device is None else {device}
+    return "foreach" if plain and on <= capable else "for-loop"
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether this is an optimizer of torch's itself, with kernels to choose from; a class derived from one may do anything."""
+    return type(optimizer).__module__.startswith("torch.optim.") and "foreach" in optimizer.defaults
+
+
+def _foreach_devices() -> set[str]:
+    """Return the types of device whose foreach operations work; on a CPU they are loops, which torch takes only if told to."""
+    return {*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"}
+
+
+def _fused_devices(optimizer: Optimizer) -> set[str]:
+    if type(optimizer) is torch.optim.Adagrad:
+        return {"cpu"}
+    return set(_foreach_utils._get_fused_kernels_supported_devices())
+
+
+def _has_tensor_options(optimizer: Optimizer) -> bool:
+    """Return whether the learning rate or a decay rate is a tensor, which foreach kernels take in capturable optimizers only."""
+    return any(
+        isinstance(value, Tensor)
+        for group in optimizer.param_groups
+        if not group.get("capturable")
+        for value in (group.get("lr"), *(group.get("betas") or ()))
+    )
