@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.units import format_bytes
 
@@ -16,11 +17,15 @@ _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
     torch.optim.NAdam: 2,
     torch.optim.RAdam: 2,
     torch.optim.Adamax: 2,
+    torch.optim.Adadelta: 2,
     torch.optim.Adagrad: 1,
+    torch.optim.Muon: 1,
     torch.optim.RMSprop: 1,
     torch.optim.Rprop: 2,
     torch.optim.ASGD: 1,
 }
+# Options that ask for a state tensor more, beside `amsgrad`.
+_MORE_STATES: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.RMSprop: ("momentum", "centered")}
 
 
 def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, int]:
@@ -29,7 +34,7 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
     Args:
         module: With its parameters in their final dtype; they may be on the meta device.
         optimizers: Those of the run. State that exists is counted as it is, state that does not yet by the optimizer's kind;
-            an optimizer of unknown kind counts 0 before its first step.
+            an optimizer of unknown kind, such as torchao's 8-bit ones, counts 0 before its first step and what it made after it.
     """
     parameters = list(module.parameters())
     return {
@@ -132,6 +137,9 @@ def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions
 
 
 def _bytes(tensor: torch.Tensor) -> int:
+    """Return what `tensor` takes: one that wraps others (8-bit codes and their scales) takes what they do, whatever dtype it shows."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
 
 
@@ -151,4 +159,4 @@ def _states(optimizer: Optimizer, group: dict[str, object]) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return int(bool(group.get("momentum")))
     known = next((count for kind, count in _STATES_PER_PARAMETER.items() if isinstance(optimizer, kind)), 0)
-    return known + int(bool(group.get("amsgrad")))
+    return known + sum(bool(group.get(option)) for option in ("amsgrad", *_MORE_STATES.get(type(optimizer), ())))
