@@ -47,7 +47,10 @@ class Images(nn.Module):
         inputs = [3, *widths[:-1]]
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.Conv2d(i, o, 3, stride=1 + (i not in (3, o)), padding=1), nn.ReLU(), nn.Conv2d(o, o, 3, padding=1), nn.Tanh()
+                nn.Conv2d(i, o, 3, stride=1 + (i not in (3, o)), padding=1),
+                nn.ReLU(),
+                nn.Conv2d(o, o, 3, padding=1),
+                nn.Tanh(),
             )
             for i, o in zip(inputs, widths, strict=True)
         )
@@ -93,7 +96,11 @@ def peak(module: Language | Images, chosen: Sequence[int], *, keep_attention: bo
 def made() -> dict[str, Language | Images]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    return {"language, small vocabulary": Language(64), "language, logits larger than a block": Language(8000), "images": Images()}
+    return {
+        "language, small vocabulary": Language(64),
+        "language, logits larger than a block": Language(8000),
+        "images": Images(),
+    }
 
 
 def which() -> dict[str, object]:

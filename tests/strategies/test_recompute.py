@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, OutOfMemoryError, SplitError
+from lightning_unified.nn.recomputing import RecomputePolicy
 
 TEXT = (
     "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -312,3 +313,41 @@ def test_another_run_beside_it_begins_with_what_was_found(tmp_path):
 
     assert trainer.strategy.recoveries == 0
     assert "in an earlier run" in trainer.strategy.plan.reasons["recompute"]
+
+
+class Plans(L.Callback):
+    """Recomputes some of the blocks, as a plan would before the first step."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def on_train_start(self, trainer, module):
+        trainer.strategy.policy.recomputation.set(self.policy, why="as planned")
+
+
+def test_a_plan_recomputes_the_first_blocks_and_weights_are_equal_bit_for_bit():
+    _, plain, _ = trained(recompute=False)
+    module, again, trainer = trained(recompute="auto", callbacks=[Plans(RecomputePolicy(blocks=2))])
+
+    assert_equal(plain, again)
+    assert [layer.runs for layer in module.layers] == [6, 6, 3]
+    assert trainer.strategy.plan.reasons["recompute"] == (
+        "as planned: the first 2 of 3 blocks of layers (Block), detected"
+    )
+    assert not any("forward" in vars(child) for child in module.modules())
+
+
+def test_when_memory_runs_out_under_a_plan_all_blocks_recompute():
+    class Middle(Deep):
+        @property
+        def recomputes(self):
+            return "forward" in vars(self.layers[2])
+
+    _, plain, _ = trained(Middle, None, False, recompute=True, rows=1)
+    planned = Plans(RecomputePolicy(blocks=2))
+    _, again, trainer = trained(Middle, 0.5, False, recompute="auto", rows=1, callbacks=[planned])
+
+    assert_equal(plain, again)
+    assert trainer.strategy.plan.reasons["recompute"] == (
+        "because memory ran out: 3 blocks of layers (Block), detected"
+    )
