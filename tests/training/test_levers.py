@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from lightning_unified.errors import ConfigurationError
@@ -328,6 +329,18 @@ def test_a_changed_optimizer_goes_when_its_last_user_does():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
+def test_a_rehearsal_under_fake_tensors_runs_with_it(kernel):
+    with FakeTensorMode():
+        module = deep()
+        optimizer = AdamW(module.parameters())
+        set_kernel(optimizer, kernel)
+        stepped(module, optimizer, steps=2)
+
+    assert kernel_of(optimizer) == kernel
+    assert len(optimizer.state) == 8
 
 
 def test_which_kernel_runs_is_torchs_own_choice_by_device_where_nobody_chose():
