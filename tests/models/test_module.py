@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.models.gearhead.optimizer import build_optimizer, kernel_arguments, learning_rate_factor
+from lightning_unified.training.levers import LossChunk, recompute_policies
 
 
 def _trainer(directory, **arguments):
@@ -240,3 +241,23 @@ def test_recompute_can_be_switched_from_outside(build):
 
     assert module.network.recompute
     assert module.recompute
+
+
+def test_gearhead_can_recompute_some_of_its_blocks():
+    assert len(recompute_policies(GearHead(layers=3, width=32, heads=2, feed_forward=32, vocabulary=64))) == 7
+
+
+def test_gearheads_loss_is_the_same_in_any_chunk():
+    torch.manual_seed(0)
+    module = GearHead(layers=1, width=32, heads=2, feed_forward=32, vocabulary=64, dropout=0.0)
+    ids = torch.randint(9, 64, (2, 16))
+
+    def outcome(rows):
+        module.zero_grad()
+        lever = LossChunk(module, rows)
+        loss = module.training_step({"input_ids": ids, "labels": ids})
+        loss.backward()
+        lever.undo()
+        return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(outcome(None), outcome(3), strict=True))

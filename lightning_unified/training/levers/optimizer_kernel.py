@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
@@ -57,7 +58,7 @@ def allowed_kernels(optimizer: Optimizer, device: str | None = None, *, scaled: 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in parameters} if device is None else {device}
     plain = not any(group.get("differentiable") for group in optimizer.param_groups)
-    plain = plain and all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in parameters)
+    plain = plain and all(map(_is_plain, parameters))
     kernels: list[Kernel] = ["for-loop"]
     if plain and devices <= _foreach_devices() and not _has_tensor_options(optimizer):
         kernels = ["for-loop", "foreach"]
@@ -218,9 +219,14 @@ def _kernel_of_group(group: Mapping[str, Any], device: str | None) -> Kernel:
     if told or group.get("differentiable"):
         return "for-loop"
     capable = set(_foreach_utils._get_foreach_kernels_supported_devices())
-    plain = all(type(parameter) in (Tensor, torch.nn.Parameter) for parameter in group["params"])
+    plain = all(map(_is_plain, group["params"]))
     on = {parameter.device.type for parameter in group["params"]} if device is None else {device}
     return "foreach" if plain and on <= capable else "for-loop"
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return whether torch takes such a parameter in kernels of lists; a fake one is as good as what it stands for."""
+    return type(parameter) in {Tensor, torch.nn.Parameter} or isinstance(parameter, FakeTensor)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
