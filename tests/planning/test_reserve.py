@@ -1,5 +1,7 @@
 """What an allocator takes of the machine for a step is found by replaying its storages."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def test_pools_hold_at_least_what_is_handed_out_and_no_two_blocks_overlap(kind, 
             ranges = sorted(
                 (id(block.home) if kind is HostHeap else block.home.small, block.at, block.size) for block in live
             )
-            for (home, at, size_), (other, following, _) in zip(ranges, ranges[1:], strict=False):
+            for (home, at, size_), (other, following, _) in pairwise(ranges):
                 assert home != other or at + size_ <= following
 
 
@@ -188,6 +190,14 @@ def test_an_aligned_block_does_not_return_to_the_hole_that_one_of_its_size_left(
     assert heap.reserved > before
 
 
+def test_under_a_fixed_threshold_every_large_tensor_is_mapped_alone():
+    heap = HostHeap(threshold=64 * KIB)
+    heap.give_back(take(heap, 20 * MIB))
+    block = take(heap, MIB)
+    heap.give_back(block)
+    assert heap.reserved == 0
+
+
 def recorded(*entries):
     """Entries of a device trace: sizes begin a block, strings end it."""
     return [
@@ -233,7 +243,7 @@ def test_a_summary_joins_peak_allocator_and_places(made):
     assert found.reserved_bytes == reserved_bytes(made(rows=64))
     assert sum(found.categories.values()) == found.peak_bytes
     assert (found.rows, found.parts, found.seconds, found.planning_seconds) == (64, 1, 1.5, 0.25)
-    assert found.instant == "forward of blocks.2.attention (aten.bmm)"
+    assert found.instant == "backward of blocks.2.attention (aten.mm)"
     assert found.confidence == "high"
 
 
