@@ -2,17 +2,16 @@
 
 import argparse
 import json
-import math
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.cli.report.find import find_runs, names_of
 from lightning_unified.cli.report.page import page
 from lightning_unified.cli.report.read import read_run
+from lightning_unified.cli.run.record import plain
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["main"]
@@ -30,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         directories = find_runs(arguments.runs)
         runs = [read_run(path, name=name) for path, name in zip(directories, names_of(directories), strict=True)]
         if arguments.json:
-            print(json.dumps({"runs": [_plain(run.as_json()) for run in runs]}, indent=2))
+            print(json.dumps({"runs": [plain(run.as_json()) for run in runs]}, indent=2))
         if arguments.output is not None or not arguments.json:
             output = _output(arguments.output, arguments.runs)
             _write(output, page(runs))
@@ -71,14 +70,3 @@ def _write(path: Path, text: str) -> None:
         raise ConfigurationError(
             f"--output {path} cannot be written: {error.strerror or error}; name a file in a folder that is there and yours."
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it; what is not finite becomes null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(member) for member in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

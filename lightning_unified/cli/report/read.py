@@ -22,9 +22,7 @@ def read_run(directory: Path, *, name: str) -> Run:
     journal = files.lines(JOURNAL)
     listed = plan.get("events")
     moments = tell(journal, pressure=files.lines("pressure.jsonl"), listed=listed if isinstance(listed, list) else ())
-    began = [
-        line["machine"] for line in journal if line.get("kind") == "began" and isinstance(line.get("machine"), dict)
-    ]
+    machines, plans = _objects(journal, "machine"), _objects(journal, "plan")
     curves = files.curves()
     status, well = _status(moments, summary=summary, curves=curves, asked=_asked_steps(config))
     return Run(
@@ -33,14 +31,18 @@ def read_run(directory: Path, *, name: str) -> Run:
         status=status,
         well=well,
         summary=summary,
-        plan=plan,
+        plan=plan or (plans[-1] if plans else {}),
         config=config,
         overrides=files.list(".hydra/overrides.yaml"),
-        machine=began[-1] if began else {},
+        machine=machines[-1] if machines else {},
         curves=curves,
         moments=moments,
         problems=tuple(files.problems),
     )
+
+
+def _objects(lines: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
+    return [found for line in lines if isinstance(found := line.get(key), dict)]
 
 
 class _Files:

@@ -128,7 +128,11 @@ def reasons_table(run: Run) -> str:
         if name == "budget":
             shown = amount(budget_bytes(run), "bytes")
         rows.append((escape(name.replace("_", " ")), escape(shown), escape(str(reasons.get(name, "")))))
-    return table(("decision", "", "why"), rows, kind="reasons") if rows else unknown("no plan.json was written")
+    return (
+        table(("decision", "", "why"), rows, kind="reasons")
+        if rows
+        else unknown("there is no plan.json that can be read")
+    )
 
 
 def alternatives_table(run: Run) -> str:

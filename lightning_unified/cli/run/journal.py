@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_unified.callbacks.loops import is_trial, logged_step
 from lightning_unified.callbacks.pool import pool_of
-from lightning_unified.cli.run.record import versions
+from lightning_unified.cli.run.record import plain, versions
 from lightning_unified.hardware import Sources, read, watermarks
 from lightning_unified.planning import static_bytes
 
@@ -29,7 +29,8 @@ class Journal(Callback):
 
     A line has `time` (ISO 8601, UTC), `step` (the one that metrics of the batch are logged under), `kind` and `text`, and how the run stood: `micro_batch_size`,
     `recoveries` of this process so far, `budget_bytes`. Kinds: `began` (with `machine`: device, pool, marks, versions, and `held`, the
-    bytes of weights, gradients, optimizer state and buffers), `event`, `ended`, `failed`. A resumed run appends its own.
+    bytes of weights, gradients, optimizer state and buffers, and the `plan` so far), `event`, `ended`, `failed` (with the `plan`). A
+    resumed run appends its own.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,13 @@ class Journal(Callback):
         keeps = trainer.is_global_zero and not is_trial(trainer) and "://" not in str(trainer.default_root_dir)
         self._path, self._told = Path(trainer.default_root_dir) / JOURNAL if keeps else None, 0
         if keeps:
-            self._write(trainer, "began", f"{type(pl_module).__name__} begins", machine=_machine(trainer, pl_module))
+            self._write(
+                trainer,
+                "began",
+                f"{type(pl_module).__name__} begins",
+                machine=_machine(trainer, pl_module),
+                plan=_plan(trainer),
+            )
 
     @override
     def on_train_batch_end(
@@ -58,7 +65,12 @@ class Journal(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._catch_up(trainer)
         said = (str(exception).splitlines() or [""])[0]
-        self._write(trainer, "failed", f"{type(exception).__name__}: {said}" if said else type(exception).__name__)
+        self._write(
+            trainer,
+            "failed",
+            f"{type(exception).__name__}: {said}" if said else type(exception).__name__,
+            plan=_plan(trainer),
+        )
 
     def _catch_up(self, trainer: Trainer) -> None:
         events = getattr(trainer.strategy, "events", [])
@@ -82,10 +94,16 @@ class Journal(Callback):
         }
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(plain(line)) + "\n")
         except OSError as error:
             log.warning("What happens to this run is no longer written to %s: %s", self._path, error)
             self._path = None
+
+
+def _plan(trainer: Trainer) -> dict[str, Any] | None:
+    """Return the plan so far: `plan.json` is written at the end, which a run that fails does not come to."""
+    plan = getattr(trainer.strategy, "plan", None)
+    return None if plan is None else plan.to_dict()
 
 
 def _machine(trainer: Trainer, module: LightningModule) -> Mapping[str, Any]:
