@@ -204,7 +204,7 @@ def test_a_run_that_failed_says_where_and_of_what(tmp_path):
     ]
     run = run_of(tmp_path / "run", summary__json=None, plan__json=None, events__jsonl="\n".join(failed))
 
-    assert (run.status, run.well) == ("failed after step 12: OutOfMemoryError: one row does not fit", False)
+    assert (run.status, run.well) == ("failed at step 12: OutOfMemoryError: one row does not fit", False)
     assert run.plan == {"precision": "x"}
 
 

@@ -68,7 +68,7 @@ def _rows(run: Run, most: float) -> Iterable[str]:
     if reserved is not None:
         yield _row("predicted, reserved", reserved, most, color="reserved")
     yield _row("measured peak", measured_peak(run), most, color="peak", note=peak_source(run))
-    if counts_process(run):
+    if counts_process(run) and predicted is not None:
         yield '<p class="note">The measured peak is the whole process: Python and libraries are in it, in the prediction they are not.</p>'
 
 

@@ -16,7 +16,7 @@ from lightning_unified.cli.report.figures import (
     recovery_curve,
 )
 from lightning_unified.cli.report.plot import Band, Level, Line, Mark, Plot
-from lightning_unified.cli.report.records import Curve, Run
+from lightning_unified.cli.report.records import Curve, Moment, Run
 from lightning_unified.units import format_bytes
 
 __all__ = ["across", "course_plots", "loss_plots", "memory_plots", "other_plots", "slug", "speed_plots"]
@@ -24,7 +24,7 @@ __all__ = ["across", "course_plots", "loss_plots", "memory_plots", "other_plots"
 _STAGE = re.compile(r"(train|val|valid|validation|test)[/_.](.+)")
 _KINDS = re.compile(r"_(step|epoch)$")
 _STYLES = {"train": "solid", "test": "dotted"}
-_MARKED = {"recovery": "bad", "pressure": "warn", "failed": "bad"}
+_MARKED = {"recovery": "bad", "pressure": "warn", "failed": "bad", "began": "soft"}
 _MOST_OTHERS = 16
 _FIGURES = {
     "allocated": "live tensors; on a CPU the process",
@@ -233,7 +233,7 @@ def _lines(
 
 
 def _marks(run: Run, *, index: int | None = None) -> list[Mark]:
-    """Return the moments that a chart shows: what went wrong or was given up; of several runs in the run's color."""
+    """Return the moments that a chart shows: what went wrong, was given up or resumed; of several runs in the run's color."""
     return [
         Mark(
             step=moment.step,
@@ -245,5 +245,6 @@ def _marks(run: Run, *, index: int | None = None) -> list[Mark]:
     ]
 
 
-def _told(run: Run) -> Iterable:
-    return (moment for moment in run.moments if moment.kind in _MARKED)
+def _told(run: Run) -> Iterable[Moment]:
+    """Yield the moments that a chart marks; of beginnings those of resumed parts."""
+    return (moment for moment in run.moments if moment.kind in _MARKED and (moment.kind != "began" or moment.step))

@@ -96,7 +96,8 @@ def peak_source(run: Run) -> str:
 
 def counts_process(run: Run) -> bool:
     """Return whether the measured peak is of the whole process, which holds libraries and Python beside the tensors."""
-    return bool(_OF_PROCESS.search(peak_source(run)))
+    source = peak_source(run)
+    return bool(_OF_PROCESS.search(source)) or (not source and at(run.machine, "device") == "cpu")
 
 
 def peak_error(run: Run) -> float | None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -106,7 +107,7 @@ def _status(
     """Return how a run stands, in words, and whether it ended as it should; the newest of its parts decides."""
     course = [moment for moment in moments if moment.kind in ("began", "ended", "failed")]
     if course and course[-1].kind == "failed":
-        return f"failed after step {_known(course[-1].step)}: {course[-1].text}", False
+        return shorten(f"failed at step {_known(course[-1].step)}: {course[-1].text}", 200, placeholder=" …"), False
     seen = max((curve.steps[-1] for curve in curves.values() if curve.steps), default=None)
     if not summary or (course and course[-1].kind == "began"):
         last = "no step was logged" if seen is None else f"the last step that was logged is {seen}"

@@ -74,7 +74,6 @@ def facts(run: Run) -> dict[str, str]:
     rows, whole = micro_batch_size(run), number(summary, "effective_batch_size")
     whole = number(run.config, "data", "batch_size") if whole is None else whole
     return {
-        "status": run.status,
         "model": _words(
             at(summary, "model") or at(run.config, "name"), amount_of(summary, "parameters", "{} parameters")
         ),
@@ -85,12 +84,18 @@ def facts(run: Run) -> dict[str, str]:
         "micro-batch": f"{amount(rows)} of {amount(whole)} rows" if rows is not None else "unknown",
         "recoveries": amount(recoveries(run)),
         "precision": _words(at(summary, "precision") or at(run.plan, "precision")),
-        "recomputation": {True: "yes", False: "no"}.get(at(summary, "recompute"), "unknown"),
+        "recomputation": _yes(
+            next((each for each in (at(summary, "recompute"), at(run.plan, "recompute")) if each is not None), None)
+        ),
         "validation loss": amount(validation_loss(run)),
         "samples a second": amount(number(summary, "samples_per_second")),
         "tokens a second": amount(number(summary, "tokens_per_second")),
         "training took": amount(number(summary, "seconds"), "seconds"),
     }
+
+
+def _yes(value: object) -> str:
+    return {True: "yes", False: "no"}.get(value, "unknown") if isinstance(value, bool) else "unknown"
 
 
 def amount_of(content: Any, key: str, form: str) -> str | None:
@@ -103,7 +108,7 @@ def _error(run: Run, error: float | None) -> str:
     if error is not None:
         return f", {abs(error):.1%} {'above' if error > 0 else 'below'} the measured"
     if predicted_peak(run) is not None and counts_process(run):
-        return f"; the measured counts the whole process ({peak_source(run)})"
+        return f"; the measured counts the whole process ({peak_source(run) or 'resident bytes'})"
     return ""
 
 

@@ -84,7 +84,8 @@ class Journal(Callback):
         strategy = trainer.strategy
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "step": logged_step(trainer),
+            # a resumed run does not know yet under which step it will log
+            "step": trainer.global_step if kind == "began" else logged_step(trainer),
             "kind": kind,
             "text": text,
             "micro_batch_size": getattr(strategy, "micro_batch_size", None),
