@@ -101,7 +101,8 @@ def _closer(plot: Plot, *, title: str) -> Plot:
     if not values or len(near) == len(plot.levels):
         return plot
     far = ", ".join(f"{level.label} {format_bytes(round(level.value))}" for level in plot.levels if level not in near)
-    return replace(plot, title=title, note=f"{plot.note}; above: {far}" if plot.note else f"above: {far}", levels=near)
+    notes = [note for note in (plot.note if title == plot.title else "", f"above: {far}") if note]
+    return replace(plot, title=title, note="; ".join(notes), levels=near)
 
 
 def _levels_of(run: Run, *, followed: bool) -> list[Level]:
