@@ -307,6 +307,18 @@ def test_copies_of_groups_within_the_trainer_are_not_told_twice(tmp_path):
     assert "all 2 keys" in text
 
 
+def test_of_the_plans_that_were_weighed_the_chosen_one_is_marked(tmp_path):
+    weighed = [
+        {"micro_batch_size": 16, "recompute": recompute, "precision": "bf16-mixed", "peak_bytes": peak, "fits": fits}
+        for recompute, peak, fits in (("all", GIB, True), ("2 blocks", 2 * GIB, True), (None, 5 * GIB, False))
+    ]
+    prediction = PLAN["prediction"] | {"rows": 16, "peak_bytes": 2 * GIB}
+    plan = PLAN | {"alternatives": weighed, "prediction": prediction, "micro_batch_size": 8}
+    text, _ = read_page(run_of(tmp_path / "run", plan__json=json.dumps(plan)))
+
+    assert re.findall(r"<td><b>(2 blocks|all)</b></td>", text) == ["2 blocks"]
+
+
 def test_a_peak_of_the_whole_process_is_not_held_against_the_prediction(tmp_path):
     peak = {"predicted": None, "measured": GIB, "source": "VmHWM"}
     _, tree = read_page(run_of(tmp_path / "run", summary__json=json.dumps(SUMMARY | {"peak_bytes": peak})))

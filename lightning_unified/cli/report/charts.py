@@ -226,10 +226,13 @@ def _lines(
         curve = curve_of(run)
         if curve is not None and curve.last is not None:
             several = len(runs) > 1
-            name = run.name if several else label
-            text = f"{name} {label}" if several and label else name
+            text = f"{run.name} {label}".strip() if several else label or run.name
             tint = color or f"run-{index % 8}"
-            lines.append(Line(label=text, curve=curve, color=tint, style=style, steps=steps, in_legend=not several))
+            lines.append(
+                Line(
+                    label=text, curve=curve, color=tint, style=style, steps=steps, in_legend=bool(label) and not several
+                )
+            )
     return lines
 
 

@@ -131,7 +131,9 @@ class _View:
         low, high = min(values), max(values)
         if plot.from_zero and low >= 0:
             low = 0.0
-        room = (high - low) or abs(high) or 1.0
+        if high == low:
+            low, high = low - abs(low) / 2, high + (abs(high) / 2 or 1.0)
+        room = high - low
         bounds = (low if low == 0 else low - 0.06 * room, high + 0.08 * room)
         first, last = plot.across or (min(steps), max(steps))
         across = (float(first), float(last)) if last > first else (first - 0.5, first + 0.5)
@@ -229,7 +231,7 @@ def _legend(plot: Plot, lines: Sequence[Line]) -> str:
         f'<li><i class="swatch {style}" style="--c:var(--{color})"></i>{escape(label)}</li>'
         for label, color, style in entries
     )
-    return f'<ul class="legend">{items}</ul>' if len(entries) > 1 else ""
+    return f'<ul class="legend">{items}</ul>' if entries else ""
 
 
 def _data(plot: Plot, lines: Sequence[Line], view: _View) -> dict[str, Any]:

@@ -146,15 +146,25 @@ def alternatives_table(run: Run) -> str:
     if not weighed:
         return ""
     columns = [column for column in _ALTERNATIVE if any(each.get(column[0]) is not None for each in weighed)]
-    rows = []
+    chosen, rows = _chosen(run, weighed), []
     for each in weighed:
         cells = [escape(_cell(each.get(key), unit)) for key, _, unit in columns]
-        chosen = (
-            all(each.get(key) == run.plan.get(key) for key in ("micro_batch_size", "precision") if key in run.plan)
-            and each.get("fits") is not False
-        )
-        rows.append([f"<b>{cell}</b>" if chosen else cell for cell in cells])
+        rows.append([f"<b>{cell}</b>" if each is chosen else cell for cell in cells])
     return f"<h4>Plans that were weighed</h4>{table([name for _, name, _ in columns], rows, kind='numbers')}"
+
+
+def _chosen(run: Run, weighed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the plan that was chosen: of the size that was predicted for (a recovery may have left a smaller one), and of its peak."""
+    rows, peak = number(prediction(run), "rows"), predicted_peak(run)
+    rows = number(run.plan, "micro_batch_size") if rows is None else rows
+    alike = [
+        each
+        for each in weighed
+        if each.get("fits") is not False
+        and number(each, "micro_batch_size") == rows
+        and each.get("precision") in (None, run.plan.get("precision"))
+    ]
+    return min(alike, key=lambda each: abs((number(each, "peak_bytes") or 0) - (peak or 0)), default=None)
 
 
 def _cell(value: Any, unit: str) -> str:
