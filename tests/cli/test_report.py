@@ -342,6 +342,14 @@ def test_a_long_run_makes_a_page_that_is_small_and_keeps_its_extremes(tmp_path):
     assert "54321" in text
 
 
+def test_a_page_of_as_many_runs_as_it_tells_apart_stays_below_two_megabytes(tmp_path):
+    columns = ["step", "memory/allocated", "memory/reserved", "memory/peak", "speed/samples_per_second", "train/loss"]
+    rows = "\n".join(",".join(map(str, [step, *[step % 91 * 1e7] * 5])) for step in range(700))
+    runs = [run_of(tmp_path / str(index), metrics__csv=f"{','.join(columns)}\n{rows}\n") for index in range(24)]
+
+    assert len(read_page(*runs)[0]) < 2_000_000
+
+
 def test_a_sweeps_folder_stands_for_its_runs(tmp_path):
     for size in (1, 4):
         make(tmp_path / f"sweep/memory.micro_batch_size={size}")

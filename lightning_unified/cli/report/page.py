@@ -75,7 +75,9 @@ def _sections(runs: Sequence[Run]) -> Iterable[str]:
     yield _section("The plan and its reasons", _each(runs, lambda run: reasons_table(run) + alternatives_table(run)))
     yield _section("What happened", _each(runs, moments_table))
     if len(runs) > 1:
-        yield _section("Memory of each run", _each(runs, lambda run: _charts(memory_plots([run]), [run])))
+        yield _section(
+            "Memory of each run", _each(runs, lambda run: _charts(memory_plots([run]), [run], among=len(runs)))
+        )
     others = other_plots(runs)
     if others:
         yield _section("Other metrics", _folded(f"{len(others)} charts", _legend_of(runs) + _charts(others, runs)))
@@ -90,9 +92,11 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _charts(plots: Sequence[Plot], runs: Sequence[Run]) -> str:
-    steps = across(runs)
-    drawn = "".join(draw(replace(plot, across=steps)) for plot in plots)
+def _charts(plots: Sequence[Plot], runs: Sequence[Run], *, among: int = 0) -> str:
+    """Return the charts of `runs`, with fewer points a curve the more runs are on the page, so that it stays small."""
+    among = among or len(runs)
+    steps, most = across(runs), max(60, min(500, 1500 // among))
+    drawn = "".join(draw(replace(plot, across=steps, points=most)) for plot in plots)
     return f'<div class="charts of-{min(len(plots), 2)}">{drawn}</div>'
 
 

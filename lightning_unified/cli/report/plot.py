@@ -12,7 +12,6 @@ from lightning_unified.cli.report.scale import Unit, amount, labels, ticks
 
 __all__ = ["Band", "Level", "Line", "Mark", "Plot", "draw"]
 
-_MOST_POINTS = 500
 _NAME_HEIGHT = 6.6  # per cent of a chart's height
 _SIDE = 1000  # of the square that is stretched into the chart's frame
 
@@ -73,6 +72,7 @@ class Plot:
         from_zero: Whether the axis begins at 0.
         whole: Whether only whole numbers make sense as ticks.
         across: First and last step of the axis; default those of the curves.
+        points: The most that are drawn of a curve.
         legend: Further entries: text, color, style.
     """
 
@@ -86,6 +86,7 @@ class Plot:
     from_zero: bool = True
     whole: bool = False
     across: tuple[int, int] | None = None
+    points: int = 500
     legend: Sequence[tuple[str, str, str]] = field(default_factory=tuple)
 
 
@@ -99,7 +100,7 @@ def draw(plot: Plot) -> str:
         return f'<figure class="plot empty">{title}<p class="unknown">unknown: nothing of this was logged</p></figure>'
     view = _View.of(plot, lines)
     shapes = [*_bands(plot, view), *_grid(view), *_levels(plot, view), *_marks(plot, view)]
-    shapes += [_path(line, view) for line in lines]
+    shapes += [_path(line, view, most=plot.points) for line in lines]
     svg = f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
     left = "".join(
         f'<span style="bottom:{view.up(y):.2f}%">{escape(text)}</span>'
@@ -181,10 +182,10 @@ def _marks(plot: Plot, view: _View) -> Iterable[str]:
         yield f'<path class="mark" d="M{x:.1f} 0V{_SIDE}" stroke="var(--{color})"/>'
 
 
-def _path(line: Line, view: _View) -> str:
+def _path(line: Line, view: _View, *, most: int) -> str:
     """Return a line, broken where a value is not finite; a single value is a dot."""
     words, pen, previous = [], "M", 0.0
-    for step, value in _thinned(line.curve):
+    for step, value in _thinned(line.curve, most=most):
         if value is None:
             pen = "M"
             continue
@@ -197,12 +198,12 @@ def _path(line: Line, view: _View) -> str:
     return f'<path class="line {line.style}{dots}" d="{"".join(words)}{alone}" stroke="var(--{line.color})"/>'
 
 
-def _thinned(curve: Curve) -> list[tuple[int, float | None]]:
-    """Return at most `_MOST_POINTS` points: of each stretch of steps its least and its greatest value, and whatever is not finite."""
+def _thinned(curve: Curve, *, most: int) -> list[tuple[int, float | None]]:
+    """Return about `most` points: of each stretch of steps its least and its greatest value, and whatever is not finite."""
     points = list(zip(curve.steps, curve.values, strict=True))
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= most:
         return points
-    width = math.ceil(len(points) / (_MOST_POINTS // 2))
+    width = math.ceil(len(points) / (most // 2))
     kept = []
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
@@ -238,7 +239,7 @@ def _data(plot: Plot, lines: Sequence[Line], view: _View) -> dict[str, Any]:
     """Return what the pointer is told: the points of each line and the marks, numbers cut to what a reader can use."""
     series = []
     for line in lines:
-        points = _thinned(line.curve)
+        points = _thinned(line.curve, most=plot.points)
         series.append(
             {
                 "label": line.label,
