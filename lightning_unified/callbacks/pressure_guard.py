@@ -115,6 +115,7 @@ class PressureGuard(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._steps.began()
+        self._trace.step = trainer.global_step
 
     @override
     def on_train_batch_end(

@@ -51,10 +51,14 @@ class PressureTrace:
 
     Args:
         path: The file; None writes nothing.
+
+    Attributes:
+        step: Optimizer steps done, which each line names; None before anybody has said so.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.step: int | None = None
 
     def write(self, pressure: Pressure, action: str) -> None:
         """Append what the machine said and what was done; a disk that refuses is warned about once, and then left alone."""
@@ -62,6 +66,7 @@ class PressureTrace:
             return
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "step": self.step,
             "level": pressure.level,
             "available_bytes": pressure.available.bytes,
             "available_source": pressure.available.source,

@@ -14,6 +14,7 @@ _USAGE = """\
 python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
 python -m lightning_unified doctor [--json]         what this machine has, what it can do, which memory tier fits
 python -m lightning_unified watch [--once] [--json] pools, pressure, swap, use of the GPUs, and the runs on this machine
+python -m lightning_unified report DIR [DIR …]      runs as one HTML page: memory, the plan, losses, side by side
 """
 
 
@@ -35,7 +36,18 @@ def _watch(arguments: Sequence[str]) -> int:
     return watch(list(arguments))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train, "doctor": _doctor, "watch": _watch}
+def _report(arguments: Sequence[str]) -> int:
+    from lightning_unified.cli.report.command import main as report
+
+    return report(list(arguments))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "doctor": _doctor,
+    "watch": _watch,
+    "report": _report,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ def test_the_help_names_the_commands_there_are(capfd):
     out = capfd.readouterr().out
     assert "doctor" in out
     assert "watch" in out
-    assert "report" not in out
+    assert "report" in out
 
 
 def test_the_help_of_training_shows_groups_overrides_and_configuration(command):

@@ -33,6 +33,7 @@ FILES = (
     "config.yaml",
     "plan.json",
     "metrics.csv",
+    "events.jsonl",
     "samples.txt",
     "summary.json",
     "checkpoints/last.ckpt",
@@ -75,7 +76,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
     assert (plan["micro_batch_size"], plan["events"]) == (4, [])
     assert {"budget", "micro_batch_size", "precision", "recompute"} <= set(plan["reasons"])
     assert any(row["val/loss"] for row in rows)
-    assert any(row["memory/allocated"] for row in rows)
+    assert any(row["memory/allocated"] and row["speed/samples_per_second"] and row["train/loss"] for row in rows)
     for text in (
         "budget",
         "8.00 GiB (8GiB)",

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
@@ -70,7 +71,7 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
     throughput = Throughput()
     arguments = _resolved(config.trainer)
     taken = {
-        "callbacks": [_Start(on_start), *callbacks.values(), throughput, ValidateAtEnd()],
+        "callbacks": [_Start(on_start), *callbacks.values(), throughput, Journal(), ValidateAtEnd()],
         "logger": loggers or False,
     }
     trainer = make("trainer", {key: value for key, value in arguments.items() if key not in taken}, **taken)

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["versions", "write_json"]
+__all__ = ["plain", "versions", "write_json"]
 
 _PACKAGES = ("lightning-unified", "torch", "lightning", "hydra-core", "numpy")
 
@@ -26,14 +26,15 @@ def versions() -> dict[str, str | None]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path`; what is not finite becomes null, which JSON has no other word for."""
-    path.write_text(json.dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(plain(content), indent=2) + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: what is not finite becomes null, what is no plain value its text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(member) for key, member in value.items()}
+        return {str(key): plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(member) for member in value]
+        return [plain(member) for member in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float, bool)):

@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_unified.callbacks.loops import logged_step
+
 __all__ = ["Throughput"]
 
 
@@ -14,7 +16,8 @@ class Throughput(Callback):
     """Samples, scored tokens and seconds of the training batches of this process.
 
     Tokens are labels other than -100 under the batch key `labels`; a batch without them counts samples only. The sum
-    stays on the device until it is asked for, so that no step waits for it.
+    stays on the device until it is asked for, so that no step waits for it. Every `log_every_n_steps` batches what they took is
+    logged: `speed/samples_per_second` and `speed/seconds_per_batch`, validation left out.
 
     Attributes:
         first_step: The optimizer step this process began at.
@@ -27,12 +30,14 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self.first_step = 0
         self.samples = 0
+        self._batches = 0
         self.seconds = 0.0
         self.duration = 0.0
         self.validated_at: int | None = None
         self._tokens: torch.Tensor | None = None
         self._since: float | None = None
         self._began: float | None = None
+        self._logged = (0, 0, 0.0)
 
     @property
     def started(self) -> bool:
@@ -67,6 +72,10 @@ class Throughput(Callback):
         if isinstance(labels, torch.Tensor):
             scored = (labels != -100).sum()
             self._tokens = scored if self._tokens is None else self._tokens + scored
+        self._batches += 1
+        every = int(getattr(trainer, "log_every_n_steps", 0))
+        if every and self._batches % every == 0:
+            self._log(trainer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,6 +84,16 @@ class Throughput(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated_at = trainer.global_step
+
+    def _log(self, trainer: Trainer) -> None:
+        """Log the speed since the last time; between two loggings no batch is waited for, so that one is as good as their number."""
+        now = (self._batches, self.samples, self.seconds)
+        batches, samples, seconds = (a - b for a, b in zip(now, self._logged, strict=True))
+        self._logged = now
+        if seconds > 0:
+            metrics = {"speed/samples_per_second": samples / seconds, "speed/seconds_per_batch": seconds / batches}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=logged_step(trainer))
 
     def _advance(self, *, restart: bool) -> None:
         now = time.monotonic()
