@@ -1,6 +1,5 @@
 """What a step will last: its operations at the rates of a machine."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lightning_unified.planning.rates.record import Rates
@@ -10,6 +9,9 @@ __all__ = ["cut_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases that are no part of a training step."""
+
+_REPEATED = ("forward", "backward")
+"""Phases that every micro-batch goes through."""
 
 _Loads = dict[tuple[str, str], float]
 """Seconds by who is busy (`"host"`, `"device"`) and phase."""
@@ -32,22 +34,23 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
 def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
     """Return the seconds of a step whose batch is cut into micro-batches of `sizes` rows.
 
-    What another micro-batch adds is what a step of two has more than a step of one; so however many there are, and if some have a
-    row less than others, four traces tell.
+    Forward and backward passes of a step of two micro-batches are those of two; the rest of it is there once, however many there are.
+    What the device does falls with the rows of smaller micro-batches, what the host does for each does not.
 
     Args:
         at: The trace of a step by rows of a micro-batch and number of micro-batches.
         sizes: Rows of each micro-batch, the largest first.
         rates: Of the machine.
     """
-    first = at(sizes[0], 1)
-    alone = {sizes[0]: _loads(first, rates)}
-    total = dict(alone[sizes[0]])
-    for size, count in Counter(sizes[1:]).items():
-        once = alone.get(size) or _loads(at(size, 1), rates)
-        for key, seconds in _loads(at(size, 2), rates).items():
-            total[key] = total.get(key, 0.0) + count * (seconds - once.get(key, 0.0))
-    return _seconds(total, backend=first.backend)
+    if len(sizes) == 1:
+        return step_seconds(at(sizes[0], 1), rates)
+    trace = at(sizes[0], 2)
+    micro_batches = {"host": len(sizes) / 2, "device": sum(sizes) / (2 * sizes[0])}
+    total = {
+        (who, phase): seconds * (micro_batches[who] if phase in _REPEATED else 1)
+        for (who, phase), seconds in _loads(trace, rates).items()
+    }
+    return _seconds(total, backend=trace.backend)
 
 
 def _loads(trace: Trace, rates: Rates) -> _Loads:

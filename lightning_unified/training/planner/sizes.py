@@ -26,17 +26,14 @@ class RehearsedSizes:
         rows: Of the whole batch.
         unit: Rows that stay together.
         row_bytes: What a row of the batch takes.
-
-    Attributes:
-        rehearsals: How many were made so far.
     """
 
     def __init__(self, rehearse: Callable[[int, int], Trace], *, rows: int, unit: int, row_bytes: int) -> None:
         self._rehearse = rehearse
         self._rows, self._unit, self._row_bytes = rows, unit, row_bytes
         self._traces: dict[tuple[int, int], Trace] = {}
+        self._own: dict[tuple[int, int], Trace] = {}
         self._lines: dict[int, Lines | None] = {}
-        self.rehearsals = 0
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
         """Return the trace of a step of micro-batches of `rows`, workspaces included; of more than two parts, two are told.
@@ -61,7 +58,8 @@ class RehearsedSizes:
         return peak(self.at(rows, parts=parts)).bytes
 
     def _made(self, rows: int, parts: int) -> Trace:
-        lines = None if rows * parts >= self._rows or rows < _FIT[0] * self._unit else self._lines_of(parts)
+        whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
+        lines = None if whole or small else self._lines_of(parts)
         return self._by_itself(rows, parts) if lines is None else lines.at(rows, parts=parts)
 
     def _lines_of(self, parts: int) -> Lines | None:
@@ -75,8 +73,9 @@ class RehearsedSizes:
         return self._lines[parts]
 
     def _by_itself(self, rows: int, parts: int) -> Trace:
-        self.rehearsals += 1
-        return self._rehearse(rows, parts)
+        if (rows, parts) not in self._own:
+            self._own[rows, parts] = self._rehearse(rows, parts)
+        return self._own[rows, parts]
 
     def _whole_batch(self, trace: Trace) -> Trace:
         """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
