@@ -2,12 +2,13 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
@@ -21,7 +22,7 @@ __all__ = ["Recorder"]
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
-_NO_WORK = frozenset({torch.ops.prim.device.default})
+_DEVICE = torch.ops.prim.device.default
 _ENGINE = (
     "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
 )
@@ -42,10 +43,11 @@ class _Storage:
 class _Facts:
     """What is always true of one operation."""
 
-    __slots__ = ("flops", "is_view", "name")
+    __slots__ = ("flops", "is_marker", "is_view", "name")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
+        self.is_marker = self.name.startswith(("profiler.", "prim."))
         self.is_view: bool = bool(getattr(func, "is_view", False))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         self.flops: Callable[..., int] | None = own_flops(func) if formula is None else formula
@@ -106,12 +108,12 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what the storages of `tensors` are for; those not seen yet live from now on."""
-        for tensor in tensors:
+        for tensor in _strided(tensors):
             self._enter(tensor).category = category
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors` as nothing: they are elsewhere on the machine that is meant."""
-        for tensor in tensors:
+        for tensor in _strided(tensors):
             self._enter(tensor).bytes = 0
 
     def backward_begins(self) -> None:
@@ -121,22 +123,27 @@ class Recorder(TorchDispatchMode):
             if storage.category is None and storage.in_forward:
                 storage.category = "logits" if storage.wide else "activations"
 
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a rehearsal, and the check at each operation takes as long as the rest
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked of every tensor again and again
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _NO_WORK:
-            return result
         self._sum = None
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _Facts(func)
-        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_among((result,)))
+        outputs = tuple(_strided((result,)))
         if facts.is_view:
             for tensor in outputs:
                 self._enter(tensor)  # of a tensor that was not seen before
             return result
-        if self._raw is not None:
+        if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
         inside = None
@@ -238,12 +245,18 @@ class Recorder(TorchDispatchMode):
 
     def _add_in_place(self, term: _Storage) -> None:
         """Let the sum be the storage of its first term, which has ended in that moment."""
-        assert self._sum is not None and self._raw is not None
+        assert self._sum is not None
+        assert self._raw is not None
         result, _, index = self._sum
         self._sum = None
         del self._raw[index]
         key = next(key for key, storage in self._live.items() if storage is result)
         self._live[key] = term
+
+
+def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that have a storage: a sparse one consists of two others, which were seen when they were made."""
+    return (tensor for tensor in tensors_among(values) if tensor.layout == torch.strided)
 
 
 def _called_by_engine() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._mode_utils import no_dispatch
 
@@ -100,7 +101,7 @@ class _Resize:
         if isinstance(value, Mapping):
             return _with_items(value, {key: self(entry) for key, entry in value.items()})
         if isinstance(value, PackedSequence):
-            return type(value)(*(one if one is None else fake_tensor(one, device=self._device) for one in value))
+            return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
         if _is_sequence(value):
             if len(value) == self._had and not _holds_columns(value, self._had):
                 return type(value)(self._one(value[index % self._had]) for index in range(self._rows))
@@ -109,6 +110,9 @@ class _Resize:
         if _is_record(value):
             return _with_fields(value, self)
         return value if isinstance(value, _PLAIN) else shadow(value, device=self._device)
+
+    def _part(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
         """Return what one row is in a list of rows."""
@@ -124,7 +128,8 @@ class _Resize:
             shape[0] = self._rows
         if shape == list(tensor.shape):
             return fake_tensor(tensor, device=self._device)
-        fake = torch.empty(shape, dtype=tensor.dtype, device=self._device)
+        strides = make_contiguous_strides_for(shape)  # made by the same operation as one that keeps its shape
+        fake = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self._device)
         if not tensor.is_floating_point() and not tensor.is_meta and fake.numel() <= _KNOWN:
             with no_dispatch():
                 value = tensor.detach().cpu()

@@ -1,6 +1,7 @@
 """Where a rehearsal's recording begins and ends: between two batches, once a whole step is in its steady state."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from typing_extensions import override
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.planning.trace import Event
 from lightning_unified.planning.values import Answers
+from lightning_unified.training.logs import metrics_of
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 
 __all__ = ["Conductor"]
@@ -26,7 +28,7 @@ class Conductor(Callback):
         recorder: Records.
         answers: Notes reads of the recorded step only.
         strategy: Counts optimizer steps.
-        make_batch: Makes a batch.
+        make_batch: Makes a batch of validation, or one of training.
         validates: Whether a batch of validation is recorded, and not one of training.
         batches: How many an epoch is said to have.
 
@@ -42,7 +44,7 @@ class Conductor(Callback):
         answers: Answers,
         strategy: RehearsalStrategy,
         *,
-        make_batch: Callable[[], Any],
+        make_batch: Callable[[bool], Any],
         validates: bool,
         batches: int,
     ) -> None:
@@ -59,26 +61,35 @@ class Conductor(Callback):
 
     def loader(self, *, validation: bool = False) -> "_Loader":
         """Return what the Trainer takes for its data."""
-        return _Loader(self, records=validation == self._validates, count=self._batches)
+        return _Loader(self, validation=validation, count=self._batches)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._module = pl_module
+        connector: Any = trainer._logger_connector
+        connector.on_batch_end = partial(self._silently, connector.on_batch_end)
+
+    def _silently(self, call: Callable[[], None]) -> None:
+        """Call what reads values to show them, which decides nothing."""
+        was, self._answers.silent = self._answers.silent, True
+        call()
+        self._answers.silent = was
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._recorder.phase = "callbacks"
 
-    def next_batch(self, *, records: bool) -> Any:
+    def next_batch(self, *, validation: bool) -> Any:
         """End the recording if it has what it is for, else begin it if it is time to; return a batch."""
         if self._records:
             self._look()
         self._seen += 1
+        records = validation == self._validates
         if records and (self._strategy.steps or self._validates or self._seen > _LIMIT):
             self._begin()
         self._recorder.phase = "batch"
-        batch = self._make_batch()
-        if records and self._validates:
+        batch = self._make_batch(validation)
+        if validation:
             self._recorder.phase = "validation"
         return batch
 
@@ -100,7 +111,7 @@ class Conductor(Callback):
         """Say which storages are what."""
         module = self._module
         assert module is not None
-        self._recorder.mark(_plain_tensors(module), "buffers")
+        self._recorder.mark(_states_of_metrics(module), "buffers")
         self._recorder.mark(module.buffers(), "buffers")
         self._recorder.mark(module.parameters(), "weights")
         self._strategy.mark_state()
@@ -112,21 +123,23 @@ class Conductor(Callback):
 class _Loader:
     """Batches without end; an epoch of them is never over before the rehearsal is."""
 
-    def __init__(self, conductor: Conductor, *, records: bool, count: int) -> None:
-        self._conductor, self._records, self._count = conductor, records, count
+    def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
+        self._conductor, self._validation, self._count = conductor, validation, count
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield self._conductor.next_batch(records=self._records)
+            yield self._conductor.next_batch(validation=self._validation)
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield tensors that modules hold as plain attributes: states of metrics, constants."""
-    for child in module.modules():
-        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
+def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
+    """Yield what torchmetrics objects keep, which moves with the module though it is no buffer."""
+    for metric in metrics_of(module):
+        for name in metric._defaults:
+            state = getattr(metric, name)
+            yield from [state] if isinstance(state, Tensor) else state
 
 
 def _all_of(module: nn.Module) -> Iterator[Tensor]:

@@ -1,7 +1,9 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,7 +17,7 @@ from lightning_unified.planning.fake import fake_world
 from lightning_unified.planning.places import Places
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.planning.shadow import fake_tensor, shadow
-from lightning_unified.planning.trace import Trace
+from lightning_unified.planning.trace import Take, Trace
 from lightning_unified.training.levers import LossChunk, RecomputedBlocks
 from lightning_unified.training.rehearsal.batch import Template
 from lightning_unified.training.rehearsal.conductor import Conductor
@@ -98,7 +100,7 @@ def rehearse_validation(
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
 ) -> Trace:
-    """Return what a validation step in the middle of a fit does to memory: gradients and optimizer state are there too.
+    """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
 
     Args:
         module: As for `rehearse`.
@@ -164,28 +166,50 @@ class _Rehearsal:
     def run(
         self, *, accumulate: int | None, clip: float | None, validates: bool = False, train_batch: Any = None
     ) -> Trace:
-        """Rehearse, and return the trace."""
-        template = Template(self._module, self._batch)
+        """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape."""
         settings = self._settings(accumulate, clip, validates=validates)
+        template = Template(self._module, self._batch)
+        before = template if train_batch is None else Template(self._module, train_batch)
+        traced = partial(self._traced, template, settings, validates=validates, before=before)
+        trace = self._guarded(traced)
+        if trace.confidence != "low":
+            return trace
         try:
-            with untouched(), ExitStack() as stack:
-                if not self._native:
-                    stack.enter_context(mimic(self._backend))
-                return self._traced(template, settings, validates=validates, train_batch=train_batch)
+            again = self._guarded(partial(traced, other=True))
+        except RehearsalError:
+            return trace
+        if _sizes(again) != _sizes(trace):
+            return trace
+        return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
+
+    def _guarded(self, traced: Callable[[], Trace]) -> Trace:
+        """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
+        self._notes = []
+        name = type(self._module).__name__
+        try:
+            with untouched():
+                return traced()
+        except RehearsalError:
+            raise
         except LightningUnifiedError as error:
-            if isinstance(error, RehearsalError):
-                raise
-            raise RehearsalError(f"{type(self._module).__name__} cannot be rehearsed: {error}") from error
+            raise RehearsalError(f"{name} cannot be rehearsed: {error}") from error
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise RehearsalError(
-                f"{type(self._module).__name__} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be "
-                "measured on the device."
+                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
 
-    def _traced(self, template: Template, settings: Mapping[str, Any], *, validates: bool, train_batch: Any) -> Trace:
+    def _traced(
+        self,
+        template: Template,
+        settings: Mapping[str, Any],
+        *,
+        validates: bool,
+        before: Template,
+        other: bool = False,
+    ) -> Trace:
         spot: list[Places] = []
-        with fake_world(place=lambda: spot[0].here() if spot else "") as (_, answers):
+        with fake_world(place=lambda: spot[0].here() if spot else "", other=other) as (_, answers):
             copy = self._shadow()
             spot.append(Places(copy))
             recorder = Recorder(
@@ -199,7 +223,9 @@ class _Rehearsal:
                 recorder,
                 answers,
                 strategy,
-                make_batch=lambda: template.of(self._rows * self._parts, length=self._length, device=self._device),
+                make_batch=lambda validation: self._batch_of(
+                    template if validation else before, parts=self._parts if strategy.steps else 1
+                ),
                 validates=validates,
                 batches=batches_of(self._live),
             )
@@ -245,7 +271,7 @@ class _Rehearsal:
         loaders: dict[str, Any] = {"train_dataloaders": conductor.loader()}
         if validates:
             loaders["val_dataloaders"] = conductor.loader(validation=True)
-        with places.followed(), recorder:
+        with places.followed(), recorder, nullcontext() if self._native else mimic(self._backend):
             trainer.fit(copy, **loaders)
 
     def _shadow(self) -> L.LightningModule:
@@ -255,13 +281,18 @@ class _Rehearsal:
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
         copy = shadow(module, device=self._device, cast=cast, shared=self._shared())
+        copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
+        copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
         for child in copy.modules():
             if "_device" in vars(child):
-                child._device = self._device
+                child._device = self._device  # type: ignore[assignment]
         if self._loss_chunk is not None:
             LossChunk(copy, self._loss_chunk)
         _recompute(copy, self._recompute)
         return copy
+
+    def _batch_of(self, template: Template, *, parts: int) -> Any:
+        return template.of(self._rows * parts, length=self._length, device=self._device)
 
     def _shared(self) -> list[Any]:
         live = self._live
@@ -291,6 +322,10 @@ class _Rehearsal:
             "loss_chunk": self._loss_chunk,
         }
         return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _sizes(trace: Trace) -> list[int]:
+    return [event.bytes for event in trace.events if isinstance(event, Take)]
 
 
 def _recompute(copy: L.LightningModule, recompute: RecomputePolicy | bool | None) -> None:
