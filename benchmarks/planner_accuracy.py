@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from planner.cells import Cell, select
-from planner.ours import predicted
+from planner.ours import has_native, predicted
 from planner.pool import Task, run_all
 from planner.recording import Record, begin, errors, parser
 from planner.rival import WORKSPACE, tracked
@@ -50,7 +50,9 @@ class Progress:
         self._record, self._device = record, device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        self._parts = {"predicted", "rival", "truth", "process" if device == "cpu" else "proxy"}
+        self._by_proxy = device == "cuda" and has_native()
+        others = {"process"} if device == "cpu" else {"proxy"} if self._by_proxy else set()
+        self._parts = {"predicted", "rival", "truth"} | others
 
     def begin(self, cell: Cell) -> list[Task]:
         """Return what can be done before the truth, whose weight is not known yet."""
@@ -58,7 +60,7 @@ class Progress:
         kind = cell.kind
         self._rows[cell.key] = {**cell.to_dict(), "is_transformer": kind.is_transformer}
         tasks = [self._task(cell, "predicted", predicted), self._task(cell, "rival", tracked)]
-        if self._device == "cuda":
+        if self._by_proxy:
             tasks.append(self._task(cell, "proxy", predicted, False))
         return tasks
 

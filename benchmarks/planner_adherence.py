@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from planner.limited import attempt, planned, unlimited
+from planner.limited import attempt, planned, told, unlimited
 from planner.modules import MODULES
 from planner.pool import Task, run_all
 from planner.recording import Record, begin, errors, parser
@@ -93,7 +93,7 @@ class Progress:
         row["planned"] = result
         size = result.get("micro_batch_size")
         if size is None:
-            smallest = True if MODULES[row["module"]].has_blocks else None
+            smallest = {"blocks": "all" if MODULES[row["module"]].has_blocks else 0, "keep_attention": False}
             return [self._limited("smallest", row, attempt, 1, smallest)]
         self._bounds[key] = (size, row["rows"] + 1)
         return self._look_on(key, min(row["rows"], int(size / NEAR) + 1))
@@ -118,7 +118,7 @@ class Progress:
         row, (low, high) = self._rows[key], self._bounds[key]
         if low < high - 1 and row["planned"]["micro_batch_size"] < NEAR * (high - 1):
             row["trying"] = size
-            return [self._limited("sweep", row, attempt, size, row["planned"]["recompute"])]
+            return [self._limited("sweep", row, attempt, size, row["planned"]["levers"])]
         row["true_maximum"] = {"least": low, "most": high - 1}
         self._record.add(row)
         return []
@@ -192,11 +192,11 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 row["module"], f"{row['share']:.0%}", gib(row.get("budget")), outcome, gib(plan.get("reserved")),
-                plan.get("micro_batch_size"), _between(row.get("true_maximum")), _ratio(found["ratio"]), plan.get("recompute"),
+                plan.get("micro_batch_size"), _between(row.get("true_maximum")), _ratio(found["ratio"]), told(plan.get("levers")),
                 plan.get("recoveries"),
             )
         )  # fmt: skip
-    heads = ("module", "budget", "GiB", "outcome", "taken, GiB", "micro-batch", "true maximum", "ratio", "recomputed")
+    heads = ("module", "budget", "GiB", "outcome", "taken, GiB", "micro-batch", "true maximum", "ratio", "activations")
     return table((*heads, "recoveries"), lines)
 
 

@@ -129,8 +129,7 @@ def _by_trainer(
     callbacks: list[L.Callback] = [clock]
     strategy, size = "auto", 2
     if method in METHODS[:2]:
-        at_once = "auto" if method == METHODS[0] else rows
-        strategy, size = UnifiedStrategy(budget=budget, micro_batch_size=at_once), rows
+        strategy, size = UnifiedStrategy(budget=budget, predict=method == METHODS[0]), rows
         callbacks.append(Limit(limit))
     else:
         callbacks.append(BatchSizeFinder(mode=method.rpartition(" ")[2]))

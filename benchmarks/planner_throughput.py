@@ -1,4 +1,4 @@
-"""How fast the chosen plan is beside the best of all plans that fit: every micro-batch size and recomputation, at three budgets.
+"""How fast the chosen plan is beside the best of all plans that fit: micro-batch size by recomputation, at three budgets.
 
     python benchmarks/planner_throughput.py --device cuda [--output FILE]
 
@@ -9,6 +9,7 @@ One process at a time: it is their speed that counts.
 """
 
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from planner.limited import PRECISION, Limit, budget_of, recompute_of
+from planner.limited import FIXED, PRECISION, Limit, Pull, budget_of, levers_of, told
 from planner.modules import MODULES
 from planner.pool import Task, run_all
 from planner.recording import Record, begin, parser
@@ -25,12 +26,13 @@ from planner.tables import gib, table
 from planner.truth import fit
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.training.levers import recompute_policies
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("gearhead-118m", "bert-like", "tied 150k vocabulary")}
 BATCHES = 2  # times the larger of the module's two batch sizes
-PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+PARTS = (1, 2, 3, 4, 6, 8, 16)
 SHARES = (0.35, 0.6, 0.85)
-STEPS, WARM, TURNS = 7, 3, 2
+STEPS, WARM, TURNS = 8, 3, 1
 BAR = 0.95
 
 
@@ -51,14 +53,20 @@ class Steps(L.Callback):
 
 
 def _timed(
-    name: str, device: str, rows: int, strategy: UnifiedStrategy, *, limit: int | None
+    name: str,
+    device: str,
+    rows: int,
+    strategy: UnifiedStrategy,
+    *,
+    levers: dict | None = None,
+    limit: int | None = None,
 ) -> tuple[float, int | None]:
     """Return the median seconds of a step after the first ones, and what was taken on a GPU."""
     module, batch, steps = MODULES[name].build(device), MODULES[name].batch(device, rows), Steps()
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    callbacks = [steps, Limit(limit)]
+    callbacks = [steps, Limit(limit), Pull(levers)]
     fit(module, batch, device=device, precision=PRECISION[device], strategy=strategy, callbacks=callbacks, steps=STEPS)
     taken = torch.cuda.max_memory_reserved() if device == "cuda" else None
     del module
@@ -66,27 +74,27 @@ def _timed(
     return statistics.median(steps.seconds[WARM:]), taken
 
 
-def _strategy(size: int, recompute: Any, budget: Any = "90%") -> UnifiedStrategy:
-    return UnifiedStrategy(
-        micro_batch_size=size, recompute=recompute, budget=budget, recover=False, batch_norm="micro", check_split=False
-    )
-
-
-def swept(name: str, device: str, rows: int, recompute: bool) -> dict[str, Any]:
-    """Return the seconds and the bytes of every plan with this recomputation."""
+def swept(name: str, device: str, rows: int) -> dict[str, Any]:
+    """Return the seconds and the bytes of every plan."""
     plans = []
-    for size in dict.fromkeys(-(-rows // parts) for parts in PARTS if parts <= rows):
-        plan: dict[str, Any] = {"micro_batch_size": size, "recompute": recompute}
+    for blocks, size in itertools.product(_levels(name, device), dict.fromkeys(-(-rows // parts) for parts in PARTS)):
+        levers = {"blocks": blocks, "keep_attention": False}
+        plan: dict[str, Any] = {"micro_batch_size": size, "levers": levers}
+        strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
         try:
-            seconds, taken = _timed(name, device, rows, _strategy(size, recompute), limit=None)
+            seconds, taken = _timed(name, device, rows, strategy, levers=levers)
             plan |= {"seconds": round(seconds, 5), "reserved": taken}
         except Exception as error:
             plan["error"] = f"{type(error).__name__}: {error}"[:200]
         plans.append(plan)
-        if device == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
     return {"plans": plans}
+
+
+def _levels(name: str, device: str) -> list[Any]:
+    """Return how many blocks are recomputed: none, half and all, as far as the module offers it."""
+    offered = [policy.blocks for policy in recompute_policies(MODULES[name].build(device))]
+    counts = [blocks for blocks in offered if blocks not in (0, "all")]
+    return [0, *([counts[len(counts) // 2]] if counts else []), *(["all"] if "all" in offered else [])]
 
 
 def duel(name: str, device: str, rows: int, budget: int, best: dict[str, Any]) -> dict[str, Any]:
@@ -97,17 +105,24 @@ def duel(name: str, device: str, rows: int, budget: int, best: dict[str, Any]) -
         who = ("chosen", "best")[turn % 2]
         own = budget_of(device, budget)
         strategy = (
-            UnifiedStrategy(budget=own, micro_batch_size="auto", recompute="auto", batch_norm="micro")
+            UnifiedStrategy(budget=own, batch_norm="micro")
             if who == "chosen"
-            else _strategy(best["micro_batch_size"], best["recompute"], own)
+            else UnifiedStrategy(micro_batch_size=best["micro_batch_size"], **{**FIXED, "budget": own})
         )
-        taken, reserved = _timed(name, device, rows, strategy, limit=budget if device == "cuda" else None)
+        taken, reserved = _timed(
+            name,
+            device,
+            rows,
+            strategy,
+            levers=best["levers"] if who == "best" else None,
+            limit=budget if device == "cuda" else None,
+        )
         seconds[who].append(taken)
         if who == "chosen":
             prediction = getattr(strategy.plan, "prediction", None)
             found = {
                 "micro_batch_size": strategy.micro_batch_size,
-                "recompute": recompute_of(strategy.plan),
+                "levers": levers_of(strategy),
                 "recoveries": strategy.recoveries,
                 "reserved": reserved,
                 "predicted_seconds": None if prediction is None else prediction.seconds,
@@ -127,15 +142,13 @@ class Progress:
 
     def __init__(self, record: Record, device: str, options: Any) -> None:
         self._record, self._device, self._options = record, device, options
-        self._plans: dict[str, list[dict[str, Any]]] = {}
         self._rows: dict[str, dict[str, Any]] = {}
 
     def begin(self) -> list[Task]:
         names = [name for name in CHOSEN[self._device] if self._wanted(name)]
         return [
-            Task(name=f"sweep: {name}", work=swept, args=(name, self._device, self._batch(name), how), seconds=400)
+            Task(name=f"sweep: {name}", work=swept, args=(name, self._device, self._batch(name)), seconds=500)
             for name in names
-            for how in (False, True)
         ]
 
     def _batch(self, name: str) -> int:
@@ -154,11 +167,9 @@ class Progress:
         if step == "duel":
             self._record.add({**self._rows[key], "chosen": result})
             return []
-        self._plans.setdefault(key, []).append(result)
-        return self._duels(key) if len(self._plans[key]) == 2 else []
+        return list(self._duels(key, result.get("plans", [])))
 
-    def _duels(self, name: str) -> Iterable[Task]:
-        plans = [plan for result in self._plans[name] for plan in result.get("plans", [])]
+    def _duels(self, name: str, plans: list[dict[str, Any]]) -> Iterable[Task]:
         measured = [plan for plan in plans if "seconds" in plan]
         whole = max((plan["reserved"] or 0 for plan in measured), default=0)
         for key, share in self._wanted(name).items():
@@ -211,10 +222,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 def _plan(plan: dict[str, Any]) -> str | None:
     if "micro_batch_size" not in plan:
         return None
-    how = {True: "recomputed", False: "kept", None: "kept"}.get(
-        plan["recompute"], f"{plan['recompute']} blocks recomputed"
-    )
-    return f"{plan['micro_batch_size']} at once, {how}"
+    return f"{plan['micro_batch_size']} at once, {told(plan['levers'])}"
 
 
 def _milliseconds(seconds: float | None) -> str | None:

@@ -13,18 +13,22 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.nn.recomputing import RecomputePolicy
 from planner.modules import MODULES
 from planner.truth import fit, warm_up
 
 __all__ = [
+    "FIXED",
     "PRECISION",
     "Limit",
+    "Pull",
     "attempt",
     "budget_of",
+    "levers_of",
     "limits_of_process",
     "planned",
-    "recompute_of",
     "run",
+    "told",
     "unlimited",
 ]
 
@@ -32,6 +36,9 @@ PRECISION = {"cpu": "32-true", "cuda": "bf16-mixed"}
 """What is trained in, by device."""
 
 STEPS = 5
+
+FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
+"""Of a strategy that does as it is told and nothing else."""
 
 
 class Limit(L.Callback):
@@ -47,6 +54,46 @@ class Limit(L.Callback):
     def setup(self, trainer, module, stage):
         if self.bytes is not None and torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(self.bytes / torch.cuda.get_device_properties(0).total_memory)
+
+
+class Pull(L.Callback):
+    """Sets what a plan sets beside the size of micro-batches, before the first step.
+
+    Args:
+        levers: As `levers_of` gives them; None sets nothing.
+    """
+
+    def __init__(self, levers: dict[str, Any] | None) -> None:
+        self.levers = levers or {}
+
+    def on_train_start(self, trainer, module):
+        policy = trainer.strategy.policy
+        if self.levers.get("blocks"):
+            wanted = RecomputePolicy(blocks=self.levers["blocks"], keep_attention=self.levers["keep_attention"])
+            policy.recomputation.set(wanted, why="as the benchmark has it")
+        if self.levers.get("loss_chunk") is not None:
+            policy.levers.set_loss_chunk(self.levers["loss_chunk"], why="as the benchmark has it")
+
+
+def levers_of(strategy: UnifiedStrategy) -> dict[str, Any]:
+    """Return what the plan of a strategy sets beside the size of micro-batches, in plain values."""
+    policy = strategy.policy.recomputation.policy
+    chosen = {"blocks": 0, "keep_attention": False}
+    if policy is not None and policy.blocks != 0:
+        chosen = {"blocks": policy.blocks, "keep_attention": policy.keep_attention}
+    return chosen | {"loss_chunk": strategy.plan.loss_chunk}
+
+
+def told(levers: dict[str, Any] | None) -> str | None:
+    """Return levers in words."""
+    if levers is None:
+        return None
+    blocks = levers["blocks"]
+    how = (
+        "kept" if not blocks else f"{blocks} blocks recomputed{', attention kept' if levers['keep_attention'] else ''}"
+    )
+    chunk = levers.get("loss_chunk")
+    return how if chunk is None else f"{how}, loss by {chunk} rows"
 
 
 @contextlib.contextmanager
@@ -80,7 +127,14 @@ def _status(field: str) -> int:
 
 
 def run(
-    name: str, device: str, rows: int, strategy: UnifiedStrategy, *, limit: int | None, steps: int = STEPS
+    name: str,
+    device: str,
+    rows: int,
+    strategy: UnifiedStrategy,
+    *,
+    limit: int | None,
+    levers: dict[str, Any] | None = None,
+    steps: int = STEPS,
 ) -> tuple[L.Trainer, int]:
     """Train the module called `name` on a batch of `rows` rows; return the trainer, and the most that was taken."""
     kind = MODULES[name]
@@ -95,7 +149,7 @@ def run(
             device=device,
             precision=PRECISION[device],
             strategy=strategy,
-            callbacks=[Limit(limit)],
+            callbacks=[Limit(limit), Pull(levers)],
             steps=steps,
         )
     return trainer, torch.cuda.max_memory_reserved() if device == "cuda" else _status("VmPeak") - began
@@ -103,18 +157,13 @@ def run(
 
 def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
     """Return what a fit takes that runs the whole batch at once, without a limit."""
-    strategy = UnifiedStrategy(micro_batch_size=rows, recompute=_kept(name), budget="90%", recover=False)
+    strategy = UnifiedStrategy(micro_batch_size=rows, **FIXED)
     return {"reserved": run(name, device, rows, strategy, limit=None)[1]}
 
 
 def budget_of(device: str, limit: int) -> int:
     """Return what a strategy is told so that it stays within `limit` bytes beyond what the process holds now."""
     return limit + (_status("VmRSS") if device == "cpu" else 0)
-
-
-def _kept(name: str) -> Any:
-    """Return what keeps activations, where the module leaves a choice."""
-    return False if MODULES[name].has_blocks else "auto"
 
 
 def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
@@ -138,7 +187,7 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
         prediction = getattr(plan, "prediction", None)
         found |= {
             "micro_batch_size": strategy.micro_batch_size,
-            "recompute": recompute_of(plan),
+            "levers": levers_of(strategy),
             "predicted": None if prediction is None else prediction.peak_bytes,
             "predicted_reserved": None if prediction is None else prediction.reserved_bytes,
             "planning_seconds": None if prediction is None else round(prediction.planning_seconds, 3),
@@ -147,21 +196,11 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
     return found
 
 
-def recompute_of(plan: Any) -> Any:
-    """Return what tells another strategy to recompute what `plan` does."""
-    blocks = getattr(plan, "recompute_blocks", None)
-    return plan.recompute if blocks is None else blocks
-
-
-def attempt(name: str, device: str, rows: int, size: int, recompute: Any, limit: int) -> dict[str, Any]:
-    """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being recovered."""
-    how = _kept(name) if recompute is None else recompute
-    how = how if MODULES[name].has_blocks else "auto"
-    strategy = UnifiedStrategy(
-        micro_batch_size=size, recompute=how, budget="90%", recover=False, batch_norm="micro", check_split=False
-    )
+def attempt(name: str, device: str, rows: int, size: int, levers: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
+    strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
     try:
-        _, reserved = run(name, device, rows, strategy, limit=limit, steps=3)
+        _, reserved = run(name, device, rows, strategy, limit=limit, levers=levers, steps=3)
     except Exception as error:
         return {"fits": False, "why": f"{type(error).__name__}: {error}"[:200]}
     return {"fits": True, "reserved": reserved}

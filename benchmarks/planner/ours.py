@@ -1,6 +1,7 @@
 """The planner's side of a cell: what is predicted before any step, and in what time."""
 
 import contextlib
+import inspect
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 import lightning_unified
 from planner.cells import Cell
 
-__all__ = ["predicted", "uninitialised"]
+__all__ = ["has_native", "predicted", "uninitialised"]
 
 _FILLS = (
     "uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "xavier_uniform_", "xavier_normal_",
@@ -31,6 +32,11 @@ def uninitialised() -> Iterator[None]:
             setattr(nn.init, name, fill)
 
 
+def has_native() -> bool:
+    """Return whether the planner can be told which fake tensors to use."""
+    return "native" in inspect.signature(lightning_unified.predict).parameters
+
+
 def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
     """Return what `lightning_unified.predict` says of the cell.
 
@@ -47,8 +53,8 @@ def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
         batch,
         device=cell.device,
         precision=cell.precision,
-        recompute=_policy(cell),
-        native=native,
+        recompute=cell.recompute or None,
+        **({} if native is None else {"native": native}),
     )
     seconds = time.perf_counter() - began
     return {
@@ -62,12 +68,3 @@ def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
         "categories": dict(prediction.categories),
         "notes": list(prediction.notes),
     }
-
-
-def _policy(cell: Cell) -> Any:
-    """Return how the cell's recomputation is said to the planner; None leaves the module as it is."""
-    if not cell.recompute:
-        return None
-    from lightning_unified.nn.recomputing import RecomputePolicy
-
-    return RecomputePolicy(blocks="all", keep_attention=False)

@@ -106,6 +106,7 @@ def _run(work: Callable[..., dict[str, Any]], args: tuple, result: str) -> None:
     """Call, write down what came of it, and leave without what the parent registered for its own end."""
     folder = Path(result).parent
     os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = str(folder / "state")  # these runs are nobody's to watch
+    os.environ["LIGHTNING_UNIFIED_CACHE"] = str(folder / "cache")  # nothing is known of earlier runs
     os.chdir(folder)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

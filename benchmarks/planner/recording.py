@@ -91,7 +91,9 @@ def begin(
     _quieten()
     device = {"start": "fork", "capacity": None}
     about = {"what": what, **origin(" ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]))}
-    if options.device == "cuda":
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the thread that autograd keeps for a GPU would count as growth
+    else:
         gpu, device["start"] = _gpu()
         about["machine"]["gpu"] = gpu
         device["total"] = gpu["bytes"]

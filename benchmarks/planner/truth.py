@@ -90,7 +90,9 @@ def _trained(cell: Cell, callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
     module = cell.kind.build(cell.device, optimizer=cell.optimizer)
     batch = cell.kind.batch(cell.device, cell.rows)
     recompute = cell.recompute if cell.kind.has_blocks else "auto"
-    strategy = UnifiedStrategy(micro_batch_size=cell.rows, recompute=recompute, budget="90%", recover=False)
+    strategy = UnifiedStrategy(
+        micro_batch_size=cell.rows, recompute=recompute, budget="90%", recover=False, predict=False
+    )
     return fit(module, batch, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks)
 
 
@@ -141,7 +143,7 @@ def warm_up(name: str, precision: str) -> int:
     libraries' code above all) is taken; return the bytes that the process then holds, from which `ru_maxrss` counts anew.
     """
     kind = MODULES[name]
-    strategy = UnifiedStrategy(micro_batch_size=2, budget="90%", check_split=False)
+    strategy = UnifiedStrategy(micro_batch_size=2, budget="90%", check_split=False, predict=False)
     module, batch = kind.build("cpu"), kind.batch("cpu", 2)
     fit(module, batch, device="cpu", precision=precision, strategy=strategy, steps=2)
     del module, batch, strategy
