@@ -12,7 +12,7 @@ cell, and a run takes up one that is there.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from planner.cells import Cell, select
@@ -44,25 +44,23 @@ class Progress:
     Args:
         record: Where finished rows go.
         device: `"cpu"` or `"cuda"`.
+        skip: Parts that are left out.
     """
 
-    def __init__(self, record: Record, device: str) -> None:
+    def __init__(self, record: Record, device: str, skip: Sequence[str] = ()) -> None:
         self._record, self._device = record, device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        self._by_proxy = device == "cuda" and has_native()
-        others = {"process"} if device == "cpu" else {"proxy"} if self._by_proxy else set()
-        self._parts = {"predicted", "rival", "truth"} | others
+        others = {"process"} if device == "cpu" else {"proxy"} if has_native() else set()
+        self._parts = ({"predicted", "rival", "truth"} | others).difference(skip)
 
     def begin(self, cell: Cell) -> list[Task]:
         """Return what can be done before the truth, whose weight is not known yet."""
         self._cells[cell.key] = cell
         kind = cell.kind
         self._rows[cell.key] = {**cell.to_dict(), "is_transformer": kind.is_transformer}
-        tasks = [self._task(cell, "predicted", predicted), self._task(cell, "rival", tracked)]
-        if self._by_proxy:
-            tasks.append(self._task(cell, "proxy", predicted, False))
-        return tasks
+        work = {"predicted": (predicted,), "rival": (tracked,), "proxy": (predicted, False)}
+        return [self._task(cell, part, *call) for part, call in work.items() if part in self._parts]
 
     def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
         """Keep a part; return what comes next, and finish the row when all are there."""
@@ -75,7 +73,7 @@ class Progress:
             return []
         weight = int(1.1 * (result.get("reserved") or UNKNOWN)) + CONTEXT
         next_tasks = [self._task(cell, "truth", true_peak(self._device), weight=weight)]
-        if self._device == "cpu":
+        if "process" in self._parts:
             next_tasks.append(self._task(cell, "process", grown))
         return next_tasks
 
@@ -246,11 +244,15 @@ def by_parameters(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    options = parser(__doc__, name="planner_accuracy", jobs=12).parse_args()
+    arguments = parser(__doc__, name="planner_accuracy", jobs=12)
+    arguments.add_argument(
+        "--skip", nargs="*", default=(), choices=("proxy", "rival", "process"), help="parts to leave out"
+    )
+    options = arguments.parse_args()
     what = "predicted against true peaks of memory, bytes"
     record, device = begin(options, what=what, summarise=summarise, tables=tables)
     cells = [cell for cell in select(options.device) if options.only in cell.key][: options.limit]
-    progress = Progress(record, options.device)
+    progress = Progress(record, options.device, options.skip)
     tasks = [task for cell in cells if record.lacks(cell.key, again=options.again) for task in progress.begin(cell)]
     run_all(tasks, jobs=options.jobs, done=progress.done, capacity=device["capacity"], start=device["start"])
     print("\n\n".join(["", *tables(list(record.rows.values()))]))

@@ -63,7 +63,9 @@ def _timed(
 ) -> tuple[float, int | None]:
     """Return the median seconds of a step after the first ones, and what was taken on a GPU."""
     module, batch, steps = MODULES[name].build(device), MODULES[name].batch(device, rows), Steps()
-    if device == "cuda":
+    if (
+        torch.cuda.is_initialized()
+    ):  # the first fit makes the allocator itself, after the strategy has written its settings
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     callbacks = [steps, Limit(limit), Pull(levers)]

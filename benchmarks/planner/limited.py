@@ -141,8 +141,6 @@ def run(
     with limits_of_process(name, device, limit):
         began = _status("VmSize") if device == "cpu" else 0
         module, batch = kind.build(device), kind.batch(device, rows)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         trainer = fit(
             module,
             batch,
@@ -188,6 +186,7 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
         found |= {
             "micro_batch_size": strategy.micro_batch_size,
             "levers": levers_of(strategy),
+            "planned_micro_batch_size": None if prediction is None else prediction.rows,
             "predicted": None if prediction is None else prediction.peak_bytes,
             "predicted_reserved": None if prediction is None else prediction.reserved_bytes,
             "planning_seconds": None if prediction is None else round(prediction.planning_seconds, 3),

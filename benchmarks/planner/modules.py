@@ -188,7 +188,7 @@ _ALL = (
     Kind(
         name="lora, frozen lm", is_transformer=True, net=_lora, rows=_tokens,
         cpu=_size((2, 6), {"length": 129}, vocabulary=8000, width=384, depth=4, length=128, rank=8),
-        cuda=_size((6, 16), {"length": 1025}, vocabulary=32_000, width=1024, depth=16, length=1024, rank=16),
+        cuda=_size((2, 5), {"length": 1025}, vocabulary=32_000, width=2048, depth=16, length=1024, rank=16),
     ),
     Kind(
         name="u-net", net=UNet, rows=_images,
@@ -198,7 +198,7 @@ _ALL = (
     Kind(
         name="graph scatter", net=Graph, rows=_graphs,
         cpu=_size((12, 40), {"nodes": 500, "edges": 4000}, features=32, width=64, depth=4),
-        cuda=_size((8, 20), {"nodes": 10_000, "edges": 100_000}, features=64, width=128, depth=6),
+        cuda=_size((4, 9), {"nodes": 10_000, "edges": 100_000}, features=64, width=128, depth=6),
     ),
     Kind(
         name="tied 150k vocabulary", is_transformer=True, net=Decoder, rows=_tokens,
