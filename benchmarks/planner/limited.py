@@ -1,0 +1,205 @@
+"""Fits inside a limit that holds: a share of the GPU's memory that the allocator may take, or of address space on a CPU."""
+
+import contextlib
+import ctypes
+import gc
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from planner.modules import MODULES
+from planner.truth import fit, warm_up
+
+__all__ = [
+    "FIXED",
+    "PRECISION",
+    "Limit",
+    "Pull",
+    "attempt",
+    "budget_of",
+    "levers_of",
+    "limits_of_process",
+    "planned",
+    "run",
+    "told",
+    "unlimited",
+]
+
+PRECISION = {"cpu": "32-true", "cuda": "bf16-mixed"}
+"""What is trained in, by device."""
+
+STEPS = 5
+
+FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
+"""Of a strategy that does as it is told and nothing else."""
+
+
+class Limit(L.Callback):
+    """Has the GPU's allocator refuse to take more than so many bytes; after the strategy has written what the allocator reads once.
+
+    Args:
+        bytes: The limit; None sets none.
+    """
+
+    def __init__(self, bytes: int | None) -> None:  # noqa: A002
+        self.bytes = bytes
+
+    def setup(self, trainer, module, stage):
+        if self.bytes is not None and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(self.bytes / torch.cuda.get_device_properties(0).total_memory)
+
+
+class Pull(L.Callback):
+    """Sets what a plan sets beside the size of micro-batches, before the first step.
+
+    Args:
+        levers: As `levers_of` gives them; None sets nothing.
+    """
+
+    def __init__(self, levers: dict[str, Any] | None) -> None:
+        self.levers = levers or {}
+
+    def on_train_start(self, trainer, module):
+        policy = trainer.strategy.policy
+        if self.levers.get("blocks"):
+            wanted = RecomputePolicy(blocks=self.levers["blocks"], keep_attention=self.levers["keep_attention"])
+            policy.recomputation.set(wanted, why="as the benchmark has it")
+        if self.levers.get("loss_chunk") is not None:
+            policy.levers.set_loss_chunk(self.levers["loss_chunk"], why="as the benchmark has it")
+
+
+def levers_of(strategy: UnifiedStrategy) -> dict[str, Any]:
+    """Return what the plan of a strategy sets beside the size of micro-batches, in plain values."""
+    policy = strategy.policy.recomputation.policy
+    chosen = {"blocks": 0, "keep_attention": False}
+    if policy is not None and policy.blocks != 0:
+        chosen = {"blocks": policy.blocks, "keep_attention": policy.keep_attention}
+    return chosen | {"loss_chunk": strategy.plan.loss_chunk}
+
+
+def told(levers: dict[str, Any] | None) -> str | None:
+    """Return levers in words."""
+    if levers is None:
+        return None
+    blocks = levers["blocks"]
+    how = (
+        "kept" if not blocks else f"{blocks} blocks recomputed{', attention kept' if levers['keep_attention'] else ''}"
+    )
+    chunk = levers.get("loss_chunk")
+    return how if chunk is None else f"{how}, loss by {chunk} rows"
+
+
+@contextlib.contextmanager
+def limits_of_process(name: str, device: str, limit: int | None) -> Iterator[None]:
+    """On a CPU, have the system refuse the process more than `limit` bytes of address space beyond what it has.
+
+    Threads reserve none of their own, and blocks of 1 MiB or more go back to the system when they are free, so that the limit is one on
+    what is in use, not on what glibc keeps. The module called `name` has trained on two rows before.
+    """
+    if device != "cpu":
+        yield
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-8, 1)  # M_ARENA_MAX
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, malloc.h
+    warm_up(name, PRECISION[device])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _status(field: str) -> int:
+    """Return `field` of what the system says of this process's memory, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def run(
+    name: str,
+    device: str,
+    rows: int,
+    strategy: UnifiedStrategy,
+    *,
+    limit: int | None,
+    levers: dict[str, Any] | None = None,
+    steps: int = STEPS,
+) -> tuple[L.Trainer, int]:
+    """Train the module called `name` on a batch of `rows` rows; return the trainer, and the most that was taken."""
+    kind = MODULES[name]
+    with limits_of_process(name, device, limit):
+        began = _status("VmSize") if device == "cpu" else 0
+        module, batch = kind.build(device), kind.batch(device, rows)
+        trainer = fit(
+            module,
+            batch,
+            device=device,
+            precision=PRECISION[device],
+            strategy=strategy,
+            callbacks=[Limit(limit), Pull(levers)],
+            steps=steps,
+        )
+    return trainer, torch.cuda.max_memory_reserved() if device == "cuda" else _status("VmPeak") - began
+
+
+def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
+    """Return what a fit takes that runs the whole batch at once, without a limit."""
+    strategy = UnifiedStrategy(micro_batch_size=rows, **FIXED)
+    return {"reserved": run(name, device, rows, strategy, limit=None)[1]}
+
+
+def budget_of(device: str, limit: int) -> int:
+    """Return what a strategy is told so that it stays within `limit` bytes beyond what the process holds now."""
+    return limit + (_status("VmRSS") if device == "cpu" else 0)
+
+
+def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
+    """Return what the strategy does that is given the limit as its budget, and left to choose.
+
+    On a CPU the strategy counts the whole process, so its budget is the limit and what the process holds before.
+    """
+    strategy = UnifiedStrategy(
+        budget=budget_of(device, limit), micro_batch_size="auto", recompute="auto", batch_norm="micro"
+    )
+    found: dict[str, Any] = {"outcome": "trained"}
+    try:
+        _, found["reserved"] = run(name, device, rows, strategy, limit=limit)
+    except Exception as error:
+        is_ours = isinstance(error, LightningUnifiedError)
+        found = {"outcome": "refused" if is_ours else "died", "why": f"{type(error).__name__}: {error}"[:400]}
+    gc.collect()
+    found |= {"recoveries": strategy.recoveries, "events": [str(event) for event in strategy.events][:8]}
+    if strategy.budget is not None and found["outcome"] == "trained":
+        plan = strategy.plan
+        prediction = getattr(plan, "prediction", None)
+        found |= {
+            "micro_batch_size": strategy.micro_batch_size,
+            "levers": levers_of(strategy),
+            "planned_micro_batch_size": None if prediction is None else prediction.rows,
+            "predicted": None if prediction is None else prediction.peak_bytes,
+            "predicted_reserved": None if prediction is None else prediction.reserved_bytes,
+            "planning_seconds": None if prediction is None else round(prediction.planning_seconds, 3),
+            "reasons": dict(plan.reasons),
+        }
+    return found
+
+
+def attempt(name: str, device: str, rows: int, size: int, levers: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
+    strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
+    try:
+        _, reserved = run(name, device, rows, strategy, limit=limit, levers=levers, steps=3)
+    except Exception as error:
+        return {"fits": False, "why": f"{type(error).__name__}: {error}"[:200]}
+    return {"fits": True, "reserved": reserved}

@@ -1,0 +1,70 @@
+"""The planner's side of a cell: what is predicted before any step, and in what time."""
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+import lightning_unified
+from planner.cells import Cell
+
+__all__ = ["has_native", "predicted", "uninitialised"]
+
+_FILLS = (
+    "uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_", "orthogonal_",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Modules built inside have weights of any value: that takes no time, and no memory until they are read."""
+    own = {name: getattr(nn.init, name) for name in _FILLS}
+    for name in own:
+        setattr(nn.init, name, lambda tensor, *_args, **_named: tensor)
+    try:
+        yield
+    finally:
+        for name, fill in own.items():
+            setattr(nn.init, name, fill)
+
+
+def has_native() -> bool:
+    """Return whether the planner can be told which fake tensors to use."""
+    return "native" in inspect.signature(lightning_unified.predict).parameters
+
+
+def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
+    """Return what `lightning_unified.predict` says of the cell.
+
+    Args:
+        cell: What is to be predicted.
+        native: Whether the target's own fake tensors are used; None leaves that to the planner.
+    """
+    with uninitialised():
+        module = cell.kind.build(cell.device, optimizer=cell.optimizer)
+    batch = cell.kind.batch(cell.device, cell.rows)
+    began = time.perf_counter()
+    prediction = lightning_unified.predict(
+        module,
+        batch,
+        device=cell.device,
+        precision=cell.precision,
+        recompute=cell.recompute or None,
+        **({} if native is None else {"native": native}),
+    )
+    seconds = time.perf_counter() - began
+    return {
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "seconds": round(seconds, 3),
+        "allocated": prediction.peak_bytes,
+        "reserved": prediction.reserved_bytes,
+        "confidence": prediction.confidence,
+        "step_seconds": prediction.seconds,
+        "instant": prediction.instant,
+        "categories": dict(prediction.categories),
+        "notes": list(prediction.notes),
+    }

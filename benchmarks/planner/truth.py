@@ -1,0 +1,164 @@
+"""What a fit really takes: the allocator's own counters on a GPU; live bytes and the process's growth on a CPU."""
+
+import ctypes
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lightning_unified import UnifiedStrategy
+from planner.cells import Cell
+from planner.modules import MODULES
+
+__all__ = ["fit", "grown", "live", "on_gpu", "true_peak", "warm_up"]
+
+STEPS = 4
+_STEADY = "steady state begins"
+
+
+def fit(
+    module: L.LightningModule,
+    batch: Any,
+    *,
+    device: str,
+    precision: str,
+    strategy: L.pytorch.strategies.Strategy | str,
+    callbacks: Iterable[L.Callback] = (),
+    steps: int = STEPS,
+) -> L.Trainer:
+    """Train `module` on one batch, `steps` times."""
+    trainer = L.Trainer(
+        accelerator="gpu" if device == "cuda" else device,
+        devices=1,
+        precision=precision,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([batch] * steps, batch_size=None))
+    return trainer
+
+
+class _Peaks(L.Callback):
+    """Counts the steady state apart: from the second step on, when the optimizer's state and the gradients of the step before exist."""
+
+    def __init__(self) -> None:
+        self.first = self.steady = (0, 0)
+        self.seconds = 0.0
+        self.has_stepped = False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            self.first = _gpu_peaks()
+            torch.cuda.reset_peak_memory_stats()
+            self.seconds = -time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == STEPS - 1:
+            self.steady = _gpu_peaks()
+            self.seconds = (self.seconds + time.perf_counter()) / (STEPS - 1)
+            self.has_stepped = bool(trainer.optimizers[0].state)
+
+
+def _gpu_peaks() -> tuple[int, int]:
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+class _Marks(L.Callback):
+    """Puts a mark among the profiler's events where the steady state begins."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 1:
+            with record_function(_STEADY):
+                pass
+
+
+def _trained(cell: Cell, callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
+    """Train the cell's module uncut."""
+    module = cell.kind.build(cell.device, optimizer=cell.optimizer)
+    batch = cell.kind.batch(cell.device, cell.rows)
+    recompute = cell.recompute if cell.kind.has_blocks else "auto"
+    strategy = UnifiedStrategy(
+        micro_batch_size=cell.rows, recompute=recompute, budget="90%", recover=False, predict=False
+    )
+    return fit(module, batch, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks)
+
+
+def on_gpu(cell: Cell) -> dict[str, Any]:
+    """Return the GPU's peaks, over the steady state and over all."""
+    peaks = _Peaks()
+    trainer = _trained(cell, [peaks])
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "allocated": peaks.steady[0],
+        "reserved": peaks.steady[1],
+        "allocated_over_all": max(peaks.first[0], peaks.steady[0]),
+        "reserved_over_all": max(peaks.first[1], peaks.steady[1]),
+        "step_seconds": round(peaks.seconds, 4),
+        "has_stepped": peaks.has_stepped,
+        "scale": None if scaler is None else scaler.get_scale(),
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    }
+
+
+def live(cell: Cell) -> dict[str, Any]:
+    """Return the most bytes that tensors took on the CPU: all that the allocator reports to the profiler, added up in the order of time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _trained(cell, [_Marks()])
+        gc.collect()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begins = next(event.start_ns() for event in events if event.name() == _STEADY)
+    now = first = steady = 0
+    for event in events:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            if event.start_ns() < begins:
+                first = max(first, now)
+            steady = max(steady, now) if event.start_ns() >= begins else now
+    return {"allocated": steady, "allocated_over_all": max(first, steady)}
+
+
+def grown(cell: Cell) -> dict[str, Any]:
+    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before."""
+    before = warm_up(cell.module, cell.precision)
+    _trained(cell)
+    return {"reserved": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
+
+
+def warm_up(name: str, precision: str) -> int:
+    """Train the module called `name` on two rows on the CPU, and give all back, so that what every process takes once (the pages of
+    libraries' code above all) is taken; return the bytes that the process then holds, from which `ru_maxrss` counts anew.
+    """
+    kind = MODULES[name]
+    strategy = UnifiedStrategy(micro_batch_size=2, budget="90%", check_split=False, predict=False)
+    module, batch = kind.build("cpu"), kind.batch("cpu", 2)
+    fit(module, batch, device="cpu", precision=precision, strategy=strategy, steps=2)
+    del module, batch, strategy
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set is what it is now
+    return _resident()
+
+
+def true_peak(device: str) -> Callable[[Cell], dict[str, Any]]:
+    """Return what measures tensors on `device`."""
+    return live if device == "cpu" else on_gpu
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,251 @@
+"""The benchmarks of the planner: which cells there are, what becomes of those that fail, how a row is judged, and that every module trains."""
+
+import importlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PLAIN = (
+    "mlp", "cnn", "resnet", "lstm", "gru", "gearhead-small", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder",
+    "moe, fixed capacity", "moe, shapes by values", "lora, frozen lm", "u-net", "graph scatter", "tied 150k vocabulary",
+)  # fmt: skip
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
+
+
+@pytest.fixture
+def part(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def gave(pid):
+    return {"value": 7, "process": os.getpid() != pid}
+
+
+def fails():
+    raise ValueError("no such thing")
+
+
+def dies():
+    os.kill(os.getpid(), 9)
+
+
+def hangs():
+    time.sleep(60)
+
+
+def run(part, *works, **options):
+    pool = part("planner.pool")
+    found = {}
+    tasks = [
+        pool.Task(name=work.__name__, work=work, args=args, seconds=0.5 if work is hangs else 60)
+        for work, *args in works
+    ]
+    pool.run_all(tasks, jobs=2, done=lambda task, result: found.update({task.name: result}), **options)
+    return found
+
+
+def test_each_module_is_there_that_the_table_is_to_have(part):
+    kinds = part("planner.modules").MODULES
+
+    assert set(PLAIN) <= set(kinds)
+
+
+@pytest.mark.parametrize(("device", "least"), [("cpu", 40), ("cuda", 80)])
+def test_there_are_enough_cells_and_each_has_a_name_of_its_own(part, device, least):
+    cells = part("planner.cells").select(device)
+
+    assert len({cell.key for cell in cells}) == len(cells) >= least
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("setting", ["precision", "optimizer"])
+def test_settings_are_about_equally_frequent(part, device, setting):
+    frequent = Counter(getattr(cell, setting) for cell in part("planner.cells").select(device))
+
+    assert max(frequent.values()) - min(frequent.values()) <= 3
+
+
+def test_every_module_is_measured_with_both_batch_sizes_and_where_it_has_blocks_with_and_without_recomputation(part):
+    modules = part("planner.modules").available()
+    cells = part("planner.cells").select("cpu")
+
+    for name, kind in modules.items():
+        own = [cell for cell in cells if cell.module == name]
+        assert {cell.rows for cell in own} == set(kind.cpu.rows)
+        assert {cell.recompute for cell in own} == ({False, True} if kind.has_blocks else {False})
+
+
+def test_a_piece_of_work_runs_in_a_process_of_its_own(part):
+    assert run(part, (gave, os.getpid()))["gave"] == {"value": 7, "process": True}
+
+
+def test_what_fails_dies_or_hangs_is_a_result_with_its_error(part):
+    found = run(part, (fails,), (dies,), (hangs,))
+
+    assert found["fails"]["error"] == "ValueError: no such thing"
+    assert found["dies"]["error"].startswith("SIGKILL")
+    assert found["hangs"]["error"].startswith("no end after")
+
+
+def test_pieces_that_do_not_fit_beside_one_another_wait(part):
+    pool = part("planner.pool")
+    running = [pool._Running(task=pool.Task(name="one", work=fails, weight=6), process=None, result=Path())]
+    waiting = [pool.Task(name="heavy", work=fails, weight=6), pool.Task(name="light", work=fails, weight=3)]
+
+    assert pool._next(waiting, running, jobs=4, capacity=10).name == "light"
+    assert pool._next(waiting, running, jobs=4, capacity=10) is None
+
+
+def test_quantile_is_the_least_value_that_enough_do_not_exceed(part):
+    quantile = part("planner.tables").quantile
+
+    assert quantile(range(1, 101), 0.95) == 95
+    assert quantile([3.0, 1.0, 2.0], 0.95) == 3.0
+
+
+def row(predicted, *, confidence="high"):
+    return {
+        "cell": f"cuda | mlp | {predicted}", "module": "mlp", "device": "cuda", "is_transformer": False,
+        "predicted": {"allocated": predicted, "reserved": 120, "confidence": confidence, "seconds": 1.0, "parameters": 9},
+        "rival": {"allocated": 95, "seconds": 2.0}, "truth": {"allocated": 100, "reserved": 100},
+    }  # fmt: skip
+
+
+def test_errors_are_signed_and_counted_as_too_low_apart(part):
+    found = part("planner_accuracy").summarise([row(98), row(101), row(100)])["figures"]["all"]["planner"]
+
+    assert found["median"] == 0
+    assert math.isclose(found["worst"], -0.02)
+    assert math.isclose(found["under"], 1 / 3)
+    assert math.isclose(found["under_by_1_percent"], 1 / 3)
+
+
+def test_what_is_predicted_with_low_confidence_counts_apart(part):
+    found = part("planner_accuracy").summarise([row(50, confidence="low"), row(100)])
+
+    assert found["low_confidence"] == 1
+    assert found["figures"]["all"]["planner"]["cells"] == 1
+
+
+def test_a_cell_with_an_error_is_in_the_tables(part):
+    accuracy = part("planner_accuracy")
+    broken = row(100) | {"predicted": {"error": "KeyError: 'x'"}}
+
+    assert "| predicted | KeyError: 'x' |" in "\n".join(accuracy.tables([broken, row(101)]))
+
+
+def adherence(part, *, fits_up_to, planned, rows=96):
+    """Return the row that comes of a plan, where micro-batches fit up to a size; and which sizes were tried."""
+    script, tried = part("planner_adherence"), []
+    finished = []
+    record = type("Rows", (), {"lacks": lambda self, key, again: True, "add": lambda self, one: finished.append(one)})()
+    options = type("Options", (), {"only": "", "limit": 1, "again": False})()
+    progress = script.Progress(record, "cpu", options)
+    progress._rows_of = lambda name: rows
+    waiting = [progress.begin()[0]]
+    while waiting:
+        task = waiting.pop()
+        step = task.name.partition(": ")[0]
+        size = task.args[3] if step in ("sweep", "smallest") else None
+        tried += [size] if size else []
+        result = {"free": {"reserved": 1000}, "planned": planned}.get(
+            step, {"fits": size is not None and size <= fits_up_to}
+        )
+        waiting += progress.done(task, result)
+    return finished[0], tried, script.verdict(finished[0])
+
+
+def plan(size):
+    return {"outcome": "trained", "micro_batch_size": size, "levers": {"blocks": 0, "keep_attention": False}, "reserved": 1, "recoveries": 0}
+
+
+def test_the_true_maximum_is_found_by_bisection(part):
+    found, _, verdict = adherence(part, fits_up_to=41, planned=plan(20))
+
+    assert found["true_maximum"] == {"least": 41, "most": 41}
+    assert verdict["ratio"] == 20 / 41
+
+
+def test_one_failure_just_above_what_was_chosen_is_enough(part):
+    found, tried, verdict = adherence(part, fits_up_to=64, planned=plan(64))
+
+    assert tried == [66]
+    assert found["true_maximum"] == {"least": 64, "most": 65}
+    assert verdict["ratio"] >= 0.97
+
+
+def test_nothing_is_tried_beside_the_whole_batch(part):
+    assert adherence(part, fits_up_to=96, planned=plan(96))[1] == []
+
+
+def test_a_refusal_is_a_failure_if_the_smallest_plan_fits(part):
+    refused = {"outcome": "refused", "why": "BudgetError", "recoveries": 0}
+
+    assert adherence(part, fits_up_to=1, planned=refused)[2]["failed"]
+    assert not adherence(part, fits_up_to=0, planned=refused)[2]["failed"]
+
+
+def test_a_record_is_taken_up_where_it_ended(part, tmp_path, capsys):
+    recording = part("planner.recording")
+    kept = {"path": tmp_path / "record.json", "about": {"what": "a test"}, "summarise": len}
+    recording.Record(**kept).add({"cell": "one", "truth": {"error": "MemoryError"}})
+    again = recording.Record(**kept)
+
+    assert json.loads(capsys.readouterr().out)["cell"] == "one"
+    assert not again.lacks("one")
+    assert again.lacks("one", again=True)
+    assert again.lacks("two")
+
+
+def test_a_small_module_trains_and_its_live_bytes_are_counted(part):
+    check(part, "mlp", "32-true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_module_trains_in_each_precision_of_a_cpu(part, name, precision):
+    check(part, name, precision)
+
+
+def check(part, name, precision):
+    kind = part("planner.modules").MODULES[name]
+    cell = part("planner.cells").Cell(
+        module=name,
+        device="cpu",
+        precision=precision,
+        recompute=kind.has_blocks,
+        optimizer="adamw fused",
+        rows=kind.cpu.rows[0],
+    )
+    found = part("planner.truth").live(cell)
+    parameters = list(kind.build("cpu").parameters())
+    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+
+    # weights, gradients and two states are there at the end of a step, whatever else is
+    assert found["allocated"] >= sum(parameter.nbytes for parameter in parameters) + 3 * trained
+
+
+@pytest.mark.slow
+def test_a_cell_is_predicted_measured_and_compared_from_end_to_end(part, tmp_path, monkeypatch):
+    rival, script = part("planner.rival"), part("planner_accuracy")
+    monkeypatch.setattr(script, "predicted", lambda cell: rival.tracked(cell) | {"confidence": "high", "parameters": 1})
+    output = tmp_path / "record.json"
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--only", "mlp | 32-true", "--limit", "1", "--jobs", "2", "--output", str(output)]
+    )
+    script.main()
+    record = json.loads(output.read_text())
+
+    assert record["summary"]["cells"] == 1
+    assert abs(record["summary"]["figures"]["all"]["planner"]["median"]) < 0.05
+    assert record["runs"][0]["process"]["reserved"] > record["runs"][0]["truth"]["allocated"]
