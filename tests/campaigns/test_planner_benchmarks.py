@@ -165,7 +165,13 @@ def adherence(part, *, fits_up_to, planned, rows=96):
 
 
 def plan(size):
-    return {"outcome": "trained", "micro_batch_size": size, "levers": {"blocks": 0, "keep_attention": False}, "reserved": 1, "recoveries": 0}
+    return {
+        "outcome": "trained",
+        "micro_batch_size": size,
+        "levers": {"blocks": 0, "keep_attention": False},
+        "reserved": 1,
+        "recoveries": 0,
+    }
 
 
 def test_the_true_maximum_is_found_by_bisection(part):

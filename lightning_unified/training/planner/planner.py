@@ -73,6 +73,7 @@ class Planner:
         least: Rows that every micro-batch needs.
         most: The largest micro-batch that is allowed.
         updates: Whether the step writes weights; else what its optimizer takes is left out.
+        native: Whether fake tensors are to be of the backend's own device, which must be here.
 
     Attributes:
         rows: Of the batch; 1 for one that has no rows to count.
@@ -91,6 +92,7 @@ class Planner:
         least: int = 1,
         most: int | None = None,
         updates: bool = True,
+        native: bool = False,
     ) -> None:
         shape = Cutter(module).shape(batch)
         whole = shape is None or getattr(module, "splittable", True) is False
@@ -100,7 +102,7 @@ class Planner:
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer)
+        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer, native=native)
         self._updates = updates
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
