@@ -1,7 +1,8 @@
 """How torch's allocators round what tensors ask for: Metal's heaps and CUDA's segments, as bytes only.
 
 What is modelled: size classes, reuse of freed blocks, splitting and joining, what can be given back. What is not: streams, the
-order in which a driver finishes commands, fragmentation inside a heap, graphs' private pools, expandable segments.
+order in which a driver finishes commands, fragmentation inside a heap, graphs' private pools. Segments that grow are in
+`expandable.py`, a process's own heap in `host_heap.py`.
 """
 
 import bisect
@@ -9,24 +10,24 @@ from typing import Protocol
 
 from lightning_unified.units import GIB, MIB
 
-__all__ = ["Block", "CudaSegments", "MetalHeaps", "Pools"]
+__all__ = ["Block", "CudaSegments", "Freed", "Home", "MetalHeaps", "Pools", "round_up"]
 
 _SMALL = 1 * MIB  # largest small block, of both backends
 
 
 class Block:
-    """Bytes handed out to one tensor, or kept for the next; `home` is the heap or segment it lies in."""
+    """Bytes handed out to one tensor, or kept for the next; `home` is the heap or segment it lies in, `at` its address."""
 
-    __slots__ = ("after", "before", "home", "size", "used")
+    __slots__ = ("after", "at", "before", "home", "size", "used")
 
-    def __init__(self, size: int, home: "_Home") -> None:
-        self.size, self.home, self.used = size, home, True
+    def __init__(self, size: int, home: "Home", at: int = 0) -> None:
+        self.size, self.home, self.at, self.used = size, home, at, True
         self.before: Block | None = None
         self.after: Block | None = None
 
 
-class _Home:
-    """One allocation of the driver: a heap of Metal, a segment of CUDA."""
+class Home:
+    """One allocation of the driver: a heap of Metal, a segment of CUDA, a mapping of the C library."""
 
     __slots__ = ("blocks", "room", "size", "small")
 
@@ -37,7 +38,10 @@ class _Home:
 class Pools(Protocol):
     """What an allocator asks of a backend's pools; sizes are bytes, already rounded."""
 
-    reserved: int
+    @property
+    def reserved(self) -> int:
+        """What the pools hold of the device, in use or not."""
+        ...
 
     def rounded(self, size: int) -> int:
         """Return what a tensor of `size` takes."""
@@ -62,17 +66,17 @@ class Pools(Protocol):
         """Give the driver back what no tensor is in."""
 
 
-class _Freed:
-    """Freed blocks in the order of their size."""
+class Freed:
+    """Freed blocks in the order of their size, those of one size in the order of their addresses."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
     def add(self, block: Block) -> None:
-        bisect.insort(self.blocks, block, key=_size)
+        bisect.insort(self.blocks, block, key=_order)
 
     def discard(self, block: Block) -> None:
-        at = bisect.bisect_left(self.blocks, block.size, key=_size)
+        at = bisect.bisect_left(self.blocks, _order(block), key=_order)
         while self.blocks[at] is not block:
             at += 1
         del self.blocks[at]
@@ -81,12 +85,22 @@ class _Freed:
         at = bisect.bisect_left(self.blocks, size, key=_size)
         return self.blocks[at] if at < len(self.blocks) else None
 
+    def larger(self, block: Block) -> Block | None:
+        """Return what comes after `block`, which is among the freed."""
+        at = bisect.bisect_right(self.blocks, _order(block), key=_order)
+        return self.blocks[at] if at < len(self.blocks) else None
+
 
 def _size(block: Block) -> int:
     return block.size
 
 
-def _up(size: int, multiple: int) -> int:
+def _order(block: Block) -> tuple[int, int]:
+    return block.size, block.at
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is no less than `size`."""
     return -(-size // multiple) * multiple
 
 
@@ -106,11 +120,12 @@ class MetalHeaps:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._heaps: list[_Home] = []
-        self._freed = {True: _Freed(), False: _Freed()}
+        self._placed = 0
+        self._heaps: list[Home] = []
+        self._freed = {True: Freed(), False: Freed()}
 
     def rounded(self, size: int) -> int:
-        return _up(size, self._ALIGNMENT)
+        return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
         freed = self._freed[size <= _SMALL]
@@ -131,12 +146,13 @@ class MetalHeaps:
     def place(self, size: int, *, pressed: bool) -> Block:
         heap = self._heap_with_room(size)
         if heap is None:
-            heap = _Home(self._heap_size(size, pressed=pressed), small=size <= _SMALL)
+            heap = Home(self._heap_size(size, pressed=pressed), small=size <= _SMALL)
             self._heaps.append(heap)
             self.reserved += heap.size
         heap.room -= size
         heap.blocks += 1
-        return Block(size, heap)
+        self._placed += 1
+        return Block(size, heap, self._placed)
 
     def give_back(self, block: Block) -> None:
         block.used = False
@@ -156,7 +172,7 @@ class MetalHeaps:
             self._heaps.remove(heap)
             self.reserved -= heap.size
 
-    def _heap_with_room(self, size: int) -> _Home | None:
+    def _heap_with_room(self, size: int) -> Home | None:
         small = size <= _SMALL
         fitting = (heap for heap in self._heaps if heap.small is small and heap.room >= size)
         return min(fitting, key=lambda heap: heap.room, default=None)
@@ -166,48 +182,71 @@ class MetalHeaps:
             return self._SMALL_HEAP
         if size < self._LARGE:
             return self._LARGE_HEAP
-        return self._HUGE_HEAP if size < self._HUGE and not pressed else _up(size, self._ROUND)
+        return self._HUGE_HEAP if size < self._HUGE and not pressed else round_up(size, self._ROUND)
 
 
 class CudaSegments:
     """CUDA and HIP: blocks of 512 bytes' multiples out of segments of 2 MiB (blocks to 1 MiB), 20 MiB (below 10 MiB), else of 2 MiB's multiples.
 
     The smallest freed block that fits is taken and split where enough remains; freed neighbours are joined. Only whole
-    segments go back to the driver.
+    segments go back to the driver. New segments are taken to lie at ever higher addresses.
+
+    Args:
+        max_split: `max_split_size_mb` in bytes: blocks of this size and more are neither split nor given to smaller tensors;
+            None is torch's default, no such size.
+        divisions: `roundup_power2_divisions`: sizes are rounded up to that many steps between two powers of two; 0 for none.
 
     Source:
-        torch's CUDACachingAllocator.cpp: `round_size`, `get_allocation_size`, `should_split`.
+        torch's CUDACachingAllocator.cpp: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`.
     """
 
     _ALIGNMENT = 512
     _LARGE = 10 * MIB
     _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_split: int | None = None, divisions: int = 0) -> None:
         self.reserved = 0
-        self._freed = {True: _Freed(), False: _Freed()}
+        self._max_split, self._divisions = max_split, divisions
+        self._next = 0
+        self._freed = {True: Freed(), False: Freed()}
 
     def rounded(self, size: int) -> int:
-        return _up(size, self._ALIGNMENT)
+        if self._divisions > 1 and size > self._ALIGNMENT * self._divisions:
+            power = 1 << (size.bit_length() - 1)
+            step = power >> (self._divisions.bit_length() - 1)
+            return size if size == power else round_up(size, step)
+        return round_up(size, self._ALIGNMENT)
 
     def reuse(self, size: int) -> Block | None:
         freed = self._freed[size <= _SMALL]
-        block = freed.smallest(size)
-        if block is None:
+        block = self._best(freed, size)
+        if block is None or self._oversize(block, size):
             return None
         freed.discard(block)
         return self._cut(block, size)
+
+    def _best(self, freed: Freed, size: int) -> Block | None:
+        return freed.smallest(size)
+
+    def _oversize(self, block: Block, size: int) -> bool:
+        """Say whether `block` is kept for tensors that are too large to be split for."""
+        if self._max_split is None:
+            return False
+        if size < self._max_split:
+            return block.size >= self._max_split
+        return block.size >= size + self._LARGE_SEGMENT
 
     def growth(self, size: int, *, pressed: bool) -> int:
         del pressed  # segments are as large whether memory is short or not
         if size <= _SMALL:
             return self._SMALL_SEGMENT
-        return self._LARGE_SEGMENT if size < self._LARGE else _up(size, self._ROUND)
+        return self._LARGE_SEGMENT if size < self._LARGE else round_up(size, self._ROUND)
 
     def place(self, size: int, *, pressed: bool) -> Block:
-        segment = _Home(self.growth(size, pressed=pressed), small=size <= _SMALL)
+        segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL)
         self.reserved += segment.size
-        return self._cut(Block(segment.size, segment), size)
+        self._next += segment.size
+        return self._cut(Block(segment.size, segment, self._next - segment.size), size)
 
     def give_back(self, block: Block) -> None:
         block.used = False
@@ -227,8 +266,8 @@ class CudaSegments:
     def _cut(self, block: Block, size: int) -> Block:
         block.used = True
         rest = block.size - size
-        if rest >= self._ALIGNMENT if block.home.small else rest > _SMALL:
-            remainder = Block(rest, block.home)
+        if self._splits(rest, size, small=block.home.small):
+            remainder = Block(rest, block.home, block.at + size)
             remainder.before, remainder.after, remainder.used = block, block.after, False
             if block.after is not None:
                 block.after.before = remainder
@@ -236,9 +275,15 @@ class CudaSegments:
             self._freed[block.home.small].add(remainder)
         return block
 
+    def _splits(self, rest: int, size: int, *, small: bool) -> bool:
+        if small:
+            return rest >= self._ALIGNMENT
+        return rest > _SMALL and (self._max_split is None or size < self._max_split)
+
     def _join(self, block: Block, neighbour: Block) -> None:
         block.size += neighbour.size
         if block.before is neighbour:
+            block.at = neighbour.at
             block.before = neighbour.before
             if block.before is not None:
                 block.before.after = block

@@ -1,0 +1,198 @@
+"""Compares what a process really grows by on a CPU with what the model of its heap gives for the same allocations.
+
+    python benchmarks/resident_memory.py [--output benchmarks/results/resident_memory.json]
+
+For each network two fresh processes: one trains a few steps and reads the highest resident memory (`VmHWM`, reset after a
+tiny network of the same kind has loaded the libraries), the other records every allocation and its end with torch's profiler.
+The record goes through `HostHeap`. Linux with glibc only; a minute on two cores.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_unified.hardware.simulated.host_heap import HostHeap
+
+RESULTS = Path(__file__).parent / "results"
+STEPS = 3
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a head."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(width, width, num_layers=2, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Language(nn.Module):
+    """A small causal transformer, with logits."""
+
+    def __init__(self, width, layers, vocabulary=8192):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+
+def convolutions(width):
+    layers, channels = [], 3
+    for depth in range(4):
+        out = width * 2**depth
+        layers += [nn.Conv2d(channels, out, 3, stride=2, padding=1), nn.BatchNorm2d(out), nn.ReLU()]
+        channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def perceptron(width):
+    return nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def tokens(rows, length):
+    return lambda: (torch.randint(0, 8192, (rows, length)), torch.randint(0, 8192, (rows, length)))
+
+
+def floats(*shape):
+    return lambda: (torch.randn(shape), torch.randint(0, 10, shape[:1]))
+
+
+CASES = {
+    "mlp 2048, 512 rows": (lambda: perceptron(2048), floats(512, 256)),
+    "mlp 1024, 8192 rows": (lambda: perceptron(1024), floats(8192, 256)),
+    "cnn 32, 64 rows": (lambda: convolutions(32), floats(64, 3, 64, 64)),
+    "cnn 64, 32 rows": (lambda: convolutions(64), floats(32, 3, 96, 96)),
+    "lstm 256, 64 x 64": (lambda: Recurrent(256), floats(64, 64, 256)),
+    "lm 256 x 4, 4 x 128": (lambda: Language(256, 4), tokens(4, 128)),
+    "lm 256 x 4, 16 x 128": (lambda: Language(256, 4), tokens(16, 128)),
+    "lm 384 x 6, 8 x 256": (lambda: Language(384, 6), tokens(8, 256)),
+}
+TINY = {
+    "mlp": (lambda: perceptron(16), floats(4, 256)),
+    "cnn": (lambda: convolutions(4), floats(4, 3, 32, 32)),
+    "lstm": (lambda: Recurrent(16), floats(4, 4, 16)),
+    "lm": (lambda: Language(16, 1), tokens(2, 8)),
+}
+
+
+def train(build, batch, *, steps):
+    module = build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for _ in range(steps):
+        x, y = batch()
+        out = module(x)
+        loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        del out, loss, x, y
+
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def measure(name):
+    """Return by how many bytes this process grew while it trained."""
+    train(*TINY[name.split()[0]], steps=2)
+    gc.collect()
+    before = status("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    highest = status("VmHWM")
+    train(*CASES[name], steps=STEPS)
+    return {"grown": status("VmHWM") - before, "reset": highest - before}
+
+
+def record(name):
+    """Return every allocation and end: bytes to begin a storage, minus its number less one to end it."""
+    train(*TINY[name.split()[0]], steps=2)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(*CASES[name], steps=STEPS)
+    found, pending = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            found.append((event.start_time_ns, len(found), event.extra_fields.ptr, event.extra_fields.alloc_size))
+    events, live, count = [], {}, 0
+    for _, _, address, size in sorted(found):
+        if size > 0:
+            live[address] = count
+            count += 1
+            events.append(size)
+        elif address in live:
+            events.append(-live.pop(address) - 1)
+    return events
+
+
+def replayed(events):
+    """Return the most that lives and the most that is resident, by the model."""
+    heap, blocks, live, most, resident = HostHeap(), [], 0, 0, 0
+    sizes = []
+    for event in events:
+        if event > 0:
+            size = heap.rounded(event)
+            blocks.append(heap.reuse(size) or heap.place(size, pressed=False))
+            sizes.append(event)
+            live += event
+        else:
+            live -= sizes[-event - 1]
+            heap.give_back(blocks[-event - 1])
+        most, resident = max(most, live), max(resident, heap.reserved)
+    return most, resident
+
+
+def fresh(what, name):
+    command = [sys.executable, __file__, "--child", what, name]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, default=RESULTS / "resident_memory.json")
+    parser.add_argument("--child", nargs=2)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what, name = arguments.child
+        torch.manual_seed(0)
+        print(json.dumps({"measure": measure, "record": record}[what](name)))
+        return
+    rows = []
+    for name in CASES:
+        grown = fresh("measure", name)["grown"]
+        live, resident = replayed(fresh("record", name))
+        rows.append({"case": name, "live": live, "resident_by_model": resident, "grown": grown})
+        print(
+            f"{name:24} live {live / 2**20:7.1f}  model {resident / 2**20:7.1f}  real {grown / 2**20:7.1f} MiB  "
+            f"live {live / grown - 1:+.1%}  model {resident / grown - 1:+.1%}"
+        )
+    versions = {"torch": torch.__version__, "libc": " ".join(platform.libc_ver()), "threads": torch.get_num_threads()}
+    arguments.output.write_text(json.dumps({"versions": versions, "steps": STEPS, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""From what lives to what the machine gives: a step's storages replayed through a model of its backend's allocator."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_unified.hardware.simulated.expandable import ExpandableSegments
+from lightning_unified.hardware.simulated.host_heap import HostHeap
+from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.planning.trace import CATEGORIES, Category, Give, Take, Trace, Work
+
+__all__ = ["Held", "held", "replay", "reserved_bytes"]
+
+_STEADY_STEPS = 2
+_LASTING = ("weights", "buffers")
+_GIVEN_BACK = ("segment_free", "segment_unmap")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What an allocator handed out and held for a step.
+
+    Attributes:
+        allocated: The most in blocks at once, as `max_memory_allocated` counts it: a block can be larger than its tensor.
+        reserved: The most taken of the device, as `max_memory_reserved` counts it; on a CPU what the process grew by.
+        categories: `allocated` by what it is for.
+        index: Of the event after which that is allocated.
+    """
+
+    allocated: int
+    reserved: int
+    categories: dict[Category, int]
+    index: int
+
+
+def reserved_bytes(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> int:
+    """Return the most that the allocator takes of the machine for the steps of a run like `trace`.
+
+    Args:
+        trace: A step in steady state.
+        backend: Whose allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+
+    Returns:
+        Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Libraries' and drivers' own is not in it.
+
+    Raises:
+        ValueError: If there is no model of the backend's allocator.
+    """
+    return held(trace, backend=backend, expandable_segments=expandable_segments).reserved
+
+
+def held(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> Held:
+    """Replay a run's first step and then steady ones, and return what the allocator handed out and held.
+
+    The first step begins with weights and buffers only: gradients come with its backward pass, and what an optimizer keeps is
+    taken when it first steps, out of what the activations left. That order decides how the pools are cut up afterwards.
+
+    Args:
+        trace: A step in steady state.
+        backend: Whose allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+
+    Raises:
+        ValueError: If there is no model of the backend's allocator.
+    """
+    return _Run(trace, _pools(backend or trace.backend, expandable_segments=expandable_segments)).held()
+
+
+def _pools(backend: str, *, expandable_segments: bool) -> Pools:
+    if expandable_segments and backend in {"cuda", "rocm"}:
+        return ExpandableSegments()
+    kinds = {"cuda": CudaSegments, "rocm": CudaSegments, "mps": MetalHeaps, "cpu": HostHeap}
+    if backend not in kinds:
+        raise ValueError(f"there is no model of the allocator of {backend!r}; known are {', '.join(kinds)}.")
+    return kinds[backend]()
+
+
+class _Run:
+    """A run's first steps in the pools."""
+
+    def __init__(self, trace: Trace, pools: Pools) -> None:
+        self._pools = pools
+        works = (
+            index for index, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"
+        )
+        begin = next(works, len(trace.events))
+        self._first = begin
+        self._setup = [event for event in trace.events[:begin] if isinstance(event, Take)]
+        self._step = trace.events[begin:]
+        self._takes = {event.storage: event for event in trace.events if isinstance(event, Take)}
+        self._blocks: dict[int, Block] = {}
+        self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._most, self._index, self._reserved = 0, 0, 0
+        self._at_most: dict[Category, int] = {}
+
+    def held(self) -> Held:
+        """Replay the steps and return what was most."""
+        steps = any(isinstance(event, Work) and event.phase == "optimizer step" for event in self._step)
+        later = {"gradients", "optimizer state"} if steps else {"gradients"}
+        self._take_all(take for take in self._setup if take.category in _LASTING)
+        self._take_all(take for take in self._setup if take.category not in _LASTING and take.category not in later)
+        self._replay(kept=[take for take in self._setup if steps and take.category == "optimizer state"])
+        for _ in range(_STEADY_STEPS):
+            self._carry_over()
+            self._replay(kept=[])
+        categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
+        return Held(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
+
+    def _replay(self, *, kept: Iterable[Take]) -> None:
+        """Go through one step; `kept` begins to live where its optimizer first steps."""
+        for index, event in enumerate(self._step, self._first):
+            if isinstance(event, Take):
+                self._take(event, index=index)
+            elif isinstance(event, Give):
+                self._give(event.storage)
+            elif kept and event.phase == "optimizer step":
+                self._take_all(kept)
+                kept = []
+
+    def _carry_over(self) -> None:
+        """Let what a step left be what the next begins with: the gradients it made are those of the step before."""
+        own = {take.storage for take in self._setup}
+        left: dict[tuple[Category, int], list[int]] = defaultdict(list)
+        for take in (self._takes[storage] for storage in self._blocks if storage not in own):
+            left[take.category, take.bytes].append(take.storage)
+        missing = [take for take in self._setup if take.storage not in self._blocks]
+        for take in missing:
+            same = left[take.category, take.bytes]
+            if same:
+                self._blocks[take.storage] = self._blocks.pop(same.pop())
+        for storages in left.values():
+            for storage in storages:
+                self._give(storage)
+        self._take_all(take for take in missing if take.storage not in self._blocks)
+
+    def _take_all(self, takes: Iterable[Take]) -> None:
+        for take in takes:
+            self._take(take, index=0)
+
+    def _take(self, take: Take, *, index: int) -> None:
+        if not take.bytes:
+            return
+        size = self._pools.rounded(take.bytes)
+        block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
+        self._blocks[take.storage] = block
+        self._live[take.category] += block.size
+        self._reserved = max(self._reserved, self._pools.reserved)
+        live = sum(self._live.values())
+        if live > self._most:
+            self._most, self._index, self._at_most = live, index, dict(self._live)
+
+    def _give(self, storage: int) -> None:
+        block = self._blocks.pop(storage, None)
+        if block is not None:
+            self._live[self._takes[storage].category] -= block.size
+            self._pools.give_back(block)
+
+
+def replay(events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None) -> tuple[int, int]:
+    """Replay what `torch.cuda.memory._snapshot()["device_traces"]` recorded on one stream, from the first allocation on.
+
+    Args:
+        events: `action`, `addr` and `size` of each entry. Allocations and their ends are replayed; of what the allocator did
+            itself, only that it gave free segments back.
+        expandable_segments: Whether segments grew; None looks for an entry that says so.
+
+    Returns:
+        The most allocated and the most reserved, in bytes, by the model of the allocator.
+    """
+    entries = list(events)
+    if expandable_segments is None:
+        expandable_segments = any(action == "segment_map" for action, _, _ in entries)
+    pools = ExpandableSegments() if expandable_segments else CudaSegments()
+    blocks: dict[int, Block] = {}
+    allocated, most, reserved, before = 0, 0, 0, ""
+    for action, address, size in entries:
+        if action == "alloc" and size:
+            rounded = pools.rounded(size)
+            block = blocks[address] = pools.reuse(rounded) or pools.place(rounded, pressed=False)
+            allocated += block.size
+            most, reserved = max(most, allocated), max(reserved, pools.reserved)
+        elif action == "free_requested" and address in blocks:
+            allocated -= blocks[address].size
+        elif action == "free_completed" and address in blocks:
+            pools.give_back(blocks.pop(address))
+        elif action in _GIVEN_BACK and before not in _GIVEN_BACK:
+            pools.release()
+        before = action
+    return most, reserved

@@ -1,0 +1,54 @@
+"""What a trace says of a step, as the record that plans, tables and reports show."""
+
+from lightning_unified.planning.peak import describe_instant, instants, peak
+from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.reserve import held
+from lightning_unified.planning.trace import Trace
+
+__all__ = ["ROUNDING", "summarise"]
+
+# To what each backend rounds a tensor's bytes; what was asked for is what counts on a CPU, and Metal's is judgement.
+ROUNDING = {"cuda": 512, "rocm": 512, "mps": 256, "cpu": 1}
+
+
+def summarise(
+    trace: Trace,
+    *,
+    seconds: float | None = None,
+    planning_seconds: float = 0.0,
+    expandable_segments: bool = False,
+) -> Prediction:
+    """Return the prediction that follows from a step's trace.
+
+    On CUDA and HIP the peak is that of the allocator's blocks, which is what `max_memory_allocated` counts: a block out of the
+    large pool keeps up to 1 MiB more than its tensor needs. Elsewhere it is that of the tensors.
+
+    Args:
+        trace: A step in steady state, of the size that is asked about.
+        seconds: What it is predicted to last; None where nothing is known of the device's speed.
+        planning_seconds: What the prediction took.
+        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+
+    Raises:
+        ValueError: If the trace is of a backend whose allocator is unknown.
+    """
+    replayed = held(trace, expandable_segments=expandable_segments)
+    rounding = ROUNDING[trace.backend]
+    if trace.backend in {"cuda", "rocm"}:
+        count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)
+    else:
+        most = peak(trace, rounding=rounding)
+        count, categories, instant = most.bytes, most.categories, most.instant
+    return Prediction(
+        peak_bytes=count,
+        reserved_bytes=max(replayed.reserved, count),
+        categories=categories,
+        confidence=trace.confidence,
+        seconds=seconds,
+        instant=instant,
+        rows=trace.rows,
+        parts=trace.parts,
+        instants=instants(trace, rounding=rounding),
+        planning_seconds=planning_seconds,
+        notes=trace.notes,
+    )
