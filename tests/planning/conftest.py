@@ -39,7 +39,9 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
         saved = []
         for block in range(blocks):
             place = f"blocks.{block}.attention"
-            step.work("aten.mm.default", "forward", place, flops=2 * rows * length * unit, moved=rows * length * 8 + unit)
+            step.work(
+                "aten.mm.default", "forward", place, flops=2 * rows * length * unit, moved=rows * length * 8 + unit
+            )
             saved.append(step.take(rows * length * unit, "activations"))
             scratch = step.take(rows * length * unit + 640, "temporaries")
             if quadratic:

@@ -29,7 +29,9 @@ def scripts(draw):
     """A random step: storages of `fixed + rows * each` bytes, each with a place to begin and one to end, if it ends."""
     count = draw(st.integers(1, 12))
     sizes = draw(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**7)), min_size=count, max_size=count))
-    lives = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.booleans()), min_size=count, max_size=count))
+    lives = draw(
+        st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.booleans()), min_size=count, max_size=count)
+    )
 
     def at(rows):
         events = []
@@ -37,7 +39,9 @@ def scripts(draw):
             events += [Give(n) for n, (begin, lasts, ends) in enumerate(lives) if ends and begin + lasts == moment]
             events.append(Work(f"op{moment}", "forward", "net", rows * moment, moment))
             events += [
-                Take(n, sizes[n][0] + rows * sizes[n][1], NAMES[n % 3]) for n, (begin, _, _) in enumerate(lives) if begin == moment
+                Take(n, sizes[n][0] + rows * sizes[n][1], NAMES[n % 3])
+                for n, (begin, _, _) in enumerate(lives)
+                if begin == moment
             ]
         return trace_of(events, rows=rows)
 
@@ -102,7 +106,10 @@ def test_a_figure_that_kernels_round_up_is_near_at_every_size():
 
 def test_a_figure_on_no_line_is_refused_with_its_sizes():
     sizes = {2: 10**6, 4: 9 * 10**6, 6: 10**6, 8: 7 * 10**6, 10: 2 * 10**6}
-    steps = [trace_of([Work("aten.odd.default", "forward", "net"), Take(0, size, "logits")], rows=r) for r, size in sizes.items()]
+    steps = [
+        trace_of([Work("aten.odd.default", "forward", "net"), Take(0, size, "logits")], rows=r)
+        for r, size in sizes.items()
+    ]
     with pytest.raises(MisalignedError, match=r"logits are taken by aten.odd.default.*9000000 bytes at 4 rows"):
         fit(steps)
 
@@ -121,9 +128,13 @@ def test_a_storage_that_ends_earlier_in_one_trace_lives_until_the_later_end():
 
 def test_traces_of_other_operations_are_refused_by_the_first_that_differs():
     def step(op, rows):
-        return trace_of([Work("aten.mm.default", "forward"), Work(op, "backward", "net.head"), Take(0, 8, "logits")], rows=rows)
+        return trace_of(
+            [Work("aten.mm.default", "forward"), Work(op, "backward", "net.head"), Take(0, 8, "logits")], rows=rows
+        )
 
-    with pytest.raises(MisalignedError, match=r"event 2, aten.a runs in the backward of net.head with 2 rows, but aten.b .* with 4"):
+    with pytest.raises(
+        MisalignedError, match=r"event 2, aten.a runs in the backward of net.head with 2 rows, but aten.b .* with 4"
+    ):
         fit([step("aten.a", 2), step("aten.b", 4)])
 
 

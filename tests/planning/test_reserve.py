@@ -1,5 +1,7 @@
 """What an allocator takes of the machine for a step is found by replaying its storages."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,8 +42,10 @@ def test_pools_hold_at_least_what_is_handed_out_and_no_two_blocks_overlap(kind, 
         if kind is not HostHeap:  # its pages are resident from the first writing, so that a rest unwritten is not
             assert pools.reserved >= sum(block.size for block in live)
         if kind is not MetalHeaps:  # Metal's own addresses are not known
-            ranges = sorted((id(block.home) if kind is HostHeap else block.home.small, block.at, block.size) for block in live)
-            for (home, at, size_), (other, following, _) in zip(ranges, ranges[1:], strict=False):
+            ranges = sorted(
+                (id(block.home) if kind is HostHeap else block.home.small, block.at, block.size) for block in live
+            )
+            for (home, at, size_), (other, following, _) in pairwise(ranges):
                 assert home != other or at + size_ <= following
 
 
@@ -112,7 +116,13 @@ def test_blocks_from_the_split_limit_on_are_kept_whole():
 
 def test_sizes_are_rounded_to_parts_of_powers_of_two():
     pools = CudaSegments(divisions=4)
-    assert [pools.rounded(size) for size in (100, 2000, 5 * KIB, 5 * KIB + 1, 8 * KIB)] == [512, 2048, 5 * KIB, 6 * KIB, 8 * KIB]
+    assert [pools.rounded(size) for size in (100, 2000, 5 * KIB, 5 * KIB + 1, 8 * KIB)] == [
+        512,
+        2048,
+        5 * KIB,
+        6 * KIB,
+        8 * KIB,
+    ]
 
 
 def test_of_two_freed_blocks_of_one_size_the_lower_is_taken():
@@ -180,6 +190,14 @@ def test_an_aligned_block_does_not_return_to_the_hole_that_one_of_its_size_left(
     assert heap.reserved > before
 
 
+def test_under_a_fixed_threshold_every_large_tensor_is_mapped_alone():
+    heap = HostHeap(threshold=64 * KIB)
+    heap.give_back(take(heap, 20 * MIB))
+    block = take(heap, MIB)
+    heap.give_back(block)
+    assert heap.reserved == 0
+
+
 def recorded(*entries):
     """Entries of a device trace: sizes begin a block, strings end it."""
     return [
@@ -199,12 +217,19 @@ def test_a_record_is_replayed_to_its_two_peaks():
 
 
 def test_a_block_that_another_stream_still_uses_is_not_reused():
-    events = [("alloc", 1, 30 * MIB), ("free_requested", 1, 30 * MIB), ("alloc", 2, 30 * MIB), ("free_completed", 1, 30 * MIB)]
+    events = [
+        ("alloc", 1, 30 * MIB),
+        ("free_requested", 1, 30 * MIB),
+        ("alloc", 2, 30 * MIB),
+        ("free_completed", 1, 30 * MIB),
+    ]
     assert replay(events) == (30 * MIB, 60 * MIB)
 
 
 def test_what_was_given_back_to_the_driver_is_asked_for_again():
-    events = recorded(("alloc", 1, 30 * MIB), ("free", 1, 30 * MIB), ("segment_free", 1, 30 * MIB), ("alloc", 2, 40 * MIB))
+    events = recorded(
+        ("alloc", 1, 30 * MIB), ("free", 1, 30 * MIB), ("segment_free", 1, 30 * MIB), ("alloc", 2, 40 * MIB)
+    )
     assert replay(events) == (40 * MIB, 40 * MIB)
 
 
@@ -218,7 +243,7 @@ def test_a_summary_joins_peak_allocator_and_places(made):
     assert found.reserved_bytes == reserved_bytes(made(rows=64))
     assert sum(found.categories.values()) == found.peak_bytes
     assert (found.rows, found.parts, found.seconds, found.planning_seconds) == (64, 1, 1.5, 0.25)
-    assert found.instant == "forward of blocks.2.attention (aten.bmm)"
+    assert found.instant == "backward of blocks.2.attention (aten.mm)"
     assert found.confidence == "high"
 
 

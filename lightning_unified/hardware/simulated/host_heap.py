@@ -14,7 +14,13 @@ class HostHeap:
     tensor seldom returns to the hole that one of its size left. The heap's end goes back to the system from twice the threshold.
     Pages count from when they are first written.
 
-    Not modelled: other threads' heaps, small blocks' own caches, what Python and libraries take, transparent huge pages.
+    What libraries and Python put between the tensors keeps holes from joining: every fifth block that is put into a hole is taken
+    to have something small after it that stays. That figure is fitted (`benchmarks/resident_memory.py`), the rest follows from the source.
+
+    Not modelled: other threads' heaps, what libraries themselves take, blocks that are never written, huge pages.
+
+    Args:
+        threshold: `M_MMAP_THRESHOLD`, which then stays what it is; None is the C library's own, which moves.
 
     Source:
         glibc's malloc.c (2.36): `_int_memalign`, `sysmalloc`, `_int_free`, `systrim`; torch's alloc_cpu.cpp for the alignment.
@@ -22,16 +28,18 @@ class HostHeap:
 
     _ALIGNMENT, _HEADER, _LEAST, _PAGE = 64, 16, 32, 4 * KIB
     _PAD, _FIRST_THRESHOLD, _LAST_THRESHOLD, _WORTH_TRIMMING = 128 * KIB, 128 * KIB, 32 * MIB, 64 * KIB
+    _PINNED, _PIN = 5, 64
 
-    def __init__(self) -> None:
+    def __init__(self, *, threshold: int | None = None) -> None:
         self._heap = Home(0, small=True)
-        self._top = Block(
-            0, self._heap
-        )  # used, as far as neighbours are concerned: what is freed beside it is joined by hand
+        self._top = Block(0, self._heap)  # in use: what is freed beside it is joined with it by hand
         self._break = 0
         self._touched = 0
         self._mapped = 0
-        self._threshold, self._trim = self._FIRST_THRESHOLD, 2 * self._FIRST_THRESHOLD
+        self._fixed = threshold is not None
+        self._threshold = self._FIRST_THRESHOLD if threshold is None else threshold
+        self._trim = 2 * self._FIRST_THRESHOLD if threshold is None else self._FIRST_THRESHOLD
+        self._cuts = 0
         self._freed = Freed()
 
     @property
@@ -59,28 +67,26 @@ class HostHeap:
     def place(self, size: int, *, pressed: bool) -> Block:
         del pressed
         wanted = self._wanted(size)
-        if wanted >= self._threshold and wanted + self._LEAST > self._break - self._top.at:
-            mapping = Block(round_up(wanted + 8, self._PAGE), Home(0, small=False))
+        if wanted >= self._threshold and wanted > self._break - self._top.at:
+            mapping = Block(round_up(self._wanted(size), self._PAGE), Home(0, small=False))
             self._mapped += mapping.size
             return mapping
-        if wanted + self._LEAST > self._break - self._top.at:
-            self._break = round_up(self._top.at + wanted + self._LEAST + self._PAD, self._PAGE)
-        hole = Block(wanted, self._heap, self._top.at)
+        if wanted > self._break - self._top.at:
+            self._break = round_up(self._top.at + wanted + self._PAD, self._PAGE)
+        hole = Block(self._kept(size), self._heap, self._top.at)
         hole.before, hole.after = self._top.before, self._top
         if hole.before is not None:
             hole.before.after = hole
         self._top.before = hole
-        self._top.at += wanted
-        block = self._cut(hole, size)
-        self._lower_top()
+        self._top.at += hole.size
         self._touched = max(self._touched, round_up(self._top.at, self._PAGE))
-        return block
+        return hole
 
     def give_back(self, block: Block) -> None:
         block.used = False
         if block.home is not self._heap:
             self._mapped -= block.size
-            if self._threshold < block.size <= self._LAST_THRESHOLD:
+            if not self._fixed and self._threshold < block.size <= self._LAST_THRESHOLD:
                 self._threshold, self._trim = block.size, 2 * block.size
             return
         for neighbour in (block.before, block.after):
@@ -99,23 +105,24 @@ class HostHeap:
 
     def _wanted(self, size: int) -> int:
         """Return what is looked for, so that an aligned block lies in it wherever it begins."""
-        return size + self._ALIGNMENT + self._LEAST
+        return self._kept(size) + self._HEADER
+
+    def _kept(self, size: int) -> int:
+        """Return what a block takes of the heap, which is less than what is looked for."""
+        return size + self._ALIGNMENT + self._LEAST + self._HEADER
 
     def _cut(self, hole: Block, size: int) -> Block:
-        """Return the block of `size` in `hole`; what lies before and after it stays free."""
-        at = round_up(hole.at + self._HEADER, self._ALIGNMENT) - self._HEADER
-        if 0 < at - hole.at < self._LEAST:
-            at += self._ALIGNMENT
+        """Return the block of `size` in `hole`; what lies after it stays free, at times behind something small that does not."""
         hole.used = True
-        block = self._after(hole, at - hole.at) if at > hole.at else hole
-        if block is not hole:
-            hole.used = False
-            self._freed.add(hole)
-        if block.size - size >= self._LEAST:
-            rest = self._after(block, size)
+        kept = self._kept(size)
+        self._cuts += 1
+        if hole.size - kept >= self._LEAST:
+            rest = self._after(hole, kept)
+            if self._cuts % self._PINNED == 0 and rest.size >= self._PIN + self._LEAST:
+                rest = self._after(rest, self._PIN)
             rest.used = False
             self._freed.add(rest)
-        return block
+        return hole
 
     def _after(self, block: Block, size: int) -> Block:
         """Shorten `block` to `size` and return the rest of it, in use."""
