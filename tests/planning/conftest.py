@@ -66,6 +66,10 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
     if parts > 1:
         step.work("aten.cat.default", "callbacks")
         joined = step.take(rows * parts * 4, "callbacks")
+        for _ in outputs:
+            step.work("aten.mul.Tensor", "optimizer step")
+            step.give(step.take(rows * 4, "temporaries"))
+            step.work("aten.add_.Tensor", "optimizer step")
         step.give(*outputs, joined)
     else:
         step.give(*outputs)
