@@ -1,8 +1,9 @@
 """From what lives to what the machine gives: a step's storages replayed through a model of its backend's allocator."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_unified.hardware.simulated.expandable import ExpandableSegments
 from lightning_unified.hardware.simulated.host_heap import HostHeap
@@ -33,13 +34,16 @@ class Held:
     index: int
 
 
-def reserved_bytes(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> int:
+def reserved_bytes(
+    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
+) -> int:
     """Return the most that the allocator takes of the machine for the steps of a run like `trace`.
 
     Args:
         trace: A step in steady state.
         backend: Whose allocator; None is the trace's own.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Returns:
         Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Libraries' and drivers' own is not in it.
@@ -47,10 +51,13 @@ def reserved_bytes(trace: Trace, *, backend: str | None = None, expandable_segme
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return held(trace, backend=backend, expandable_segments=expandable_segments).reserved
+    found = held(trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    return found.reserved
 
 
-def held(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> Held:
+def held(
+    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
+) -> Held:
     """Replay a run's first step and then steady ones, and return what the allocator handed out and held.
 
     The first step begins with weights and buffers only: gradients come with its backward pass, and what an optimizer keeps is
@@ -60,20 +67,22 @@ def held(trace: Trace, *, backend: str | None = None, expandable_segments: bool 
         trace: A step in steady state.
         backend: Whose allocator; None is the trace's own.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return _Run(trace, _pools(backend or trace.backend, expandable_segments=expandable_segments)).held()
-
-
-def _pools(backend: str, *, expandable_segments: bool) -> Pools:
-    if expandable_segments and backend in {"cuda", "rocm"}:
-        return ExpandableSegments()
-    kinds = {"cuda": CudaSegments, "rocm": CudaSegments, "mps": MetalHeaps, "cpu": HostHeap}
+    segments = ExpandableSegments if expandable_segments else CudaSegments
+    kinds: dict[str, Callable[[], Pools]] = {
+        "cuda": segments,
+        "rocm": segments,
+        "mps": MetalHeaps,
+        "cpu": partial(HostHeap, threshold=mmap_threshold),
+    }
+    backend = backend or trace.backend
     if backend not in kinds:
         raise ValueError(f"there is no model of the allocator of {backend!r}; known are {', '.join(kinds)}.")
-    return kinds[backend]()
+    return _Run(trace, kinds[backend]()).held()
 
 
 class _Run:
