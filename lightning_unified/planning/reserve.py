@@ -1,15 +1,16 @@
 """From what lives to what the machine gives: a step's storages replayed through a model of its backend's allocator."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_unified.hardware.simulated.expandable import ExpandableSegments
 from lightning_unified.hardware.simulated.host_heap import HostHeap
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.planning.trace import CATEGORIES, Category, Give, Take, Trace, Work
 
-__all__ = ["Held", "fits_within", "held", "replay", "reserved_bytes"]
+__all__ = ["Held", "held", "replay", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
@@ -33,13 +34,16 @@ class Held:
     index: int
 
 
-def reserved_bytes(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> int:
+def reserved_bytes(
+    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
+) -> int:
     """Return the most that the allocator takes of the machine for the steps of a run like `trace`.
 
     Args:
         trace: A step in steady state.
         backend: Whose allocator; None is the trace's own.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Returns:
         Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Libraries' and drivers' own is not in it.
@@ -47,32 +51,13 @@ def reserved_bytes(trace: Trace, *, backend: str | None = None, expandable_segme
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return held(trace, backend=backend, expandable_segments=expandable_segments).reserved
+    found = held(trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    return found.reserved
 
 
-def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expandable_segments: bool = False) -> bool:
-    """Return whether the steps of a run like `trace` go through with no more than `limit` bytes taken of the machine.
-
-    An allocator that comes to its limit gives back what nothing is in and tries again, and Metal's then makes no large heaps, so a
-    run needs less than it takes where there is enough.
-
-    Args:
-        trace: A step in steady state.
-        limit: Bytes.
-        backend: Whose allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
-
-    Raises:
-        ValueError: If there is no model of the backend's allocator.
-    """
-    try:
-        _Run(trace, _pools(backend or trace.backend, expandable_segments=expandable_segments), limit=limit).held()
-    except _FullError:
-        return False
-    return True
-
-
-def held(trace: Trace, *, backend: str | None = None, expandable_segments: bool = False) -> Held:
+def held(
+    trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
+) -> Held:
     """Replay a run's first step and then steady ones, and return what the allocator handed out and held.
 
     The first step begins with weights and buffers only: gradients come with its backward pass, and what an optimizer keeps is
@@ -82,31 +67,29 @@ def held(trace: Trace, *, backend: str | None = None, expandable_segments: bool 
         trace: A step in steady state.
         backend: Whose allocator; None is the trace's own.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    return _Run(trace, _pools(backend or trace.backend, expandable_segments=expandable_segments)).held()
-
-
-def _pools(backend: str, *, expandable_segments: bool) -> Pools:
-    if expandable_segments and backend in {"cuda", "rocm"}:
-        return ExpandableSegments()
-    kinds = {"cuda": CudaSegments, "rocm": CudaSegments, "mps": MetalHeaps, "cpu": HostHeap}
+    segments = ExpandableSegments if expandable_segments else CudaSegments
+    kinds: dict[str, Callable[[], Pools]] = {
+        "cuda": segments,
+        "rocm": segments,
+        "mps": MetalHeaps,
+        "cpu": partial(HostHeap, threshold=mmap_threshold),
+    }
+    backend = backend or trace.backend
     if backend not in kinds:
         raise ValueError(f"there is no model of the allocator of {backend!r}; known are {', '.join(kinds)}.")
-    return kinds[backend]()
-
-
-class _FullError(Exception):
-    """A block finds no place within the limit."""
+    return _Run(trace, kinds[backend]()).held()
 
 
 class _Run:
-    """A run's first steps in the pools, which may take no more than `limit` of the machine."""
+    """A run's first steps in the pools."""
 
-    def __init__(self, trace: Trace, pools: Pools, *, limit: int | None = None) -> None:
-        self._pools, self._limit = pools, limit
+    def __init__(self, trace: Trace, pools: Pools) -> None:
+        self._pools = pools
         works = (
             index for index, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"
         )
@@ -168,23 +151,13 @@ class _Run:
         if not take.bytes:
             return
         size = self._pools.rounded(take.bytes)
-        block = self._pools.reuse(size) or self._pools.place(size, pressed=self._is_pressed(size))
+        block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
         self._blocks[take.storage] = block
         self._live[take.category] += block.size
         self._reserved = max(self._reserved, self._pools.reserved)
         live = sum(self._live.values())
         if live > self._most:
             self._most, self._index, self._at_most = live, index, dict(self._live)
-
-    def _is_pressed(self, size: int) -> bool:
-        """Return whether a new block of `size` must do with little; give back what is free if it finds no place otherwise."""
-        limit, pools = self._limit, self._pools
-        if limit is None or pools.reserved + pools.growth(size, pressed=False) <= limit:
-            return False
-        pools.release()
-        if pools.reserved + pools.growth(size, pressed=True) > limit:
-            raise _FullError
-        return True
 
     def _give(self, storage: int) -> None:
         block = self._blocks.pop(storage, None)

@@ -1,13 +1,8 @@
 """Steps made by hand: a small network of blocks whose storages grow with rows and length as real ones do."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from lightning_unified.planning.trace import Give, Take, Trace, Work
-
-sys.path.insert(0, str(Path(__file__).parent))  # steps that several tests share can be imported
 
 
 class Step:
@@ -71,6 +66,10 @@ def made_step(*, rows, length=16, parts=1, blocks=3, width=64, backend="cuda", q
     if parts > 1:
         step.work("aten.cat.default", "callbacks")
         joined = step.take(rows * parts * 4, "callbacks")
+        for _ in outputs:
+            step.work("aten.mul.Tensor", "optimizer step")
+            step.give(step.take(rows * 4, "temporaries"))
+            step.work("aten.add_.Tensor", "optimizer step")
         step.give(*outputs, joined)
     else:
         step.give(*outputs)

@@ -198,6 +198,12 @@ def test_under_a_fixed_threshold_every_large_tensor_is_mapped_alone():
     assert heap.reserved == 0
 
 
+def test_a_process_grows_by_little_more_than_its_tensors_under_a_fixed_threshold(made):
+    trace = made(rows=100, backend="cpu")
+    assert peak(trace, rounding=1).bytes <= reserved_bytes(trace, mmap_threshold=64 * KIB)
+    assert reserved_bytes(trace, mmap_threshold=64 * KIB) < 1.02 * peak(trace, rounding=1).bytes
+
+
 def recorded(*entries):
     """Entries of a device trace: sizes begin a block, strings end it."""
     return [
