@@ -88,7 +88,9 @@ def _projects(weights: Sequence[Tensor], biases: bool) -> bool:
     return len(weights) % (4 if biases else 2) != 0
 
 
-def _lowered(source: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
+def _lowered(
+    source: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
     dtype = torch.get_autocast_dtype("cpu")
     return source.to(dtype), tuple(state.to(dtype) for state in states), [weight.to(dtype) for weight in weights]
 

@@ -28,7 +28,9 @@ _PRODUCTS = re.compile(r"^aten\.(mm|bmm|addmm|baddbmm|addbmm|_addmm_activation|m
 _WITH_BIAS = re.compile(r"^aten\.(addmm|_addmm_activation|linear)\b")
 
 
-def with_workspaces(trace: Trace, *, environment: Mapping[str, str] | None = None, generation: int | None = None) -> Trace:
+def with_workspaces(
+    trace: Trace, *, environment: Mapping[str, str] | None = None, generation: int | None = None
+) -> Trace:
     """Return the trace with the workspaces its products take, as storages that live from its start: the first step took them.
 
     Args:
