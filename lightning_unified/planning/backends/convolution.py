@@ -19,6 +19,7 @@ __all__ = ["cpu_convolution", "cpu_convolution_backward", "cuda_convolution", "c
 
 _BLOCK = 16
 _FEWEST_CHANNELS = 4  # oneDNN reads inputs of fewer channels as they are
+_HALF_WEIGHT_COPIES = 3  # of half-precision weights' gradients: one, and one in float32
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -39,14 +40,14 @@ def cpu_convolution_backward(call: Call) -> int:
     gradient, source, weight, transposed, mask = call.args[0], call.args[1], call.args[2], call.args[7], call.args[10]
     if _is_plain_product(weight, transposed):
         return 0
-    if _channels_last(source):
-        return 2 * _blocked_weight(weight)
-    wide = 2 if weight.dtype in _HALF else 1
-    of_input = byte_count(source) if mask[0] else 0
+    copies = _HALF_WEIGHT_COPIES if weight.dtype in _HALF else 1
     weights = _blocked_weight(weight)
+    if _channels_last(source):
+        return max(copies, 2) * weights
+    of_input = byte_count(source) if mask[0] else 0
     input_pass = _blocked(gradient) + weights + _blocked_input(source) if mask[0] else 0
-    weight_pass = of_input + _blocked_input(source) + _blocked(gradient) + wide * weights
-    last = of_input + (1 + wide) * weights
+    weight_pass = of_input + _blocked_input(source) + _blocked(gradient) + copies * weights
+    last = of_input + 2 * weights
     return max(max(input_pass, weight_pass, last) - sum(byte_count(result) for result in call.results), 0)
 
 

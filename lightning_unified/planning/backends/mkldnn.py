@@ -22,8 +22,8 @@ _SECOND_COPY_FROM = 256  # hidden entries from which the backward pass packs the
 
 
 def lstm_workspace(call: Call) -> int:
-    """Return the bytes of the workspace that the backward pass reads: 0 where the fake result shows it already."""
-    if call.results[3].numel():
+    """Return the bytes of the workspace that the backward pass reads: 0 without one, and where the fake result shows it already."""
+    if not torch.is_grad_enabled() or call.results[3].numel():
         return 0
     source, weight, recurrent = call.args[:3]
     steps, rows, width = source.shape
@@ -50,7 +50,7 @@ def _corners(width: int, hidden: int, dtype: torch.dtype, weights: torch.dtype) 
 
 
 def _measured(steps: int, rows: int, width: int, hidden: int, dtype: torch.dtype, weights: torch.dtype) -> int:
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast(), torch.no_grad():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast(), torch.enable_grad():
         gates = _GATES * hidden
         parameters = [
             torch.zeros(shape, dtype=weights) for shape in ((gates, width), (gates, hidden), (gates,), (gates,))

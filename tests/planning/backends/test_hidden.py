@@ -84,10 +84,10 @@ def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
-def test_a_convolution_in_bfloat16_takes_what_it_takes_to_a_sixth(taken):
+def test_a_convolution_in_bfloat16_takes_what_it_takes_within_96_kib(taken):
     calls = [call for channels in (64, 128) for call in convolution(8, channels, 64, 16, 3, dtype=torch.bfloat16)]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        assert hidden(func, *args, results=real.result).temporary == pytest.approx(real.hidden, rel=0.17)
+        assert hidden(func, *args, results=real.result).temporary == pytest.approx(real.hidden, rel=0.02, abs=96 * 1024)
 
 
 def lstm(steps, rows, width, size):
@@ -103,7 +103,7 @@ def test_the_workspace_of_an_lstm_is_what_the_operator_returns(sizes):
     output, hidden_state, cell, workspace = aten.mkldnn_rnn_layer(*args)
     shown = (output, hidden_state, cell, torch.empty(0))
     said = hidden(aten.mkldnn_rnn_layer.default, *args, results=shown).saved
-    assert said == pytest.approx(workspace.numel() * workspace.element_size(), rel=0.01)
+    assert said == pytest.approx(workspace.numel() * workspace.element_size(), rel=0.02)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not built in")

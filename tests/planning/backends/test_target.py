@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.optim.optimizer as optimizers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -89,8 +90,8 @@ def test_nothing_is_left_changed_after_a_failure():
         (torch.amp.GradScaler, "__init__"),
         (F, "has_torch_function_unary"),
         (torch.functional, "has_torch_function"),
-        (torch.optim.optimizer, "_foreach_supported_types"),
-        (torch.optim.optimizer, "_get_foreach_kernels_supported_devices"),
+        (optimizers, "_foreach_supported_types"),
+        (optimizers, "_get_foreach_kernels_supported_devices"),
         (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices"),
     ]
     before = [getattr(owner, name) for owner, name in watched]
