@@ -32,7 +32,7 @@ def cpu_convolution(call: Call) -> int:
         return _blocked_weight(weight)
     copies = _blocked_input(source) + _blocked_weight(weight) + _blocked(output)
     copied = (3 if transposed else 2) * byte_count(output)
-    return max(copies, copied) - byte_count(output)
+    return max(copies, copied) - byte_count(output) + _made_contiguous(source)
 
 
 def cpu_convolution_backward(call: Call) -> int:
@@ -48,7 +48,8 @@ def cpu_convolution_backward(call: Call) -> int:
     input_pass = _blocked(gradient) + weights + _blocked_input(source) if mask[0] else 0
     weight_pass = of_input + _blocked_input(source) + _blocked(gradient) + copies * weights
     last = of_input + 2 * weights
-    return max(max(input_pass, weight_pass, last) - sum(byte_count(result) for result in call.results), 0)
+    shown = sum(byte_count(result) for result in call.results)
+    return max(max(input_pass, weight_pass, last) - shown, 0) + _made_contiguous(gradient) + _made_contiguous(source)
 
 
 def cuda_convolution(call: Call) -> int:
@@ -76,6 +77,10 @@ def _channels_last(source: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     layout = formats.get(source.dim())
     return layout is not None and source.is_contiguous(memory_format=layout) and not source.is_contiguous()
+
+
+def _made_contiguous(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else byte_count(tensor)
 
 
 def _is_plain_product(weight: Tensor, transposed: bool) -> bool:

@@ -12,7 +12,7 @@ from lightning_unified.planning.backends.cpu_kernels import CPU_TEMPORARIES, mix
 from lightning_unified.planning.backends.cuda_kernels import CUDA_TEMPORARIES
 from lightning_unified.planning.backends.mkldnn import lstm_temporary, lstm_workspace
 
-__all__ = ["REPAIRS", "Hidden", "hidden_bytes"]
+__all__ = ["REPAIRS", "SAVED", "Hidden", "hidden_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Hidden:
 
     Attributes:
         temporary: Bytes taken on top of the results and given back before the call ends.
-        saved: Bytes that live as long as the results do, because the backward pass reads them.
+        saved: Bytes that live as long as the results do, because the backward pass reads them or the results' memory is larger than they are.
     """
 
     temporary: int = 0
@@ -33,22 +33,59 @@ _LSTM = "aten.mkldnn_rnn_layer"
 
 
 def _probabilities_are_tested(call: Call) -> int:
-    """A boolean an entry: rows without any score are found by comparing all (composite, the same on every backend)."""
+    """A boolean an entry: rows without any score are found by comparing all."""
     return call.args[0].numel()
 
 
 def _exponentials(call: Call) -> int:
-    """The shifted scores, exponentiated in place (composite, the same on every backend)."""
+    """The shifted scores, exponentiated in place."""
     return byte_count(call.args[0])
 
 
-_ANYWHERE: Mapping[str, Repair] = {"aten._safe_softmax": _probabilities_are_tested, "aten.logsumexp": _exponentials}
+def _losses(call: Call) -> int:
+    """The loss of each entry, before it is reduced."""
+    return byte_count(call.args[0]) if call.args[2] else 0
+
+
+def _weighted_losses(call: Call) -> int:
+    """The loss of each entry, in an operation that takes a weight before the reduction."""
+    return byte_count(call.args[0]) if call.args[3] else 0
+
+
+def _logistic_losses(call: Call) -> int:
+    """The logarithms of the sigmoids, and the loss of each entry before it is reduced."""
+    return byte_count(call.args[0]) * (2 if call.args[4] else 1)
+
+
+# Composite or shared between backends.
+_ANYWHERE: Mapping[str, Repair] = {
+    "aten._safe_softmax": _probabilities_are_tested,
+    "aten.logsumexp": _exponentials,
+    "aten.mse_loss": _losses,
+    "aten.smooth_l1_loss": _losses,
+    "aten.huber_loss": _losses,
+    "aten.binary_cross_entropy_with_logits": _logistic_losses,
+}
+
+# Results that are made as large as the input and then shrunk to a scalar, whose memory stays as large as it was.
+_SHRUNK: Mapping[str, Repair] = {
+    "aten.mse_loss": _losses,
+    "aten.smooth_l1_loss": _losses,
+    "aten.soft_margin_loss": _losses,
+    "aten.binary_cross_entropy": _weighted_losses,
+}
 
 REPAIRS: Mapping[str, Mapping[str, Repair]] = {
     "cpu": {**_ANYWHERE, **CPU_TEMPORARIES, _LSTM: lstm_temporary, f"{_LSTM}_backward": lstm_temporary},
     "cuda": {**_ANYWHERE, **CUDA_TEMPORARIES},
     "rocm": {**_ANYWHERE, **CUDA_TEMPORARIES},
     "mps": _ANYWHERE,
+}
+SAVED: Mapping[str, Mapping[str, Repair]] = {
+    "cpu": {**_SHRUNK, _LSTM: lstm_workspace},
+    "cuda": _SHRUNK,
+    "rocm": _SHRUNK,
+    "mps": {},
 }
 
 
@@ -68,15 +105,14 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     if backend not in REPAIRS:
         raise ValueError(f"no backend {backend!r} is known here: it is one of {', '.join(REPAIRS)}")
     name = str(func).rpartition(".")[0]
-    repair = REPAIRS[backend].get(name)
+    temporary, saved = REPAIRS[backend].get(name), SAVED[backend].get(name)
     mixes = backend == "cpu" and torch.Tag.pointwise in getattr(func, "tags", ())
-    if repair is None and not mixes:
+    if temporary is None and saved is None and not mixes:
         return _NOTHING
     call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
-    if repair is None:
+    if temporary is None and saved is None:
         return Hidden(mixed_operands(name, call))
-    keeps = backend == "cpu" and name == _LSTM
-    return Hidden(repair(call), lstm_workspace(call) if keeps else 0)
+    return Hidden(temporary(call) if temporary else 0, saved(call) if saved else 0)
 
 
 def _sequence(result: Any) -> Sequence[Any]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_unified.planning.backends import Hidden, hidden_bytes
-from lightning_unified.planning.backends.hidden import REPAIRS
+from lightning_unified.planning.backends.hidden import REPAIRS, SAVED
 
 aten = torch.ops.aten
 
@@ -44,6 +44,12 @@ def mixed():
         (aten.mean.dim, (half, [0, 1])),
         (aten._safe_softmax.default, (single, -1)),
         (aten.logsumexp.default, (single, [1])),
+        (aten.mse_loss.default, (single, single, 1)),
+        (aten.mse_loss.default, (single, single, 0)),
+        (aten.huber_loss.default, (single, single, 1, 1.0)),
+        (aten.smooth_l1_loss.default, (single, single, 1, 1.0)),
+        (aten.binary_cross_entropy_with_logits.default, (single, single, None, None, 1)),
+        (aten.binary_cross_entropy_with_logits.default, (single, single, None, None, 0)),
     ]
 
 
@@ -56,7 +62,13 @@ def images():
     ]
 
 
+def sliced_gradient():
+    (_, _), (backward, args) = convolution(8, 32, 32, 16, 3)
+    return [(backward, (torch.zeros(8, 64, 16, 16)[:, :32], *args[1:]))]
+
+
 CONVOLUTIONS = [
+    sliced_gradient(),
     convolution(2, 16, 16, 32, 3),
     convolution(8, 64, 64, 16, 3),
     convolution(8, 20, 24, 16, 3),
@@ -87,7 +99,9 @@ def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
 def test_a_convolution_in_bfloat16_takes_what_it_takes_within_128_kib(taken):
     calls = [call for channels in (64, 128) for call in convolution(8, channels, 64, 16, 3, dtype=torch.bfloat16)]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        assert hidden(func, *args, results=real.result).temporary == pytest.approx(real.hidden, rel=0.02, abs=128 * 1024)
+        assert hidden(func, *args, results=real.result).temporary == pytest.approx(
+            real.hidden, rel=0.02, abs=128 * 1024
+        )
 
 
 def lstm(steps, rows, width, size):
@@ -176,7 +190,31 @@ def test_operands_of_two_dtypes_are_not_copied_on_cuda(fake):
 
 @pytest.mark.parametrize("backend", REPAIRS)
 def test_every_repair_names_an_operation_of_torch(backend):
-    assert all(hasattr(aten, name.removeprefix("aten.")) for name in REPAIRS[backend])
+    assert all(hasattr(aten, name.removeprefix("aten.")) for name in {**REPAIRS[backend], **SAVED[backend]})
+
+
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (aten.mse_loss.default, (1,)),
+        (aten.mse_loss.default, (0,)),
+        (aten.smooth_l1_loss.default, (2, 1.0)),
+        (aten.soft_margin_loss.default, (1,)),
+        (aten.binary_cross_entropy.default, (None, 1)),
+        (aten.binary_cross_entropy.default, (None, 0)),
+        (aten.huber_loss.default, (1, 1.0)),
+    ],
+    ids=str,
+)
+def test_a_reduced_loss_still_holds_the_memory_of_what_it_was(func, rest):
+    args = (torch.full((8, 16), 0.5), torch.full((8, 16), 0.5), *rest)
+    result = func(*args)
+    held = result.untyped_storage().nbytes()
+    assert hidden(func, *args, results=result).saved == (held if result.numel() == 1 and held > 4 else 0)
+
+
+def test_a_fake_loss_still_shows_a_scalar_and_so_needs_the_repair(fake):
+    assert aten.mse_loss(torch.empty(8, 16), torch.empty(8, 16), 1).untyped_storage().nbytes() == 4
 
 
 def test_an_unknown_backend_is_refused_by_name():
