@@ -18,7 +18,7 @@ from lightning_unified.planning.backends.calls import Call, byte_count
 __all__ = ["cpu_convolution", "cpu_convolution_backward", "cuda_convolution", "cuda_convolution_backward"]
 
 _BLOCK = 16
-_FEWEST_CHANNELS = 4  # oneDNN reads inputs of fewer channels as they are
+_FEWEST_CHANNELS = 4  # oneDNN reads and writes fewer channels as they are
 _HALF_WEIGHT_COPIES = 3  # of half-precision weights' gradients: one, and one in float32
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -93,6 +93,8 @@ def _blocked_input(source: Tensor) -> int:
 
 
 def _blocked(tensor: Tensor) -> int:
+    if tensor.shape[1] < _FEWEST_CHANNELS:
+        return byte_count(tensor)
     return byte_count(tensor) // max(tensor.shape[1], 1) * _rounded(tensor.shape[1])
 
 

@@ -57,10 +57,18 @@ def _logistic_losses(call: Call) -> int:
     return byte_count(call.args[0]) * (2 if call.args[4] else 1)
 
 
+def _in_a_row(call: Call) -> int:
+    """Copies of operands that do not lie in a row: the input on the way there, gradient and input on the way back."""
+    tensors = [each for each in call.args[:2] if isinstance(each, Tensor)]
+    return sum(byte_count(each) for each in tensors if not each.is_contiguous())
+
+
 # Composite or shared between backends.
 _ANYWHERE: Mapping[str, Repair] = {
     "aten._safe_softmax": _probabilities_are_tested,
     "aten.logsumexp": _exponentials,
+    "aten.native_layer_norm": _in_a_row,
+    "aten.native_layer_norm_backward": _in_a_row,
     "aten.mse_loss": _losses,
     "aten.smooth_l1_loss": _losses,
     "aten.huber_loss": _losses,
