@@ -187,7 +187,7 @@ def _math_with_dropout(call: _Call) -> Tensor:
     if call.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        scores += torch.where(mask, 0.0, -math.inf) if mask.dtype is torch.bool else mask  # noqa: PLW2901
+        scores += torch.where(mask, 0.0, -math.inf) if mask.dtype is torch.bool else mask
     weights = torch.ops.aten._safe_softmax(scores, -1)
     weights = torch.native_dropout(weights, call.dropout, train=True)[0]
     out = weights @ value

@@ -23,13 +23,63 @@ Cast = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
 
 _LOW = (torch.float16, torch.bfloat16)
 
-_RAISED = """
-acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm native_layer_norm rms_norm group_norm
-batch_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cumprod cumsum prod upsample_nearest1d
-upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-""".split()
+_RAISED = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "batch_norm",
+    "frobenius_norm",
+    "nuclear_norm",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "cumprod",
+    "cumsum",
+    "prod",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+]
 _RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read in half precision, summed in float32
 _SOFTMAX = ("softmax", "log_softmax")
 _PROMOTED = (
@@ -46,10 +96,22 @@ _PROMOTED = (
     "scatter_add",
 )
 _LOWERED = ("addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention")
-_CPU_RAISES = """
-avg_pool3d max_pool3d adaptive_avg_pool3d pad reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
-polar quantile nanquantile trace ctc_loss
-""".split()
+_CPU_RAISES = [
+    "avg_pool3d",
+    "max_pool3d",
+    "adaptive_avg_pool3d",
+    "pad",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "polar",
+    "quantile",
+    "nanquantile",
+    "trace",
+    "ctc_loss",
+]
 
 _KEYS = {"cuda": "AutocastCUDA", "rocm": "AutocastCUDA", "mps": "AutocastMPS"}
 
@@ -158,12 +220,12 @@ def _cross_entropy(
     ) -> Any:
         if logits.dtype is not torch.float16 or target.is_floating_point() or label_smoothing:
             return _raised(operation, (logits, target, weight, reduction, ignore_index, label_smoothing), {})
-        logs = torch._log_softmax(logits, min(logits.dim() - 1, 1), half_to_float=True)
+        logs = torch.ops.aten._log_softmax(logits, min(logits.dim() - 1, 1), half_to_float=True)
         weight = None if weight is None else weight.float()
-        return torch._C._nn.nll_loss_nd(logs, target, weight, reduction, ignore_index)
+        return torch.ops.aten.nll_loss_nd(logs, target, weight, reduction, ignore_index)
 
     return _run(half, args, kwargs)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return args[0] if args else kwargs.get("input", kwargs.get("self", kwargs.get("x")))
+    return args[0] if args else next(kwargs[name] for name in ("input", "self", "x") if name in kwargs)

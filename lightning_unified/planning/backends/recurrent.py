@@ -57,11 +57,9 @@ def _rule(name: str, entries: Callable[[int], int], *, cast: bool) -> Rule:
     def run(_: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
         packed = isinstance(args[1], Tensor) and isinstance(args[3], (list, tuple))
         if packed:
-            source, sizes, state, weights, biases, layers, _dropout, train, both = args
-            batch_first, rows = False, int(sizes[0])
+            source, _, state, weights, biases, layers, _, train, both = args
         else:
-            source, state, weights, biases, layers, _dropout, train, both, batch_first = args
-            rows = source.shape[0 if batch_first else 1]
+            source, state, weights, biases, layers, _, train, both, _ = args
         states = tuple(state) if has_cell else (state,)
         weights = list(weights)
         if cast and torch.is_autocast_enabled("cpu"):
@@ -69,7 +67,7 @@ def _rule(name: str, entries: Callable[[int], int], *, cast: bool) -> Rule:
         positions = source.shape[0] if packed else source.shape[0] * source.shape[1]
         directions = 2 if both else 1
         hidden = weights[1].shape[1] if not _projects(weights, biases) else weights[-1].shape[1]
-        out = states[0].shape[-1]
+        rows, out = states[0].shape[1:]
         item = source.element_size()
         call = _Sizes(
             output=(*source.shape[:-1], out * directions),

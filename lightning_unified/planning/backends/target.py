@@ -6,6 +6,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+import torch._tensor as tensors
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -22,7 +23,7 @@ __all__ = ["BACKENDS", "mimic"]
 
 BACKENDS = ("cpu", "cuda", "rocm", "mps")
 _PLAIN_OVERRIDES = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # pyright: ignore[reportFunctionMemberAccess]
-_LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+_LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, tensors, torch.autograd)
 
 
 @contextmanager

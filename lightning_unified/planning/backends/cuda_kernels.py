@@ -1,0 +1,94 @@
+"""What CUDA kernels take unseen from the caching allocator.
+
+All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. Not run on hardware.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_unified.planning.backends.calls import Call, Repair
+from lightning_unified.planning.backends.convolution import cuda_convolution, cuda_convolution_backward
+
+__all__ = ["CUDA_TEMPORARIES"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = 4
+_LONG = 8
+_EMBEDDING_SORTS_ABOVE = 3072
+_EMBEDDING_ROWS_A_THREAD = 10
+_SORT_IN_PLACE_UP_TO = 4096
+
+
+def _flash_backward(call: Call) -> int:
+    """The queries' gradient in float32, its rows rounded to 128 and heads to 32, a float32 a query, and grouped keys and values spread.
+
+    Source: `mha_bwd` in flash-attention's `flash_api.cpp`, as torch ships it. cuDNN's kernel keeps the same accumulator.
+    """
+    query, key = call.args[1], call.args[2]
+    rows, heads, queries, size = query.shape
+    accumulated = rows * heads * _rounded(queries, 128) * _FLOAT
+    spread = 2 * rows * heads * key.shape[2] * size * query.element_size() if key.shape[1] != heads else 0
+    return accumulated * (_rounded(size, 32) + 1) + spread
+
+
+def _efficient_backward(call: Call) -> int:
+    """In half precision the queries' gradient in float32; in float32 the product of output and its gradient; a float32 a query in both.
+
+    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`.
+    """
+    query, value = call.args[1], call.args[3]
+    rows, heads, queries, size = query.shape
+    a_query = rows * heads * queries * _FLOAT
+    if query.dtype in _HALF:
+        return a_query + rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
+    return a_query * (value.shape[-1] + 1)
+
+
+def _embedding_backward(call: Call) -> int:
+    """Sorted indices with their radix-sort buffers, six lists of segments, and the partial sums of rows in float32.
+
+    Source: `embedding_dense_backward_cuda` and `EmbeddingBackwardKernel.cu` of torch; up to 3,072 indices are added in place.
+    """
+    gradient, indices, vocabulary = call.args[0], call.args[1], call.args[2]
+    count, width = indices.numel(), gradient.shape[-1]
+    if count <= _EMBEDDING_SORTS_ABOVE:
+        return 0
+    partial = count // _EMBEDDING_ROWS_A_THREAD + min(count, vocabulary)
+    return 5 * count * _LONG + partial * (_LONG + width * max(gradient.element_size(), _FLOAT))
+
+
+def _accumulating_put(call: Call) -> int:
+    """Linear and sorted indices, their order, and radix-sort buffers: about six lists of the rows that are added (judgement on their number).
+
+    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`.
+    """
+    accumulates, indices = call.args[3], [each for each in call.args[1] if isinstance(each, Tensor)]
+    if not accumulates or not indices:
+        return 0
+    return 6 * _LONG * max(each.numel() for each in indices)
+
+
+def _sort(call: Call) -> int:
+    """Keys and indices once more in rows too long to sort in shared memory (judgement from `cuda/Sort.cpp`)."""
+    source = call.args[0]
+    longest = max(source.shape, default=1)
+    return source.numel() * (source.element_size() + _LONG) if longest > _SORT_IN_PLACE_UP_TO else 0
+
+
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+CUDA_TEMPORARIES: Mapping[str, Repair] = {
+    "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten._index_put_impl_": _accumulating_put,
+    "aten.index_put": _accumulating_put,
+    "aten.index_put_": _accumulating_put,
+    "aten.sort": _sort,
+    "aten.convolution": cuda_convolution,
+    "aten.convolution_backward": cuda_convolution_backward,
+}

@@ -1,0 +1,234 @@
+import pytest
+import torch
+
+from lightning_unified.planning.backends import Hidden, hidden_bytes
+from lightning_unified.planning.backends.hidden import REPAIRS, SAVED
+
+aten = torch.ops.aten
+
+
+def hidden(func, *args, backend="cpu", results=None):
+    return hidden_bytes(func, args, {}, func(*args) if results is None else results, backend=backend)
+
+
+def convolution(
+    rows, channels, out, side, kernel, *, stride=1, groups=1, dtype=torch.float32, transposed=False, last=False
+):
+    source = torch.zeros(rows, channels, side, side, dtype=dtype)
+    weight = torch.zeros(*((channels, out) if transposed else (out, channels // groups)), kernel, kernel, dtype=dtype)
+    if last:
+        source, weight = source.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
+    padding = 0 if transposed else kernel // 2
+    settings = ([stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], groups)
+    forward = (source, weight, None, *settings)
+    output = aten.convolution(*forward)
+    return [
+        (aten.convolution.default, forward),
+        (
+            aten.convolution_backward.default,
+            (torch.zeros_like(output), source, weight, None, *settings, [True, True, False]),
+        ),
+    ]
+
+
+def mixed():
+    half, single = torch.zeros(512, 256, dtype=torch.bfloat16), torch.zeros(512, 256)
+    return [
+        (aten.add.Tensor, (half, single)),
+        (aten.mul.Tensor, (half, torch.zeros(256))),
+        (aten.mul.Tensor, (single, single > 0)),
+        (aten.add_.Tensor, (half.clone(), single)),
+        (aten.add_.Tensor, (single.clone(), half)),
+        (aten.mul.Tensor, (half, torch.zeros(()))),
+        (aten.masked_fill.Scalar, (half, half > 0, 0.0)),
+        (aten.mean.dim, (half, [0, 1])),
+        (aten._safe_softmax.default, (single, -1)),
+        (aten.logsumexp.default, (single, [1])),
+        (aten.native_layer_norm.default, (single.t(), [512], None, None, 1e-5)),
+        (
+            aten.native_layer_norm_backward.default,
+            (*normalised(single.t(), single.view(256, 512)), [True, False, False]),
+        ),
+        (aten.native_layer_norm_backward.default, (*normalised(single, single), [True, False, False])),
+        (aten.mse_loss.default, (single, single, 1)),
+        (aten.mse_loss.default, (single, single, 0)),
+        (aten.huber_loss.default, (single, single, 1, 1.0)),
+        (aten.smooth_l1_loss.default, (single, single, 1, 1.0)),
+        (aten.binary_cross_entropy_with_logits.default, (single, single, None, None, 1)),
+        (aten.binary_cross_entropy_with_logits.default, (single, single, None, None, 0)),
+    ]
+
+
+def normalised(gradient, source):
+    shape = [source.shape[-1]]
+    _, mean, root = aten.native_layer_norm(source, shape, None, None, 1e-5)
+    return gradient, source, shape, mean, root, None, None
+
+
+def images():
+    image, weight = torch.zeros(8, 16, 32, 32), torch.ones(16)
+    statistics = [weight.clone() for _ in range(4)]
+    return [
+        (aten.native_batch_norm_backward.default, (image, image, weight, *statistics, True, 1e-5, [True] * 3)),
+        (aten.upsample_nearest2d.default, (image, [64, 64], 2.0, 2.0)),
+    ]
+
+
+def sliced_gradient():
+    (_, _), (backward, args) = convolution(8, 32, 32, 16, 3)
+    return [(backward, (torch.zeros(8, 64, 16, 16)[:, :32], *args[1:]))]
+
+
+CONVOLUTIONS = [
+    sliced_gradient(),
+    convolution(2, 16, 16, 32, 3),
+    convolution(8, 64, 64, 16, 3),
+    convolution(8, 20, 24, 16, 3),
+    convolution(8, 64, 128, 16, 3, stride=2),
+    convolution(8, 64, 64, 16, 3, groups=64),
+    convolution(8, 64, 64, 16, 1),
+    convolution(8, 32, 16, 16, 2, stride=2, transposed=True),
+]
+"""What the table says is asked of the real kernels of this CPU; oneDNN's choice of layout belongs to the machine it was measured on."""
+
+
+def test_what_a_cpu_kernel_takes_unseen_is_what_it_takes(taken):
+    calls = [*mixed(), *images()]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        said = hidden(func, *args, results=real.result).temporary
+        assert said == pytest.approx(real.hidden, rel=0.03, abs=4096), (func, real.hidden)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
+    calls = [call for pair in CONVOLUTIONS for call in pair]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        said = hidden(func, *args, results=real.result).temporary
+        assert said == pytest.approx(real.hidden, rel=0.02, abs=8192), (func, args[0].shape, args[1].shape)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+def test_a_convolution_in_bfloat16_takes_what_it_takes_within_128_kib(taken):
+    calls = [call for channels in (64, 128) for call in convolution(8, channels, 64, 16, 3, dtype=torch.bfloat16)]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        assert hidden(func, *args, results=real.result).temporary == pytest.approx(
+            real.hidden, rel=0.02, abs=128 * 1024
+        )
+
+
+def lstm(steps, rows, width, size):
+    weights = [torch.zeros(4 * size, width), torch.zeros(4 * size, size), torch.zeros(4 * size), torch.zeros(4 * size)]
+    state = torch.zeros(rows, size)
+    return (torch.zeros(steps, rows, width), *weights, state, state, False, [], 2, size, 1, True, False, False, True)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not built in")
+@pytest.mark.parametrize("sizes", [(20, 16, 64, 64), (33, 7, 128, 64), (40, 32, 48, 96)])
+def test_the_workspace_of_an_lstm_is_what_the_operator_returns(sizes):
+    args = lstm(*sizes)
+    output, hidden_state, cell, workspace = aten.mkldnn_rnn_layer(*args)
+    shown = (output, hidden_state, cell, torch.empty(0))
+    said = hidden(aten.mkldnn_rnn_layer.default, *args, results=shown).saved
+    assert said == pytest.approx(workspace.numel() * workspace.element_size(), rel=0.02)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not built in")
+def test_what_an_lstm_takes_is_what_it_takes(taken):
+    calls = [(aten.mkldnn_rnn_layer.default, lstm(*sizes)) for sizes in ((20, 16, 64, 64), (20, 16, 256, 256))]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        assert hidden(func, *args, results=real.result).temporary == pytest.approx(real.hidden, rel=0.06)
+
+
+def test_a_fake_lstm_still_shows_no_workspace_and_so_needs_the_repair(fake):
+    assert aten.mkldnn_rnn_layer(*lstm(4, 2, 8, 8))[3].numel() == 0
+
+
+def test_a_workspace_that_the_result_shows_is_not_counted_twice():
+    args = lstm(4, 2, 8, 8)
+    assert hidden(aten.mkldnn_rnn_layer.default, *args).saved == 0
+
+
+def test_the_workspace_of_a_fake_lstm_is_measured_without_leaving_fake_mode(fake):
+    args = lstm(20, 16, 64, 64)
+    said = hidden(aten.mkldnn_rnn_layer.default, *args)
+    assert said.saved == pytest.approx(1_290_240, rel=0.25)
+    assert isinstance(torch.empty(2), type(args[0]))
+
+
+def attention_gradient(name, dtype, *, rows=2, heads=4, queries=100, size=64):
+    query = torch.empty(rows, heads, queries, size, dtype=dtype)
+    return hidden_bytes(getattr(aten, name).default, [query] * 4, {}, [query] * 3, backend="cuda").temporary
+
+
+def test_flash_accumulates_the_gradient_of_queries_in_float32(fake):
+    said = attention_gradient("_scaled_dot_product_flash_attention_backward", torch.bfloat16)
+    assert said == 2 * 4 * 128 * (64 + 1) * 4
+
+
+def test_the_efficient_kernel_multiplies_output_and_gradient_in_float32(fake):
+    said = attention_gradient("_scaled_dot_product_efficient_attention_backward", torch.float32)
+    assert said == 2 * 4 * 100 * (64 + 1) * 4
+
+
+def test_the_efficient_kernel_accumulates_half_precision_in_float32(fake):
+    said = attention_gradient("_scaled_dot_product_efficient_attention_backward", torch.bfloat16)
+    assert said == 2 * 4 * 4 * (100 + 128 * 64)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(3072, 0), (8192, 5 * 8192 * 8 + (819 + 1000) * (8 + 64 * 4))])
+def test_many_indices_of_an_embedding_are_sorted_and_summed_in_parts(fake, tokens, expected):
+    gradient, indices = torch.empty(tokens, 64, dtype=torch.bfloat16), torch.empty(tokens, dtype=torch.long)
+    assert (
+        hidden(aten.embedding_dense_backward.default, gradient, indices, 1000, -1, False, backend="cuda").temporary
+        == expected
+    )
+
+
+def test_cudnn_copies_a_convolution_to_channels_last(fake):
+    (forward, args), (backward, gradients) = convolution(2, 16, 32, 8, 3)
+    source, weight, output = 2 * 16 * 64 * 4, 32 * 16 * 9 * 4, 2 * 32 * 64 * 4
+    assert hidden(forward, *args, backend="cuda") == Hidden(source + weight + output)
+    assert hidden(backward, *gradients, backend="cuda") == Hidden(source + weight + output)
+
+
+def test_a_convolution_in_channels_last_is_not_copied(fake):
+    for func, args in convolution(2, 16, 32, 8, 3, last=True):
+        assert hidden(func, *args, backend="cuda") == Hidden()
+
+
+def test_operands_of_two_dtypes_are_not_copied_on_cuda(fake):
+    assert hidden(aten.add.Tensor, torch.empty(4, dtype=torch.bfloat16), torch.empty(4), backend="cuda") == Hidden()
+
+
+@pytest.mark.parametrize("backend", REPAIRS)
+def test_every_repair_names_an_operation_of_torch(backend):
+    assert all(hasattr(aten, name.removeprefix("aten.")) for name in {**REPAIRS[backend], **SAVED[backend]})
+
+
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (aten.mse_loss.default, (1,)),
+        (aten.mse_loss.default, (0,)),
+        (aten.smooth_l1_loss.default, (2, 1.0)),
+        (aten.soft_margin_loss.default, (1,)),
+        (aten.binary_cross_entropy.default, (None, 1)),
+        (aten.binary_cross_entropy.default, (None, 0)),
+        (aten.huber_loss.default, (1, 1.0)),
+    ],
+    ids=str,
+)
+def test_a_reduced_loss_still_holds_the_memory_of_what_it_was(func, rest):
+    args = (torch.full((8, 16), 0.5), torch.full((8, 16), 0.5), *rest)
+    result = func(*args)
+    held = result.untyped_storage().nbytes()
+    assert hidden(func, *args, results=result).saved == (held if result.numel() == 1 and held > 4 else 0)
+
+
+def test_a_fake_loss_still_shows_a_scalar_and_so_needs_the_repair(fake):
+    assert aten.mse_loss(torch.empty(8, 16), torch.empty(8, 16), 1).untyped_storage().nbytes() == 4
+
+
+def test_an_unknown_backend_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"no backend 'tpu' is known here: it is one of cpu, cuda, rocm, mps"):
+        hidden_bytes(aten.mm.default, (), {}, None, backend="tpu")
