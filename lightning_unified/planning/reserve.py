@@ -10,7 +10,7 @@ from lightning_unified.hardware.simulated.host_heap import HostHeap
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.planning.trace import CATEGORIES, Category, Give, Take, Trace, Work
 
-__all__ = ["Held", "held", "replay", "reserved_bytes"]
+__all__ = ["Held", "Run", "held", "pools_of", "replay", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
@@ -72,6 +72,12 @@ def held(
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
+    pools = pools_of(backend or trace.backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    return Run(trace, pools).held()
+
+
+def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold: int | None = None) -> Pools:
+    """Return the empty pools of a backend's allocator; the arguments are those of `held`."""
     segments = ExpandableSegments if expandable_segments else CudaSegments
     kinds: dict[str, Callable[[], Pools]] = {
         "cuda": segments,
@@ -79,13 +85,12 @@ def held(
         "mps": MetalHeaps,
         "cpu": partial(HostHeap, threshold=mmap_threshold),
     }
-    backend = backend or trace.backend
     if backend not in kinds:
         raise ValueError(f"there is no model of the allocator of {backend!r}; known are {', '.join(kinds)}.")
-    return _Run(trace, kinds[backend]()).held()
+    return kinds[backend]()
 
 
-class _Run:
+class Run:
     """A run's first steps in the pools."""
 
     def __init__(self, trace: Trace, pools: Pools) -> None:

@@ -1,8 +1,13 @@
 """Steps made by hand: a small network of blocks whose storages grow with rows and length as real ones do."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from lightning_unified.planning.trace import Give, Take, Trace, Work
+
+sys.path.insert(0, str(Path(__file__).parent))  # steps that several tests share can be imported
 
 
 class Step:

@@ -13,7 +13,8 @@ from lightning_unified.planning.calibration import Calibration, kind_of
 from lightning_unified.planning.cost import step_seconds
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates
-from lightning_unified.planning.reserve import fits_within, reserved_bytes
+from lightning_unified.planning.limit import fits_within
+from lightning_unified.planning.reserve import reserved_bytes
 from lightning_unified.planning.search import Candidate, Choice, Option, search
 from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Event, Take, Trace, Work

@@ -1,0 +1,86 @@
+"""Whether a step goes through where an allocator may take no more than so much, which is less than it takes where there is enough."""
+
+from typing import cast
+
+from lightning_unified.hardware.simulated.pools import Block, Pools
+from lightning_unified.hardware.watermarks import LOW_SHARE
+from lightning_unified.planning.reserve import Run, pools_of
+from lightning_unified.planning.trace import Trace
+from lightning_unified.units import MIB
+
+__all__ = ["fits_within"]
+
+
+def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expandable_segments: bool = False) -> bool:
+    """Return whether the steps of a run like `trace` go through with no more than `limit` bytes taken of the machine.
+
+    An allocator that comes to its limit gives back what nothing is in, and tries again.
+
+    Args:
+        trace: A step in steady state.
+        limit: Bytes.
+        backend: Whose allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+
+    Raises:
+        ValueError: If there is no model of the backend's allocator.
+    """
+    backend = backend or trace.backend
+    pools = pools_of(backend, expandable_segments=expandable_segments)
+    try:
+        Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held()
+    except _FullError:
+        return False
+    return True
+
+
+class _FullError(Exception):
+    """A block finds no place within the limit."""
+
+
+class _WithinLimit:
+    """Pools that may take no more than `limit` of the machine.
+
+    Metal looks at what one more block would come to even where a freed one could be had, and not at the heap that the block is put
+    in; above its low watermark it first gives back what is free, and makes no large heaps.
+
+    Args:
+        pools: What they would be without a limit.
+        limit: Bytes.
+        is_metal: Whether they are Metal's.
+
+    Source:
+        As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`, MPSAllocator.mm `alloc_buffer_block`.
+    """
+
+    def __init__(self, pools: Pools, limit: int, *, is_metal: bool) -> None:
+        self._pools, self._limit, self._is_metal = pools, limit, is_metal
+
+    @property
+    def reserved(self) -> int:
+        return self._pools.reserved
+
+    def rounded(self, size: int) -> int:
+        return self._pools.rounded(size)
+
+    def reuse(self, size: int) -> Block | None:
+        if self._is_metal and self.reserved + size > self._limit:
+            return None
+        return self._pools.reuse(size)
+
+    def place(self, size: int, *, pressed: bool) -> Block:
+        pressed = pressed or (self._is_metal and size > MIB and self.reserved >= LOW_SHARE * self._limit)
+        if pressed:
+            self._pools.release()
+        if not self._has_room(size, pressed=pressed):
+            self._pools.release()
+            if not self._has_room(size, pressed=pressed):
+                raise _FullError
+        return self._pools.place(size, pressed=pressed)
+
+    def _has_room(self, size: int, *, pressed: bool) -> bool:
+        growth = size if self._is_metal else self._pools.growth(size, pressed=pressed)
+        return self.reserved + growth <= self._limit
+
+    def give_back(self, block: Block) -> None:
+        self._pools.give_back(block)
