@@ -28,6 +28,7 @@ from lightning_unified.precision import (
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
+from lightning_unified.training.parts import PartwiseBackward
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
@@ -38,7 +39,7 @@ __all__ = ["Budgeted"]
 T = TypeVar("T")
 
 
-class Budgeted(Strategy):
+class Budgeted(PartwiseBackward):
     """Makes the strategy it is mixed into train inside a memory budget; goes before that strategy among the bases.
 
     Before `super().__init__` the strategy sets `policy`, and calls `_set_options`.
@@ -142,26 +143,6 @@ class Budgeted(Strategy):
             budget_bytes=None if self.budget is None else self.budget.bytes,
             recoveries=self.recoveries,
         )
-
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
-        """Run one micro-batch's backward: `Strategy.backward` (Lightning 2.6.6) without what follows the batch's last.
-
-        `on_before_backward` sees the micro-batch's own loss, so that what it logs averages to the batch's; what is
-        differentiated is the loss's `share` of the batch.
-        """
-        assert self.lightning_module is not None
-        self.policy.caches.sample()
-        self.pre_backward(loss)
-        scaled = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        if share is not None:
-            scaled = scaled * share
-        self.precision_plugin.backward(scaled, self.lightning_module, optimizer)
-        return scaled
-
-    def after_backward(self, loss: Tensor) -> None:
-        """Run what follows the last backward of a batch: hooks see its gradients once, and whole."""
-        assert self.lightning_module is not None
-        self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,64 @@
+"""Which module an operation belongs to: by the calls that are open in the forward pass, by the order of the graph's nodes in the backward."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Follows the calls of a module's submodules, without a hook on any of them: hooks turn fast paths off.
+
+    Args:
+        module: Whose submodules are named.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = {id(child): name for name, child in module.named_modules()}
+        self._open: list[str] = []
+        self._numbers: list[int] = []
+        self._at: list[str] = []
+        self.last_linear: nn.Module | None = None
+
+    def here(self) -> str:
+        """Return the name of the innermost module that runs, or in a backward pass that ran; empty outside all of them."""
+        if self._open:
+            return self._open[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        index = bisect_right(self._numbers, node._sequence_nr())
+        # gradients are accumulated by nodes that are numbered beyond all others
+        return self._at[index - 1] if 0 < index < len(self._at) else ""
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the calls inside the block."""
+        called = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self._names.get(id(module))
+            if name is None:
+                return called(module, *args, **kwargs)
+            self._open.append(name)
+            self._note()
+            try:
+                return called(module, *args, **kwargs)
+            finally:
+                self._open.pop()
+                self._note()
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = called  # type: ignore[method-assign]
+
+    def _note(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._at.append(self._open[-1] if self._open else "")

@@ -1,0 +1,252 @@
+"""Turns the operations that torch dispatches into the events of a `Trace`: what each computed, took and gave back."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from lightning_unified.planning.backends import hidden_bytes
+from lightning_unified.planning.flops import own_flops
+from lightning_unified.planning.trace import Category, Event, Give, Phase, Take, Work
+from lightning_unified.planning.values import tensors_among
+
+__all__ = ["Recorder"]
+
+aten = torch.ops.aten
+_ADD = aten.add.Tensor
+_NO_WORK = frozenset({torch.ops.prim.device.default})
+_ENGINE = "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
+_WRAPPERS = ("_python_dispatch.py", "eval_frame.py", "recorder.py")
+
+
+class _Storage:
+    """A storage that lives: its number in the trace, and what is known of it so far."""
+
+    __slots__ = ("bytes", "category", "in_forward", "number", "wide")
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.bytes = number, count
+        self.category: Category | None = None
+        self.in_forward = self.wide = False
+
+
+class _Facts:
+    """What is always true of one operation."""
+
+    __slots__ = ("flops", "is_view", "name")
+
+    def __init__(self, func: Any) -> None:
+        self.name = str(func)
+        self.is_view: bool = bool(getattr(func, "is_view", False))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        self.flops: Callable[..., int] | None = own_flops(func) if formula is None else formula
+
+
+class Recorder(TorchDispatchMode):
+    """Follows storages by weak references, real or fake ones, and notes what happens to them between `begin` and `events`.
+
+    A storage's category is known at the end only: weights, gradients, optimizer state, buffers and the batch are marked by whoever
+    knows them; what a forward pass made and its backward pass finds is an activation, or logits if one of its dimensions is a
+    vocabulary; the rest is temporary.
+
+    Autograd adds gradients that meet in place, and not so under a mode like this one (`can_accumulate_inplace` in
+    torch/csrc/autograd/input_buffer.cpp); such additions are noted as they run without it.
+
+    Args:
+        backend: Whose kernels the step is for.
+        place: Tells the module that runs.
+        native: Whether the operations run as on that backend, so that nothing of theirs is hidden behind another's.
+        widths: Dimensions that are vocabularies.
+
+    Attributes:
+        phase: Of the operations that come.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str,
+        place: Callable[[], str] = str,
+        native: bool = False,
+        widths: Iterable[int] = (),
+    ) -> None:
+        super().__init__()
+        self.phase: Phase = "setup"
+        self._backend, self._place, self._native = backend, place, native
+        self._widths = frozenset(widths)
+        self._live: dict[int, _Storage] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._tied: dict[int, list[_Storage]] = {}
+        self._raw: list[Work | _Storage | Give] | None = None
+        self._facts: dict[Any, _Facts] = {}
+        self._count = 0
+        self._sum: tuple[_Storage, int, int] | None = None
+
+    def begin(self) -> None:
+        """Begin the trace here: what lives now is taken first."""
+        self._raw = [Work(op="", phase="setup"), *self._live.values()]
+        self._sum = None
+
+    def stop(self) -> tuple[Event, ...]:
+        """Return the events since `begin`, each storage with its category, and note no more."""
+        raw, self._raw = self._raw or [], None
+        return tuple(
+            Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, _Storage) else one
+            for one in raw
+        )
+
+    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what the storages of `tensors` are for; those not seen yet live from now on."""
+        for tensor in tensors:
+            self._enter(tensor).category = category
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors` as nothing: they are elsewhere on the machine that is meant."""
+        for tensor in tensors:
+            self._enter(tensor).bytes = 0
+
+    def backward_begins(self) -> None:
+        """What the forward pass made and is still there was kept for this."""
+        self.phase = "backward"
+        for storage in self._live.values():
+            if storage.category is None and storage.in_forward:
+                storage.category = "logits" if storage.wide else "activations"
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _NO_WORK:
+            return result
+        self._sum = None
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = _Facts(func)
+        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_among((result,)))
+        if facts.is_view:
+            for tensor in outputs:
+                self._enter(tensor)  # of a tensor that was not seen before
+            return result
+        if self._raw is not None:
+            self._raw.append(self._work(facts, args, kwargs, outputs, result))
+        hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
+        inside = None
+        if hidden is not None and hidden.temporary:
+            inside = self._take(hidden.temporary)
+        first = None
+        for tensor in outputs:
+            storage = self._enter(tensor)
+            first = first or storage
+        if hidden is not None and hidden.saved and outputs:
+            self._tie(hidden.saved, outputs)
+        if inside is not None:
+            self._give(inside)
+        if func is _ADD and self.phase == "backward" and first is not None:
+            self._note_sum(first, args)
+        return result
+
+    def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:
+        moved, dtype = 0, ""
+        for tensor in outputs:
+            moved += tensor.numel() * tensor.element_size()
+            if not dtype and tensor.is_floating_point():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+        for tensor in tensors_among((*args, *kwargs.values())):
+            moved += tensor.numel() * tensor.element_size()
+            if not dtype and tensor.is_floating_point():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+        flops = 0 if facts.flops is None else int(facts.flops(*args, **kwargs, out_val=result))
+        return Work(facts.name, self.phase, self._place(), flops, moved, dtype)
+
+    def _enter(self, tensor: Tensor) -> _Storage:
+        """Return what is known of the tensor's storage; one not seen before begins to live here."""
+        untyped = tensor.untyped_storage()
+        key, count = untyped._cdata, untyped.nbytes()
+        storage = self._live.get(key)
+        if storage is not None:
+            if storage.bytes not in (count, 0):
+                self._resize(key, storage, count)
+            return self._live[key]
+        storage = self._take(count)
+        if self.phase == "forward":
+            storage.in_forward = True
+            storage.wide = bool(self._widths) and not self._widths.isdisjoint(tensor.shape[1:])
+        elif self.phase == "batch":
+            storage.category = "batch"
+        self._live[key] = storage
+        self._references[key] = weakref.ref(untyped, partial(self._gone, key))
+        return storage
+
+    def _take(self, count: int) -> _Storage:
+        self._count += 1
+        storage = _Storage(self._count, count)
+        if self._raw is not None:
+            self._raw.append(storage)
+        return storage
+
+    def _give(self, storage: _Storage) -> None:
+        if self._raw is not None:
+            self._raw.append(Give(storage.number))
+
+    def _resize(self, key: int, storage: _Storage, count: int) -> None:
+        """A storage that grew in place (`resize_`) is another one for an allocator."""
+        grown = self._take(count)
+        grown.category, grown.in_forward, grown.wide = storage.category, storage.in_forward, storage.wide
+        self._give(storage)
+        self._live[key] = grown
+
+    def _tie(self, count: int, outputs: tuple[Tensor, ...]) -> None:
+        """Take what a kernel keeps beside its results, for as long as the result lives that stands for it."""
+        keys = [tensor.untyped_storage()._cdata for tensor in outputs]
+        owner = next((key for key in keys if self._live[key].bytes == 0), keys[0])
+        storage = self._take(count)
+        storage.in_forward = self.phase == "forward"
+        self._tied.setdefault(owner, []).append(storage)
+
+    def _gone(self, key: int, _reference: object) -> None:
+        storage = self._live.pop(key, None)
+        self._references.pop(key, None)
+        if storage is None:
+            return
+        if self._sum is not None and self._sum[1] == key:
+            self._add_in_place(storage)
+            return
+        self._give(storage)
+        for tied in self._tied.pop(key, ()):
+            if tied.category is None and storage.category is not None:
+                tied.category = storage.category
+            self._give(tied)
+
+    def _note_sum(self, result: _Storage, args: Any) -> None:
+        """Note a sum of gradients that the engine itself forms: if its first term ends with it, it was added in place."""
+        term = args[0]
+        key = term.untyped_storage()._cdata if isinstance(term, Tensor) else None
+        known = self._live.get(key) if key is not None else None
+        if known is None or key is None or known is result or known.bytes != result.bytes:
+            return
+        if self._raw is not None and not torch.is_grad_enabled() and _called_by_engine():
+            self._sum = (result, key, len(self._raw) - 1)
+
+    def _add_in_place(self, term: _Storage) -> None:
+        """Let the sum be the storage of its first term, which has ended in that moment."""
+        assert self._sum is not None and self._raw is not None
+        result, _, index = self._sum
+        self._sum = None
+        del self._raw[index]
+        key = next(key for key, storage in self._live.items() if storage is result)
+        self._live[key] = term
+
+
+def _called_by_engine() -> bool:
+    """Return whether no Python but torch's own is between the backward engine and this operation."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == _ENGINE

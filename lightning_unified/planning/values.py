@@ -1,0 +1,256 @@
+"""Values behind tensors that have none: what a step reads is answered by them where they are known, and made up where not."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_unified.planning.trace import Read
+
+__all__ = ["Answers", "set_value", "tensors_among", "value_of"]
+
+_VALUE = "_lightning_unified_value"
+_ENTRIES = 1 << 18  # judgement: a larger result is not computed beside the trace, which must stay quick
+_READS = 20_000  # judgement: a loop that reads so often waits for a value that never comes
+
+aten = torch.ops.aten
+_READ_SCALAR = aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_value(fake: Tensor, value: Tensor) -> Tensor:
+    """Let `fake` be known to hold `value`, a tensor on the host that nobody else writes; return `fake`."""
+    fake.__dict__[_VALUE] = value
+    return fake
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """Return what `tensor` is known to hold; None where that is not known."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.__dict__.get(_VALUE)
+    return None if tensor.is_meta or tensor.numel() > _ENTRIES else tensor
+
+
+def tensors_among(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, those in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
+
+
+class Answers(TorchDispatchMode):
+    """Carries known values along with fake tensors, and answers reads of all others.
+
+    Known are the batch's whole numbers, small buffers, and what is made from nothing (`zeros`, `arange`): so counters, lengths, masks and
+    the optimizers' step counts are read as they are. A read of anything else is answered with 1, with False, or with as many entries
+    as there could be, and noted in `reads`. Gradients are taken to be finite.
+
+    Stands on the mode that makes tensors fake, below what records.
+
+    Args:
+        place: Tells the module that runs.
+
+    Attributes:
+        reads: What was made up, in order.
+        silent: Whether nothing is noted.
+    """
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self.silent = False
+        self._place = place
+        self._count = 0
+        self._lost: dict[int, torch.UntypedStorage] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args, **kwargs)
+        tensors = list(tensors_among((*args, *kwargs.values())))
+        values = [self._known(tensor) for tensor in tensors]
+        known = all(value is not None for value in values)
+        if func in _SHAPING or func is _READ_SCALAR or func is aten.equal.default:
+            if known:
+                return self._answered(func, args, kwargs)
+            return self._made_up(func, args, kwargs)
+        if func is aten.index.Tensor and not known and any(_is_mask(index) for index in args[1] or ()):
+            return self._made_up(func, args, kwargs)
+        if known and (func is aten.index.Tensor or func in _BY_VALUE):
+            return self._answered(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if known and _is_small(result) and not _is_random(func):
+            self._carry(func, args, kwargs, result)
+        elif any(value is not None for value in values) and func._schema.is_mutable:
+            self._forget_written(func, args, kwargs)
+        return result
+
+    def _known(self, tensor: Tensor) -> Tensor | None:
+        value = value_of(tensor)
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def _carry(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Do with the values what was done with the fakes."""
+        try:
+            real = self._with_values(func, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, value in zip(tensors_among((result,)), tensors_among((real,)), strict=False):
+            if isinstance(fake, FakeTensor):
+                set_value(fake, value)
+
+    @staticmethod
+    def _with_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+        with no_dispatch(), torch.no_grad():
+            return func(*_values_in(args), **_values_in(kwargs))
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if func is _FOUND_INF:
+            args = (args[0],)  # the flag stays what it is: gradients are finite
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._lose(given)
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+                self._lose(kwargs[argument.name])
+
+    def _lose(self, written: Any) -> None:
+        for tensor in tensors_among((written,)):
+            value = value_of(tensor)
+            if value is not None:
+                storage = value.untyped_storage()
+                self._lost[storage._cdata] = storage
+
+    def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what is read from known values; what has a shape of its own becomes a fake of that shape."""
+        real = self._with_values(func, args, kwargs)
+        if not isinstance(real, (Tensor, tuple, list)):
+            return real
+        fakes = [_fake_like(value) for value in tensors_among((real,))]
+        return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
+
+    def _made_up(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        self._count += 1
+        if self._count > _READS:
+            raise RuntimeError(f"the step reads values again and again ({_READS:,} times), and none is known")
+        answer, told, shapes = _made_up_answer(func, args, kwargs)
+        self.note(str(func), told, shapes=shapes)
+        return answer
+
+    def note(self, op: str, told: str, *, shapes: bool) -> None:
+        """Note a read that was answered with what is not known."""
+        if not self.silent:
+            self.reads.append(Read(op=op, place=self._place(), answer=told, shapes=shapes))
+
+
+def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str, bool]:
+    """Return an answer, the answer in words, and whether it can decide a shape."""
+    tensor = args[0]
+    if func is _READ_SCALAR:
+        if tensor.dtype == torch.bool:
+            return False, "False", False
+        return (1.0, "1.0", False) if tensor.is_floating_point() else (1, "1", True)
+    if func is aten.equal.default:
+        return True, "True", False
+    if func is aten.index.Tensor:
+        entries = tensor.reshape(-1) if len(args[1]) == 1 and args[1][0].dim() == tensor.dim() else tensor
+        kept = _all_of(entries, args[1])
+        return kept, f"all {kept.shape[0]} entries", True
+    results = _SHAPING[func](tensor, *args[1:], **kwargs)
+    return results, f"shapes {', '.join(str(list(one.shape)) for one in tensors_among((results,)))}", True
+
+
+def _all_of(entries: Tensor, indices: Sequence[Any]) -> Tensor:
+    """Return what `entries[mask]` gives where every entry is taken."""
+    mask = next(index for index in indices if _is_mask(index))
+    before = list(indices).index(mask)
+    shape = entries.shape
+    if entries.dim() == 1:
+        return entries.new_empty(entries.shape)
+    rest = shape[before + mask.dim() :]
+    return entries.new_empty((*shape[:before], mask.numel(), *rest))
+
+
+def _whole(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _masked(tensor: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return tensor.new_empty((max(tensor.numel(), mask.numel()),))
+
+
+def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    entries = (tensor.numel(),)
+    return (
+        tensor.new_empty(entries),
+        tensor.new_empty(tensor.shape, dtype=torch.int64),
+        tensor.new_empty(entries, dtype=torch.int64),
+    )
+
+
+def _unique_rows(tensor: Tensor, dim: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (tensor.shape[dim],)
+    return (
+        torch.empty_like(tensor),
+        tensor.new_empty(rows, dtype=torch.int64),
+        tensor.new_empty(rows, dtype=torch.int64),
+    )
+
+
+def _repeated(repeats: Tensor, **kwargs: Any) -> Tensor:
+    return repeats.new_empty((kwargs.get("output_size") or repeats.numel(),), dtype=torch.int64)
+
+
+_SHAPING: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _whole,
+    aten.masked_select.default: _masked,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique,
+    aten.unique_dim.default: _unique_rows,
+    aten.repeat_interleave.Tensor: _repeated,
+}
+_BY_VALUE = frozenset({aten.bincount.default})
+
+
+def _fake_like(value: Tensor) -> Tensor:
+    return set_value(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_small(result: Any) -> bool:
+    return sum(tensor.numel() for tensor in tensors_among((result,))) <= _ENTRIES
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _values_in(given: Any) -> Any:
+    if isinstance(given, FakeTensor):
+        return given.__dict__[_VALUE]
+    if isinstance(given, (list, tuple)):
+        return type(given)(_values_in(value) for value in given)
+    if isinstance(given, dict):
+        return {name: _values_in(value) for name, value in given.items()}
+    return given
+
+
+def array_of(fake: FakeTensor) -> np.ndarray[Any, Any] | None:
+    """Return the known value of `fake` as an array; None where it is not known."""
+    value = value_of(fake)
+    return None if value is None else value.numpy()

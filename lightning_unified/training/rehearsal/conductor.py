@@ -1,0 +1,134 @@
+"""Where a rehearsal's recording begins and ends: between two batches, once a whole step is in its steady state."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.planning.recorder import Recorder
+from lightning_unified.planning.trace import Event
+from lightning_unified.planning.values import Answers
+from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
+
+__all__ = ["Conductor"]
+
+_LIMIT = 16  # batches without an optimizer step, after which the last one is taken for a step all the same
+
+
+class Conductor(Callback):
+    """Gives the batches of a rehearsal, and has the last of them recorded: the one whose step follows another one's.
+
+    Args:
+        recorder: Records.
+        answers: Notes reads of the recorded step only.
+        strategy: Counts optimizer steps.
+        make_batch: Makes a batch.
+        validates: Whether a batch of validation is recorded, and not one of training.
+        batches: How many an epoch is said to have.
+
+    Attributes:
+        events: What was recorded; None before that.
+        wrote: Whether the recorded step wrote weights.
+        held: What other callbacks hold.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        answers: Answers,
+        strategy: RehearsalStrategy,
+        *,
+        make_batch: Callable[[], Any],
+        validates: bool,
+        batches: int,
+    ) -> None:
+        self._recorder, self._answers, self._strategy = recorder, answers, strategy
+        self._make_batch, self._validates, self._batches = make_batch, validates, batches
+        self._module: L.LightningModule | None = None
+        self._records = False
+        self._steps = self._seen = 0
+        self.events: tuple[Event, ...] | None = None
+        self.wrote = False
+        self.held: list[Tensor] = []
+        self.averages: list[Callback] = []
+        answers.silent = True
+
+    def loader(self, *, validation: bool = False) -> "_Loader":
+        """Return what the Trainer takes for its data."""
+        return _Loader(self, records=validation == self._validates, count=self._batches)
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._module = pl_module
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._recorder.phase = "callbacks"
+
+    def next_batch(self, *, records: bool) -> Any:
+        """End the recording if it has what it is for, else begin it if it is time to; return a batch."""
+        if self._records:
+            self._look()
+        self._seen += 1
+        if records and (self._strategy.steps or self._validates or self._seen > _LIMIT):
+            self._begin()
+        self._recorder.phase = "batch"
+        batch = self._make_batch()
+        if records and self._validates:
+            self._recorder.phase = "validation"
+        return batch
+
+    def _begin(self) -> None:
+        self._records, self._steps = True, self._strategy.steps
+        self._mark()
+        self._answers.silent = False
+        self._answers.reads.clear()
+        self._recorder.begin()
+
+    def _look(self) -> None:
+        self.wrote = self._strategy.steps > self._steps
+        if self.wrote or self._validates or self._seen > _LIMIT:
+            self._mark()
+            self.events = self._recorder.stop()
+            raise _TunerExitException
+
+    def _mark(self) -> None:
+        """Say which storages are what."""
+        module = self._module
+        assert module is not None
+        self._recorder.mark(_plain_tensors(module), "buffers")
+        self._recorder.mark(module.buffers(), "buffers")
+        self._recorder.mark(module.parameters(), "weights")
+        self._strategy.mark_state()
+        kept = [vars(callback).get("_average_model") for callback in self.averages]
+        averages = [one for average in kept if isinstance(average, nn.Module) for one in _all_of(average)]
+        self._recorder.mark([*averages, *self.held], "callbacks")
+
+
+class _Loader:
+    """Batches without end; an epoch of them is never over before the rehearsal is."""
+
+    def __init__(self, conductor: Conductor, *, records: bool, count: int) -> None:
+        self._conductor, self._records, self._count = conductor, records, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._conductor.next_batch(records=self._records)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors that modules hold as plain attributes: states of metrics, constants."""
+    for child in module.modules():
+        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
+
+
+def _all_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,0 +1,75 @@
+"""What surrounds a rehearsal: everything that a Trainer, a module or a generator would leave behind, kept as it was."""
+
+import contextlib
+import gc
+import io
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["untouched"]
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytorch_lightning")
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Keep random generators, the garbage collector, loggers and standard output as they are inside the block.
+
+    Cyclic garbage is left lying: a run frees by reference counts too, and a collection in the middle of a trace would show storages
+    ending where they do not.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_generators_kept())
+        stack.enter_context(_no_collection())
+        stack.enter_context(_silence())
+        if "torch._dynamo" in sys.modules:  # what is compiled has no operations to follow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, host = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
