@@ -63,7 +63,7 @@ def _set(owner: type, name: str, value: Any) -> Iterator[None]:
 _APPLY = nn.Module._apply
 
 
-def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  # torch's own
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Move or convert a module as torch does real ones: torch swaps fake weights, and refuses where something refers to them."""
     own = [one for one in module._parameters.values() if one is not None]
     if not all(isinstance(one, FakeTensor) for one in own):

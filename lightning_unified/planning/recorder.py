@@ -22,7 +22,9 @@ __all__ = ["Recorder"]
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
 _NO_WORK = frozenset({torch.ops.prim.device.default})
-_ENGINE = "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
+_ENGINE = (
+    "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
+)
 _WRAPPERS = ("_python_dispatch.py", "eval_frame.py", "recorder.py")
 
 
@@ -40,10 +42,11 @@ class _Storage:
 class _Facts:
     """What is always true of one operation."""
 
-    __slots__ = ("flops", "is_view", "name")
+    __slots__ = ("flops", "is_marker", "is_view", "name")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
+        self.is_marker = self.name.startswith("profiler.")
         self.is_view: bool = bool(getattr(func, "is_view", False))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         self.flops: Callable[..., int] | None = own_flops(func) if formula is None else formula
@@ -134,7 +137,7 @@ class Recorder(TorchDispatchMode):
             for tensor in outputs:
                 self._enter(tensor)  # of a tensor that was not seen before
             return result
-        if self._raw is not None:
+        if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
         inside = None
@@ -236,7 +239,8 @@ class Recorder(TorchDispatchMode):
 
     def _add_in_place(self, term: _Storage) -> None:
         """Let the sum be the storage of its first term, which has ended in that moment."""
-        assert self._sum is not None and self._raw is not None
+        assert self._sum is not None
+        assert self._raw is not None
         result, _, index = self._sum
         self._sum = None
         del self._raw[index]

@@ -11,17 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.planning.values import set_value
 
-__all__ = ["fake_tensor", "shadow"]
+__all__ = ["UnshadowableError", "fake_tensor", "shadow"]
 
 Copied = TypeVar("Copied")
 
 _KNOWN_WHOLE, _KNOWN_REAL = 1 << 16, 1  # entries up to which values are kept: counters and masks, and single numbers
+
+
+class UnshadowableError(ValueError):
+    """A tensor of which no fake can be made."""
 
 
 def shadow(
@@ -43,7 +47,7 @@ def shadow(
         shared: Objects that are not to be copied.
 
     Raises:
-        ValueError: If a tensor cannot be shadowed.
+        UnshadowableError: If a tensor cannot be shadowed.
     """
     shared = list(shared)
     kept: dict[int, Any] = {id(one): one for one in shared}
@@ -71,11 +75,11 @@ class _Fakes:
         if id(tensor) in memo:
             return memo[id(tensor)]
         if isinstance(tensor, FakeTensor):
-            raise ValueError("a tensor in it is a fake one already; give the module as it trains")
-        if isinstance(tensor, UninitializedTensorMixin):
-            raise ValueError("a lazy layer in it has no shape yet; run one batch through it first")
+            raise UnshadowableError("a tensor in it is a fake one already; give the module as it trains")
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise UnshadowableError("a lazy layer in it has no shape yet; run one batch through it first")
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
-            raise ValueError(f"a {type(tensor).__name__} ({tensor.layout}) in it has no plain storage")
+            raise UnshadowableError(f"a {type(tensor).__name__} ({tensor.layout}) in it has no plain storage")
         dtype = self._cast.get(id(tensor), tensor.dtype)
         fake = self._made(tensor, dtype)
         if isinstance(tensor, nn.Parameter):
@@ -83,7 +87,8 @@ class _Fakes:
         elif tensor.requires_grad and tensor.is_leaf:
             fake.requires_grad_(True)
         for name, value in vars(tensor).items():
-            fake.__dict__.setdefault(name, value)
+            if name not in vars(fake):
+                setattr(fake, name, value)
         memo[id(tensor)] = fake
         return fake
 

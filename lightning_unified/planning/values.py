@@ -17,7 +17,7 @@ __all__ = ["Answers", "set_value", "tensors_among", "value_of"]
 
 _VALUE = "_lightning_unified_value"
 _ENTRIES = 1 << 18  # judgement: a larger result is not computed beside the trace, which must stay quick
-_READS = 20_000  # judgement: a loop that reads so often waits for a value that never comes
+_ENDLESS = 20_000  # judgement: a loop that reads so often waits for a value that never comes
 
 aten = torch.ops.aten
 _READ_SCALAR = aten._local_scalar_dense.default
@@ -27,7 +27,7 @@ _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def set_value(fake: Tensor, value: Tensor) -> Tensor:
     """Let `fake` be known to hold `value`, a tensor on the host that nobody else writes; return `fake`."""
-    fake.__dict__[_VALUE] = value
+    setattr(fake, _VALUE, value)
     return fake
 
 
@@ -52,20 +52,22 @@ class Answers(TorchDispatchMode):
 
     Known are the batch's whole numbers, small buffers, and what is made from nothing (`zeros`, `arange`): so counters, lengths, masks and
     the optimizers' step counts are read as they are. A read of anything else is answered with 1, with False, or with as many entries
-    as there could be, and noted in `reads`. Gradients are taken to be finite.
+    as there could be (as few, where they are unique), and noted in `reads`. Gradients are taken to be finite.
 
     Stands on the mode that makes tensors fake, below what records.
 
     Args:
         place: Tells the module that runs.
+        other: Whether to answer otherwise where the answer can decide a shape: with 3 for 1, with half as many entries.
 
     Attributes:
         reads: What was made up, in order.
         silent: Whether nothing is noted.
     """
 
-    def __init__(self, place: Callable[[], str]) -> None:
+    def __init__(self, place: Callable[[], str], *, other: bool = False) -> None:
         super().__init__()
+        self._other = other
         self.reads: list[Read] = []
         self.silent = False
         self._place = place
@@ -80,18 +82,12 @@ class Answers(TorchDispatchMode):
         tensors = list(tensors_among((*args, *kwargs.values())))
         values = [self._known(tensor) for tensor in tensors]
         known = all(value is not None for value in values)
-        if func in _SHAPING or func is _READ_SCALAR or func is aten.equal.default:
-            if known:
-                return self._answered(func, args, kwargs)
-            return self._made_up(func, args, kwargs)
-        if func is aten.index.Tensor and not known and any(_is_mask(index) for index in args[1] or ()):
-            return self._made_up(func, args, kwargs)
-        if known and (func is aten.index.Tensor or func in _BY_VALUE):
-            return self._answered(func, args, kwargs)
+        if func in _READS or (func is aten.index.Tensor and any(map(_is_mask, args[1]))):
+            return (self._answered if known else self._made_up)(func, args, kwargs)
         result = func(*args, **kwargs)
-        if known and _is_small(result) and not _is_random(func):
+        if known and _is_small(result) and not _has_no_value(func):
             self._carry(func, args, kwargs, result)
-        elif any(value is not None for value in values) and func._schema.is_mutable:
+        elif func._schema.is_mutable and any(value is not None for value in values):
             self._forget_written(func, args, kwargs)
         return result
 
@@ -143,9 +139,9 @@ class Answers(TorchDispatchMode):
 
     def _made_up(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._count += 1
-        if self._count > _READS:
-            raise RuntimeError(f"the step reads values again and again ({_READS:,} times), and none is known")
-        answer, told, shapes = _made_up_answer(func, args, kwargs)
+        if self._count > _ENDLESS:
+            raise RuntimeError(f"the step reads values again and again ({_ENDLESS:,} times), and none is known")
+        answer, told, shapes = _made_up_answer(func, args, kwargs, other=self._other)
         self.note(str(func), told, shapes=shapes)
         return answer
 
@@ -155,44 +151,39 @@ class Answers(TorchDispatchMode):
             self.reads.append(Read(op=op, place=self._place(), answer=told, shapes=shapes))
 
 
-def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str, bool]:
+def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: bool) -> tuple[Any, str, bool]:
     """Return an answer, the answer in words, and whether it can decide a shape."""
     tensor = args[0]
     if func is _READ_SCALAR:
         if tensor.dtype == torch.bool:
             return False, "False", False
-        return (1.0, "1.0", False) if tensor.is_floating_point() else (1, "1", True)
+        whole = 3 if other else 1
+        return (1.0, "1.0", False) if tensor.is_floating_point() else (whole, str(whole), True)
     if func is aten.equal.default:
         return True, "True", False
-    if func is aten.index.Tensor:
-        entries = tensor.reshape(-1) if len(args[1]) == 1 and args[1][0].dim() == tensor.dim() else tensor
-        kept = _all_of(entries, args[1])
-        return kept, f"all {kept.shape[0]} entries", True
-    results = _SHAPING[func](tensor, *args[1:], **kwargs)
+    if func is aten.bincount.default and (length := args[2] if len(args) > 2 else kwargs.get("minlength", 0)):
+        return tensor.new_empty((length,)), f"{length} bins", False
+    results = _SHAPING[func](*args, share=2 if other else 1, **kwargs)
     return results, f"shapes {', '.join(str(list(one.shape)) for one in tensors_among((results,)))}", True
 
 
-def _all_of(entries: Tensor, indices: Sequence[Any]) -> Tensor:
-    """Return what `entries[mask]` gives where every entry is taken."""
-    mask = next(index for index in indices if _is_mask(index))
-    before = list(indices).index(mask)
-    shape = entries.shape
-    if entries.dim() == 1:
-        return entries.new_empty(entries.shape)
-    rest = shape[before + mask.dim() :]
-    return entries.new_empty((*shape[:before], mask.numel(), *rest))
+def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
+    """Return what `tensor[mask]` gives where every entry is taken, or every second one."""
+    before, mask = next((place, index) for place, index in enumerate(indices) if _is_mask(index))
+    kept = -(-mask.numel() // share)
+    return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))
 
 
-def _whole(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+def _nonzero(tensor: Tensor, *, share: int) -> Tensor:
+    return tensor.new_empty((-(-tensor.numel() // share), tensor.dim()), dtype=torch.int64)
 
 
-def _masked(tensor: Tensor, mask: Tensor, **_: Any) -> Tensor:
-    return tensor.new_empty((max(tensor.numel(), mask.numel()),))
+def _masked(tensor: Tensor, mask: Tensor, *, share: int) -> Tensor:
+    return tensor.new_empty((-(-max(tensor.numel(), mask.numel()) // share),))
 
 
-def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    entries = (tensor.numel(),)
+def _unique(tensor: Tensor, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    entries = (min(share, tensor.numel()),)
     return (
         tensor.new_empty(entries),
         tensor.new_empty(tensor.shape, dtype=torch.int64),
@@ -200,28 +191,35 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def _unique_rows(tensor: Tensor, dim: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = (tensor.shape[dim],)
+def _unique_rows(tensor: Tensor, dim: int, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = min(share, tensor.shape[dim])
+    shape = [rows if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
     return (
-        torch.empty_like(tensor),
-        tensor.new_empty(rows, dtype=torch.int64),
-        tensor.new_empty(rows, dtype=torch.int64),
+        tensor.new_empty(shape),
+        tensor.new_empty((tensor.shape[dim],), dtype=torch.int64),
+        tensor.new_empty((rows,), dtype=torch.int64),
     )
 
 
-def _repeated(repeats: Tensor, **kwargs: Any) -> Tensor:
-    return repeats.new_empty((kwargs.get("output_size") or repeats.numel(),), dtype=torch.int64)
+def _repeated(repeats: Tensor, *, share: int, output_size: int | None = None) -> Tensor:
+    return repeats.new_empty((output_size or share * repeats.numel(),), dtype=torch.int64)
+
+
+def _counted(tensor: Tensor, *_: Any, share: int, **__: Any) -> Tensor:
+    return tensor.new_empty((share,))
 
 
 _SHAPING: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _whole,
+    aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked,
+    aten.index.Tensor: _selected,
     aten._unique2.default: _unique,
     aten.unique_consecutive.default: _unique,
     aten.unique_dim.default: _unique_rows,
     aten.repeat_interleave.Tensor: _repeated,
+    aten.bincount.default: _counted,
 }
-_BY_VALUE = frozenset({aten.bincount.default})
+_READS = frozenset({_READ_SCALAR, aten.equal.default, *_SHAPING} - {aten.index.Tensor})
 
 
 def _fake_like(value: Tensor) -> Tensor:
@@ -236,8 +234,9 @@ def _is_small(result: Any) -> bool:
     return sum(tensor.numel() for tensor in tensors_among((result,))) <= _ENTRIES
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _has_no_value(func: Any) -> bool:
+    """Return whether what `func` makes is random, or whatever was in memory."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
 
 
 def _values_in(given: Any) -> Any:

@@ -8,10 +8,7 @@ from typing import Any, Literal, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.hardware import Budget, Cap, Figure, Reading

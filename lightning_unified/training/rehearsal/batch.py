@@ -100,7 +100,7 @@ class _Resize:
         if isinstance(value, Mapping):
             return _with_items(value, {key: self(entry) for key, entry in value.items()})
         if isinstance(value, PackedSequence):
-            return type(value)(*(one if one is None else fake_tensor(one, device=self._device) for one in value))
+            return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
         if _is_sequence(value):
             if len(value) == self._had and not _holds_columns(value, self._had):
                 return type(value)(self._one(value[index % self._had]) for index in range(self._rows))
@@ -109,6 +109,9 @@ class _Resize:
         if _is_record(value):
             return _with_fields(value, self)
         return value if isinstance(value, _PLAIN) else shadow(value, device=self._device)
+
+    def _part(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
         """Return what one row is in a list of rows."""

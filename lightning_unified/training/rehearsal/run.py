@@ -161,7 +161,9 @@ class _Rehearsal:
         self._device = torch.device("cuda", torch.cuda.current_device()) if native else torch.device("cpu")
         self._notes: list[str] = []
 
-    def run(self, *, accumulate: int | None, clip: float | None, validates: bool = False, train_batch: Any = None) -> Trace:
+    def run(
+        self, *, accumulate: int | None, clip: float | None, validates: bool = False, train_batch: Any = None
+    ) -> Trace:
         """Rehearse, and return the trace."""
         template = Template(self._module, self._batch)
         settings = self._settings(accumulate, clip, validates=validates)
@@ -197,9 +199,7 @@ class _Rehearsal:
                 recorder,
                 answers,
                 strategy,
-                make_batch=lambda: template.of(
-                    self._rows * self._parts, length=self._length, device=self._device
-                ),
+                make_batch=lambda: template.of(self._rows * self._parts, length=self._length, device=self._device),
                 validates=validates,
                 batches=batches_of(self._live),
             )
@@ -257,10 +257,12 @@ class _Rehearsal:
         copy = shadow(module, device=self._device, cast=cast, shared=self._shared())
         for child in copy.modules():
             if "_device" in vars(child):
-                child._device = self._device
+                child._device = self._device  # type: ignore[assignment]
         if self._loss_chunk is not None:
             if not hasattr(copy, "loss_chunk"):
-                raise RehearsalError(f"loss_chunk={self._loss_chunk}: {type(module).__name__} has no loss_chunk to set.")
+                raise RehearsalError(
+                    f"loss_chunk={self._loss_chunk}: {type(module).__name__} has no loss_chunk to set."
+                )
             copy.loss_chunk = self._loss_chunk  # type: ignore[assignment]
         _recompute(copy, self._recompute)
         return copy
