@@ -18,7 +18,7 @@ _ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for 
 
 
 @contextmanager
-def fake_world(*, place: Callable[[], str] = str) -> Iterator[tuple[FakeTensorMode, Answers]]:
+def fake_world(*, place: Callable[[], str] = str, other: bool = False) -> Iterator[tuple[FakeTensorMode, Answers]]:
     """Make every tensor that is created inside the block a fake one, of the device asked for, and answer reads of its values.
 
     What torch's mode leaves open is closed here: copies (`copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes them
@@ -26,12 +26,13 @@ def fake_world(*, place: Callable[[], str] = str) -> Iterator[tuple[FakeTensorMo
 
     Args:
         place: Tells the module that runs, for what is noted of reads.
+        other: Whether reads that can decide a shape are answered otherwise than by default.
 
     Yields:
         The mode, and what answers reads.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    answers = Answers(place)
+    answers = Answers(place, other=other)
     replaced: Mapping[str, Any] = {
         "__deepcopy__": _deep_copy,
         "__format__": _format,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
@@ -21,7 +22,7 @@ __all__ = ["Recorder"]
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
-_NO_WORK = frozenset({torch.ops.prim.device.default})
+_DEVICE = torch.ops.prim.device.default
 _ENGINE = (
     "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
 )
@@ -46,7 +47,7 @@ class _Facts:
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
-        self.is_marker = self.name.startswith("profiler.")
+        self.is_marker = self.name.startswith(("profiler.", "prim."))
         self.is_view: bool = bool(getattr(func, "is_view", False))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         self.flops: Callable[..., int] | None = own_flops(func) if formula is None else formula
@@ -122,12 +123,17 @@ class Recorder(TorchDispatchMode):
             if storage.category is None and storage.in_forward:
                 storage.category = "logits" if storage.wide else "activations"
 
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a rehearsal, and the check at each operation takes as long as the rest
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked of every tensor again and again
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _NO_WORK:
-            return result
         self._sum = None
         facts = self._facts.get(func)
         if facts is None:

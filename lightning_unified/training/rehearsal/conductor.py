@@ -26,7 +26,7 @@ class Conductor(Callback):
         recorder: Records.
         answers: Notes reads of the recorded step only.
         strategy: Counts optimizer steps.
-        make_batch: Makes a batch.
+        make_batch: Makes a batch of validation, or one of training.
         validates: Whether a batch of validation is recorded, and not one of training.
         batches: How many an epoch is said to have.
 
@@ -42,7 +42,7 @@ class Conductor(Callback):
         answers: Answers,
         strategy: RehearsalStrategy,
         *,
-        make_batch: Callable[[], Any],
+        make_batch: Callable[[bool], Any],
         validates: bool,
         batches: int,
     ) -> None:
@@ -59,7 +59,7 @@ class Conductor(Callback):
 
     def loader(self, *, validation: bool = False) -> "_Loader":
         """Return what the Trainer takes for its data."""
-        return _Loader(self, records=validation == self._validates, count=self._batches)
+        return _Loader(self, validation=validation, count=self._batches)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -69,16 +69,17 @@ class Conductor(Callback):
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._recorder.phase = "callbacks"
 
-    def next_batch(self, *, records: bool) -> Any:
+    def next_batch(self, *, validation: bool) -> Any:
         """End the recording if it has what it is for, else begin it if it is time to; return a batch."""
         if self._records:
             self._look()
         self._seen += 1
+        records = validation == self._validates
         if records and (self._strategy.steps or self._validates or self._seen > _LIMIT):
             self._begin()
         self._recorder.phase = "batch"
-        batch = self._make_batch()
-        if records and self._validates:
+        batch = self._make_batch(validation)
+        if validation:
             self._recorder.phase = "validation"
         return batch
 
@@ -112,15 +113,15 @@ class Conductor(Callback):
 class _Loader:
     """Batches without end; an epoch of them is never over before the rehearsal is."""
 
-    def __init__(self, conductor: Conductor, *, records: bool, count: int) -> None:
-        self._conductor, self._records, self._count = conductor, records, count
+    def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
+        self._conductor, self._validation, self._count = conductor, validation, count
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield self._conductor.next_batch(records=self._records)
+            yield self._conductor.next_batch(validation=self._validation)
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -1,7 +1,9 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -16,7 +18,7 @@ from lightning_unified.planning.fake import fake_world
 from lightning_unified.planning.places import Places
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.planning.shadow import fake_tensor, shadow
-from lightning_unified.planning.trace import Trace
+from lightning_unified.planning.trace import Take, Trace
 from lightning_unified.training.rehearsal.batch import Template
 from lightning_unified.training.rehearsal.conductor import Conductor
 from lightning_unified.training.rehearsal.kernels import KERNELS
@@ -164,28 +166,52 @@ class _Rehearsal:
     def run(
         self, *, accumulate: int | None, clip: float | None, validates: bool = False, train_batch: Any = None
     ) -> Trace:
-        """Rehearse, and return the trace."""
-        template = Template(self._module, self._batch)
+        """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape."""
         settings = self._settings(accumulate, clip, validates=validates)
+        template = Template(self._module, self._batch)
+        before = template if train_batch is None else Template(self._module, train_batch)
+        traced = partial(self._traced, template, settings, validates=validates, before=before)
+        trace = self._guarded(traced)
+        if trace.confidence != "low":
+            return trace
+        try:
+            again = self._guarded(partial(traced, other=True))
+        except RehearsalError:
+            return trace
+        if _sizes(again) != _sizes(trace):
+            return trace
+        return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
+
+    def _guarded(self, traced: Callable[[], Trace]) -> Trace:
+        """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
+        self._notes = []
+        name = type(self._module).__name__
         try:
             with untouched(), ExitStack() as stack:
                 if not self._native:
                     stack.enter_context(mimic(self._backend))
-                return self._traced(template, settings, validates=validates, train_batch=train_batch)
+                return traced()
+        except RehearsalError:
+            raise
         except LightningUnifiedError as error:
-            if isinstance(error, RehearsalError):
-                raise
-            raise RehearsalError(f"{type(self._module).__name__} cannot be rehearsed: {error}") from error
+            raise RehearsalError(f"{name} cannot be rehearsed: {error}") from error
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
             raise RehearsalError(
-                f"{type(self._module).__name__} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be "
-                "measured on the device."
+                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
 
-    def _traced(self, template: Template, settings: Mapping[str, Any], *, validates: bool, train_batch: Any) -> Trace:
+    def _traced(
+        self,
+        template: Template,
+        settings: Mapping[str, Any],
+        *,
+        validates: bool,
+        before: Template,
+        other: bool = False,
+    ) -> Trace:
         spot: list[Places] = []
-        with fake_world(place=lambda: spot[0].here() if spot else "") as (_, answers):
+        with fake_world(place=lambda: spot[0].here() if spot else "", other=other) as (_, answers):
             copy = self._shadow()
             spot.append(Places(copy))
             recorder = Recorder(
@@ -199,7 +225,7 @@ class _Rehearsal:
                 recorder,
                 answers,
                 strategy,
-                make_batch=lambda: template.of(self._rows * self._parts, length=self._length, device=self._device),
+                make_batch=lambda validation: self._batch_of(template if validation else before),
                 validates=validates,
                 batches=batches_of(self._live),
             )
@@ -267,6 +293,9 @@ class _Rehearsal:
         _recompute(copy, self._recompute)
         return copy
 
+    def _batch_of(self, template: Template) -> Any:
+        return template.of(self._rows * self._parts, length=self._length, device=self._device)
+
     def _shared(self) -> list[Any]:
         live = self._live
         return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
@@ -295,6 +324,10 @@ class _Rehearsal:
             "loss_chunk": self._loss_chunk,
         }
         return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _sizes(trace: Trace) -> list[int]:
+    return [event.bytes for event in trace.events if isinstance(event, Take)]
 
 
 def _recompute(copy: L.LightningModule, recompute: Any) -> None:
