@@ -123,7 +123,7 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
     """Let `copy.deepcopy` make fakes of tensors, and leave alone what is not to be copied or cannot be."""
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = [kind for kind in _SHARED if kind not in dispatch]
-    own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter)}
+    own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter, UninitializedParameter)}
 
     def fake_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         return fakes(tensor, memo)

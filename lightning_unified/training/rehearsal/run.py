@@ -1,7 +1,7 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ def rehearse_validation(
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
 ) -> Trace:
-    """Return what a validation step in the middle of a fit does to memory: gradients and optimizer state are there too.
+    """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
 
     Args:
         module: As for `rehearse`.
@@ -187,9 +187,7 @@ class _Rehearsal:
         self._notes = []
         name = type(self._module).__name__
         try:
-            with untouched(), ExitStack() as stack:
-                if not self._native:
-                    stack.enter_context(mimic(self._backend))
+            with untouched():
                 return traced()
         except RehearsalError:
             raise
@@ -271,7 +269,7 @@ class _Rehearsal:
         loaders: dict[str, Any] = {"train_dataloaders": conductor.loader()}
         if validates:
             loaders["val_dataloaders"] = conductor.loader(validation=True)
-        with places.followed(), recorder:
+        with places.followed(), recorder, nullcontext() if self._native else mimic(self._backend):
             trainer.fit(copy, **loaders)
 
     def _shadow(self) -> L.LightningModule:
@@ -281,6 +279,7 @@ class _Rehearsal:
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
         copy = shadow(module, device=self._device, cast=cast, shared=self._shared())
+        copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
         for child in copy.modules():
             if "_device" in vars(child):
                 child._device = self._device  # type: ignore[assignment]

@@ -19,7 +19,7 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytor
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Keep random generators, the garbage collector, loggers and standard output as they are inside the block.
+    """Keep random generators, the garbage collector, loggers and standard output as they are, and begin as a program begins.
 
     Cyclic garbage is left lying: a run frees by reference counts too, and a collection in the middle of a trace would show storages
     ending where they do not.
@@ -28,6 +28,10 @@ def untouched() -> Iterator[None]:
         stack.enter_context(_generators_kept())
         stack.enter_context(_no_collection())
         stack.enter_context(_silence())
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))  # whoever asks may be in the middle of a step
         if "torch._dynamo" in sys.modules:  # what is compiled has no operations to follow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
