@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -108,12 +108,12 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what the storages of `tensors` are for; those not seen yet live from now on."""
-        for tensor in tensors:
+        for tensor in _strided(tensors):
             self._enter(tensor).category = category
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors` as nothing: they are elsewhere on the machine that is meant."""
-        for tensor in tensors:
+        for tensor in _strided(tensors):
             self._enter(tensor).bytes = 0
 
     def backward_begins(self) -> None:
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _Facts(func)
-        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_among((result,)))
+        outputs = tuple(_strided((result,)))
         if facts.is_view:
             for tensor in outputs:
                 self._enter(tensor)  # of a tensor that was not seen before
@@ -252,6 +252,11 @@ class Recorder(TorchDispatchMode):
         del self._raw[index]
         key = next(key for key, storage in self._live.items() if storage is result)
         self._live[key] = term
+
+
+def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that have a storage: a sparse one consists of two others, which were seen when they were made."""
+    return (tensor for tensor in tensors_among(values) if tensor.layout == torch.strided)
 
 
 def _called_by_engine() -> bool:

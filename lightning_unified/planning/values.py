@@ -1,6 +1,6 @@
 """Values behind tensors that have none: what a step reads is answered by them where they are known, and made up where not."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def value_of(tensor: Tensor) -> Tensor | None:
     return None if tensor.is_meta or tensor.numel() > _ENTRIES else tensor
 
 
-def tensors_among(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operation's arguments or results, those in lists too."""
     for value in values:
         if isinstance(value, Tensor):
@@ -146,6 +146,9 @@ class Answers(TorchDispatchMode):
         self._count += 1
         if self._count > _ENDLESS:
             raise RuntimeError(f"the step reads values again and again ({_ENDLESS:,} times), and none is known")
+        length = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) if func is aten.bincount.default else 0
+        if length:
+            return args[0].new_empty((length,))  # who says how many bins there are has no more values than that
         answer, told, shapes = _made_up_answer(func, args, kwargs, other=self._other)
         self.note(str(func), told, shapes=shapes)
         return answer
@@ -166,15 +169,13 @@ def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: b
         return (1.0, "1.0", False) if tensor.is_floating_point() else (whole, str(whole), True)
     if func is aten.equal.default:
         return True, "True", False
-    if func is aten.bincount.default and (length := args[2] if len(args) > 2 else kwargs.get("minlength", 0)):
-        return tensor.new_empty((length,)), f"{length} bins", False
     results = _SHAPING[func](*args, share=2 if other else 1, **kwargs)
     return results, f"shapes {', '.join(str(list(one.shape)) for one in tensors_among((results,)))}", True
 
 
 def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
     """Return what `tensor[mask]` gives where every entry is taken, or every second one."""
-    before, mask = next((place, index) for place, index in enumerate(indices) if _is_mask(index))
+    before, mask = next((place, index) for place, index in enumerate(indices) if index is not None and _is_mask(index))
     kept = -(-mask.numel() // share)
     return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))
 

@@ -1,6 +1,7 @@
 """Where a rehearsal's recording begins and ends: between two batches, once a whole step is in its steady state."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -64,6 +65,14 @@ class Conductor(Callback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._module = pl_module
+        connector: Any = trainer._logger_connector
+        connector.on_batch_end = partial(self._silently, connector.on_batch_end)
+
+    def _silently(self, call: Callable[[], None]) -> None:
+        """Call what reads values to show them, which decides nothing."""
+        was, self._answers.silent = self._answers.silent, True
+        call()
+        self._answers.silent = was
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:

@@ -223,7 +223,9 @@ class _Rehearsal:
                 recorder,
                 answers,
                 strategy,
-                make_batch=lambda validation: self._batch_of(template if validation else before),
+                make_batch=lambda validation: self._batch_of(
+                    template if validation else before, parts=self._parts if strategy.steps else 1
+                ),
                 validates=validates,
                 batches=batches_of(self._live),
             )
@@ -279,6 +281,7 @@ class _Rehearsal:
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
         copy = shadow(module, device=self._device, cast=cast, shared=self._shared())
+        copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
         copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
         for child in copy.modules():
             if "_device" in vars(child):
@@ -292,8 +295,8 @@ class _Rehearsal:
         _recompute(copy, self._recompute)
         return copy
 
-    def _batch_of(self, template: Template) -> Any:
-        return template.of(self._rows * self._parts, length=self._length, device=self._device)
+    def _batch_of(self, template: Template, *, parts: int) -> Any:
+        return template.of(self._rows * parts, length=self._length, device=self._device)
 
     def _shared(self) -> list[Any]:
         live = self._live
