@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.planning.trace import Event
 from lightning_unified.planning.values import Answers
+from lightning_unified.training.logs import metrics_of
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 
 __all__ = ["Conductor"]
@@ -110,7 +111,7 @@ class Conductor(Callback):
         """Say which storages are what."""
         module = self._module
         assert module is not None
-        self._recorder.mark(_plain_tensors(module), "buffers")
+        self._recorder.mark(_states_of_metrics(module), "buffers")
         self._recorder.mark(module.buffers(), "buffers")
         self._recorder.mark(module.parameters(), "weights")
         self._strategy.mark_state()
@@ -133,10 +134,12 @@ class _Loader:
             yield self._conductor.next_batch(validation=self._validation)
 
 
-def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield tensors that modules hold as plain attributes: states of metrics, constants."""
-    for child in module.modules():
-        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
+def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
+    """Yield what torchmetrics objects keep, which moves with the module though it is no buffer."""
+    for metric in metrics_of(module):
+        for name in metric._defaults:
+            state = getattr(metric, name)
+            yield from [state] if isinstance(state, Tensor) else state
 
 
 def _all_of(module: nn.Module) -> Iterator[Tensor]:

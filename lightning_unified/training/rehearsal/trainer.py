@@ -14,7 +14,7 @@ from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 __all__ = ["RehearsalTrainer", "averaging", "batches_of", "tensors_held"]
 
 _BATCHES = 1000  # of an epoch, where no live Trainer knows better; no rehearsal gets to its end
-_LEAST_STEPS = 64
+_LEAST_STEPS = 64  # what the live Trainer may do less of: the rehearsal is to end by itself
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
@@ -40,7 +40,7 @@ class RehearsalTrainer(L.Trainer):
         if live is not None:
             steps = live.max_steps
             limits = {
-                "max_epochs": live.max_epochs or 1000,
+                "max_epochs": live.max_epochs or 1000,  # 0 would be no fit
                 "max_steps": max(steps, _LEAST_STEPS) if steps > 0 else -1,
             }
         super().__init__(
@@ -74,7 +74,7 @@ class RehearsalTrainer(L.Trainer):
 def batches_of(live: L.Trainer | None) -> int:
     """Return how many batches an epoch is said to have."""
     count = 0 if live is None else live.num_training_batches
-    return int(count) if 0 < count < float("inf") else _BATCHES
+    return max(int(count), _LEAST_STEPS) if 0 < count < float("inf") else _BATCHES
 
 
 def averaging(live: L.Trainer | None, *, on_host: bool) -> list[Callback]:
