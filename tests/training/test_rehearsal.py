@@ -129,6 +129,19 @@ def test_every_storage_is_given_once_and_was_taken_before():
     assert live  # weights stay
 
 
+def test_events_of_different_rows_are_the_same_but_for_their_bytes(transformed):
+    def kinds(trace):
+        return [getattr(event, "op", None) or getattr(event, "category", event.__class__) for event in trace.events]
+
+    sizes = []
+    for rows in (2, 4):
+        trace = rehearse(Transformer(), Transformer.batch(4), rows=rows)
+        assert kinds(trace) == kinds(transformed)
+        sizes.append([event.bytes for event in trace.events if isinstance(event, Take)])
+    asked = [event.bytes for event in transformed.events if isinstance(event, Take)]
+    assert asked == [2 * (four - two) + four for two, four in zip(*sizes, strict=True)]  # 8 rows
+
+
 def test_phases_come_in_the_order_of_lightnings_step():
     trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS)
     phases = list(dict.fromkeys(event.phase for event in trace.events if isinstance(event, Work)))
