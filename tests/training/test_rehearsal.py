@@ -99,9 +99,9 @@ def test_a_gradient_scaler_finds_finite_gradients_and_has_weights_written():
     assert any(event.dtype == "float16" for event in trace.events if isinstance(event, Work))
 
 
-def test_weights_that_are_cast_for_good_take_half(tmp_path):
-    trace = rehearse(Transformer(), Transformer.batch(4), rows=ROWS, precision="bf16-true")
-    assert setup_bytes(trace, "weights") == parameter_bytes(Transformer()) // 2
+def test_weights_that_are_cast_for_good_take_half():
+    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, precision="bf16-true")
+    assert setup_bytes(trace, "weights") == parameter_bytes(Perceptron()) // 2
 
 
 def test_setup_holds_weights_gradients_and_optimizer_state_with_tied_weights_once(transformed):
@@ -127,6 +127,19 @@ def test_every_storage_is_given_once_and_was_taken_before():
         elif isinstance(event, Give):
             live.remove(event.storage)
     assert live  # weights stay
+
+
+def test_events_of_different_rows_are_the_same_but_for_their_bytes(transformed):
+    def kinds(trace):
+        return [getattr(event, "op", None) or getattr(event, "category", event.__class__) for event in trace.events]
+
+    sizes = []
+    for rows in (2, 4):
+        trace = rehearse(Transformer(), Transformer.batch(4), rows=rows)
+        assert kinds(trace) == kinds(transformed)
+        sizes.append([event.bytes for event in trace.events if isinstance(event, Take)])
+    asked = [event.bytes for event in transformed.events if isinstance(event, Take)]
+    assert asked == [2 * (four - two) + four for two, four in zip(*sizes, strict=True)]  # 8 rows
 
 
 def test_phases_come_in_the_order_of_lightnings_step():
@@ -164,7 +177,8 @@ def test_a_longer_row_is_asked_for_by_its_length():
 
 def test_kernels_of_the_optimizer_take_different_temporaries():
     def most(kernel, backend="cpu"):
-        trace = rehearse(Transformer(layers=1), Transformer.batch(2), rows=2, optimizer_kernel=kernel, backend=backend)
+        module = Perceptron(width=64)
+        trace = rehearse(module, module.batch(2), rows=2, optimizer_kernel=kernel, backend=backend)
         sizes, live, peak, phase = {}, 0, 0, ""
         for event in trace.events:
             if isinstance(event, Work):

@@ -27,6 +27,12 @@ def test_rows_are_repeated_with_their_whole_numbers():
     assert value_of(fake["x"]) is None
 
 
+def test_memory_formats_are_kept():
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert made((images, torch.arange(2)), 5)[0].is_contiguous(memory_format=torch.channels_last)
+    assert made((torch.randn(2, 3, 4, 4), torch.arange(2)), 5)[0].is_contiguous()
+
+
 def test_rows_are_left_out():
     fake = made((torch.randn(8, 3), torch.arange(8)), 3)
     assert fake[0].shape == (3, 3)

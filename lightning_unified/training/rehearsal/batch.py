@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._mode_utils import no_dispatch
 
@@ -128,8 +127,7 @@ class _Resize:
             shape[0] = self._rows
         if shape == list(tensor.shape):
             return fake_tensor(tensor, device=self._device)
-        strides = make_contiguous_strides_for(shape)  # made by the same operation as one that keeps its shape
-        fake = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=self._device)
+        fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device=self._device)
         if not tensor.is_floating_point() and not tensor.is_meta and fake.numel() <= _KNOWN:
             with no_dispatch():
                 value = tensor.detach().cpu()
@@ -138,6 +136,15 @@ class _Resize:
                         value = value.index_select(index, torch.arange(asked) % had)
             set_value(fake, value.clone() if value is tensor else value)
         return fake
+
+
+def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
+    """Return the strides of a dense tensor of `shape` whose dimensions lie in the order of those of `tensor`."""
+    strides, step = [1] * len(shape), 1
+    for index in sorted(range(len(shape)), key=lambda index: (tensor.stride(index), -index)):
+        strides[index] = step
+        step *= max(shape[index], 1)
+    return strides
 
 
 def _length(batch: Any, rows: int) -> int | None:
