@@ -1,0 +1,238 @@
+"""A plan as a picture: categories stacked against the budget, the course of the step, and what else was weighed."""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.render.facts import format_seconds, format_share
+from lightning_unified.planning.render.planned import Planned, prediction_of
+from lightning_unified.planning.render.tables import is_chosen, ordered
+from lightning_unified.units import GIB, KIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["to_png"]
+
+_STAYS = {"weights": "#1f4e79", "gradients": "#2f75b5", "optimizer state": "#5b9bd5", "buffers": "#9dc3e6"}
+_PASSES = {"activations": "#c55a11", "logits": "#ed7d31", "temporaries": "#f4b183"}
+_BESIDE = {"batch": "#7f7f7f", "workspaces": "#a6a6a6", "callbacks": "#595959"}
+_COLOURS = _STAYS | _PASSES | _BESIDE
+_INK, _FAINT, _BUDGET, _LOW, _CHOSEN = "#222222", "#8a8a8a", "#b00020", "#d98c00", "#1a7f37"
+_FAR = 4  # a budget so many times the need is named at the edge instead of drawn
+_LONGEST = 44
+
+
+def to_png(
+    planned: Planned | Prediction,
+    path: str | Path,
+    *,
+    title: str = "Plan",
+    watermarks: Watermarks | None = None,
+) -> Path:
+    """Draw a plan or a prediction into `path` and return it.
+
+    Args:
+        planned: What is drawn; it needs a prediction.
+        path: The file to write, whose folder is made if it is not there.
+        title: Its head, in one line.
+        watermarks: Bytes to mark beside the budget.
+
+    Raises:
+        ConfigurationError: If matplotlib is not installed, or there is nothing to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a picture needs matplotlib, which is not installed ({error}); pip install matplotlib, or leave the picture out."
+        ) from error
+    prediction = prediction_of(planned)
+    if prediction is None:
+        raise ConfigurationError("this plan was made without a prediction, so there is nothing to draw.")
+    plan = None if isinstance(planned, Prediction) else planned
+    weighed = plan is not None and any(each.seconds is not None for each in plan.alternatives)
+    parts = ordered(prediction)
+    figure = Figure(
+        figsize=(11, 2.3 + 0.34 * (len(parts) + 2) + (3.4 if prediction.instants or weighed else 0)), dpi=130
+    )
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.12)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    below = [name for name, there in (("step", bool(prediction.instants)), ("weighed", weighed)) if there]
+    layout: Any = [["categories"] * max(len(below), 1)] + ([below] if below else [])
+    ratios = [0.34 * (len(parts) + 2) + 0.9] + ([3.2] if below else [])
+    axes = figure.subplot_mosaic(layout, height_ratios=ratios)
+    _categories(
+        axes["categories"], prediction, budget_bytes=None if plan is None else plan.budget_bytes, marks=watermarks
+    )
+    if "step" in axes:
+        _step(axes["step"], prediction)
+    if plan is not None and weighed:
+        _weighed(axes["weighed"], plan)
+    return _save(figure, Path(path))
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror or error}; name a file that can."
+        ) from error
+    return path
+
+
+def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | None, marks: Watermarks | None) -> None:
+    """Draw each category from where the one before it ended, then what the allocator makes of the sum."""
+    parts = ordered(prediction)
+    ends = list(accumulate(count for _, count in parts))
+    bars = [
+        (name, end - count, count, _COLOURS.get(name, _FAINT)) for (name, count), end in zip(parts, ends, strict=True)
+    ]
+    bars += [
+        ("peak of tensors", 0, prediction.peak_bytes, _INK),
+        ("taken by the allocator", 0, prediction.reserved_bytes, "#bdbdbd"),
+    ]
+    unit, name = _unit(max(prediction.peak_bytes, prediction.reserved_bytes))
+    need = max(prediction.peak_bytes, prediction.reserved_bytes, 1)
+    near = budget_bytes is not None and budget_bytes <= _FAR * need
+    right = 1.16 * max(need, budget_bytes if near and budget_bytes else 0)
+    for row, (_, start, count, colour) in enumerate(bars):
+        axes.barh(row, max(count, 0.002 * right) / unit, left=start / unit, color=colour, height=0.68, zorder=2)
+        share = f"  {format_share(count / max(prediction.peak_bytes, 1))}" if row < len(parts) else ""
+        axes.text(
+            (start + count + 0.008 * right) / unit,
+            row,
+            f"{format_bytes(count)}{share}",
+            va="center",
+            fontsize=9,
+            color=_INK,
+            zorder=4,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+        )
+    axes.set_yticks(range(len(bars)), [bar[0] for bar in bars], fontsize=9.5)
+    axes.invert_yaxis()
+    axes.set_xlim(0, right / unit)
+    axes.set_xlabel(name, fontsize=9, color=_FAINT)
+    axes.set_title(f"Peak by category: {_short(prediction.instant, 100)}", loc="left", fontsize=10, color=_INK)
+    _clean(axes, grid="x")
+    if budget_bytes is not None and near:
+        _mark(axes, budget_bytes / unit, f"budget {format_bytes(budget_bytes)}", _BUDGET, "-")
+        if marks is not None and marks.low < budget_bytes:
+            _mark(axes, marks.low / unit, f"caches cleared {format_bytes(marks.low)} ", _LOW, "--", left=True)
+        if marks is not None and marks.high < budget_bytes:
+            _mark(axes, marks.high / unit, f"cap {format_bytes(marks.high)}", _LOW, "-.")
+    elif budget_bytes is not None:
+        axes.text(
+            1.0,
+            1.02,
+            f"budget {format_bytes(budget_bytes)} →",
+            transform=axes.transAxes,
+            ha="right",
+            fontsize=9,
+            color=_BUDGET,
+        )
+
+
+def _mark(axes: "Axes", x: float, words: str, colour: str, style: str, *, left: bool = False) -> None:
+    axes.axvline(x, color=colour, linestyle=style, linewidth=1.4, zorder=3)
+    axes.annotate(
+        words,
+        (x, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3 if left else 3, -2),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="top",
+        fontsize=8.5,
+        color=colour,
+        rotation=90,
+    )
+
+
+def _step(axes: "Axes", prediction: Prediction) -> None:
+    """Draw the peak of each place in the order of the step, the highest named."""
+    heights = [count for _, count in prediction.instants]
+    unit, name = _unit(max(heights))
+    axes.fill_between(
+        range(len(heights) + 1),
+        [*(h / unit for h in heights), heights[-1] / unit],
+        step="post",
+        color=_STAYS["optimizer state"],
+        alpha=0.75,
+        linewidth=0,
+        zorder=2,
+    )
+    top = max(range(len(heights)), key=lambda at: heights[at])
+    axes.plot([top + 0.5], [heights[top] / unit], marker="v", color=_BUDGET, markersize=7, zorder=4)
+    axes.set_xlim(0, len(heights))
+    axes.set_ylim(0, 1.18 * heights[top] / unit)
+    axes.set_xticks([])
+    axes.set_xlabel("places, in the order of the step", fontsize=9, color=_FAINT)
+    axes.set_ylabel(name, fontsize=9, color=_FAINT)
+    _title(axes, f"Peak by place: {_short(prediction.instants[top][0], _LONGEST)}", mark="▼", colour=_BUDGET)
+    _clean(axes, grid="y")
+
+
+def _weighed(axes: "Axes", plan: Planned) -> None:
+    """Draw each alternative by what it takes and what it lasts: the fastest left of the budget is what is wanted."""
+    timed = [each for each in plan.alternatives if each.seconds is not None]
+    unit, name = _unit(max(each.reserved_bytes for each in timed))
+    for each in timed:
+        chosen = is_chosen(each, plan)
+        axes.scatter(
+            each.reserved_bytes / unit,
+            each.seconds or 0.0,
+            s=90 if chosen else 36,
+            zorder=4 if chosen else 3,
+            color=_CHOSEN if chosen else _STAYS["optimizer state"] if each.fits else "none",
+            edgecolors=_CHOSEN if chosen else _STAYS["gradients"] if each.fits else _FAINT,
+        )
+    most = max(each.reserved_bytes for each in timed)
+    if plan.budget_bytes <= 2 * most:
+        _mark(axes, plan.budget_bytes / unit, "budget", _BUDGET, "-")
+    axes.set_xlim(0, 1.08 * max(most, plan.budget_bytes if plan.budget_bytes <= 2 * most else 0) / unit)
+    axes.set_ylim(0, 1.15 * max(each.seconds or 0.0 for each in timed))
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds) if seconds else "0")
+    axes.set_xlabel(f"taken by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
+    best = next((each for each in timed if is_chosen(each, plan)), None)
+    words = "nothing fits" if best is None else f"{best.micro_batch_size} rows, recompute {best.recompute}"
+    _title(axes, f"Seconds a step: {words}", mark="●", colour=_CHOSEN)
+    _clean(axes, grid="both")
+
+
+def _title(axes: "Axes", words: str, *, mark: str, colour: str) -> None:
+    """Write a panel's head, behind the mark that it explains."""
+    axes.set_title(f"    {words}", loc="left", fontsize=10, color=_INK)
+    axes.text(0, 1.016, mark, transform=axes.transAxes, fontsize=10, color=colour, va="bottom", ha="left")
+
+
+def _clean(axes: "Axes", *, grid: str) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#cccccc")
+    axes.tick_params(colors="#444444", labelsize=8.5, length=0)
+    axes.grid(axis=grid, color="#e6e6e6", linewidth=0.8, zorder=0)  # pyright: ignore[reportArgumentType]
+    axes.set_axisbelow(True)
+
+
+def _unit(most: int) -> tuple[int, str]:
+    return next(
+        ((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if most >= unit), (1, "bytes")
+    )
+
+
+def _short(words: str, longest: int) -> str:
+    """Return `words` with its middle left out where it is too long: both ends of a place tell something."""
+    if len(words) <= longest:
+        return words
+    keep = (longest - 1) // 2
+    return f"{words[:keep]}…{words[-keep:]}"

@@ -1,0 +1,95 @@
+"""What is rendered: a plan or a prediction, as far as its readers look at it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_unified.planning.prediction import Prediction
+
+__all__ = ["Alternative", "MachinePlan", "Planned", "does_fit", "prediction_of"]
+
+
+class Alternative(Protocol):
+    """A plan that was weighed: what it would pull, take and last; `seconds` is None where no rate is known.
+
+    The attributes are those of `planning.search.Candidate`.
+    """
+
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def recompute(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer_kernel(self) -> str | None: ...
+    @property
+    def loss_chunk(self) -> int | None: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float | None: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+class Planned(Protocol):
+    """A plan with what it is predicted to take, and what else was weighed; the attributes are those of `Plan`."""
+
+    @property
+    def micro_batch_size(self) -> int | None: ...
+    @property
+    def recompute(self) -> bool | None: ...
+    @property
+    def recompute_blocks(self) -> int | str | None: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer_kernel(self) -> str | None: ...
+    @property
+    def loss_chunk(self) -> int | None: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def reasons(self) -> Mapping[str, str]: ...
+    @property
+    def prediction(self) -> Prediction | None: ...
+    @property
+    def alternatives(self) -> Sequence[Alternative]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachinePlan:
+    """What one machine would do.
+
+    Attributes:
+        name: Of the machine, as `simulate=` takes it.
+        backend: `"cuda"`, `"rocm"`, `"mps"` or `"cpu"`.
+        pool: `"dedicated"` or `"unified"`.
+        budget_bytes: What its `auto` budget comes to; None where nothing can be had.
+        plan: What was found; None where there was nothing to plan with.
+        why_not: Why there is no plan; empty where there is one.
+    """
+
+    name: str
+    backend: str
+    pool: str
+    budget_bytes: int | None
+    plan: Planned | None
+    why_not: str = ""
+
+
+def prediction_of(planned: Planned | Prediction) -> Prediction | None:
+    """Return the prediction of a plan, or a prediction itself."""
+    return planned if isinstance(planned, Prediction) else planned.prediction
+
+
+def does_fit(plan: Planned) -> bool:
+    """Return whether what is planned fits: what the allocator takes is within the budget. Without a prediction, what was weighed tells."""
+    if plan.prediction is not None:
+        return plan.prediction.reserved_bytes <= plan.budget_bytes
+    return not plan.alternatives or any(alternative.fits for alternative in plan.alternatives)

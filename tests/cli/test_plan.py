@@ -1,0 +1,437 @@
+"""The command `plan` with a planner that is made up: what is composed, built, passed on, shown and refused."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule, LightningModule
+
+from lightning_unified.cli.main import main as any_command
+from lightning_unified.cli.plan.backend import Backend
+from lightning_unified.cli.plan.batches import batch_of_data, batch_of_shapes, describe_batch
+from lightning_unified.cli.plan.command import main
+from lightning_unified.cli.plan.weightless import without_memory
+from lightning_unified.data import TextData
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.planning.prediction import Prediction
+
+CONF = str(Path(__file__).resolve().parents[2] / "conf")
+GIB = 2**30
+TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
+MINE = f"{__file__}:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A plan as the planner makes it."""
+
+    micro_batch_size: int | None
+    precision: str
+    budget_bytes: int
+    prediction: Prediction
+    recompute: bool | None = None
+    recompute_blocks: Any = None
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+    reasons: dict = field(default_factory=dict)
+    alternatives: tuple = ()
+
+    def to_dict(self):
+        return asdict(self)
+
+
+class Net(LightningModule):
+    def __init__(self, width=4, depth=1):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+
+class ReadsItself(LightningModule):
+    """Computes drop rates as stochastic depth does, and holds a large weight besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.big = torch.nn.Linear(1000, 1000)
+
+
+class ReadsItsWeights(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Linear(1000, 1000).weight.norm().item()
+
+
+def three_billion():
+    return Net(width=2**14, depth=12)
+
+
+def plain():
+    return torch.nn.Linear(2, 2)
+
+
+def my_batch():
+    return {"x": torch.zeros(6, 4), "length": 3}
+
+
+no_batch = {"x": 3}
+
+
+class Calls:
+    """A planner that notes what it is asked and answers that `need` bytes are taken."""
+
+    def __init__(self, need=GIB):
+        self.need, self.one, self.many = need, [], []
+
+    def plan(self, module, batch, **options):
+        self.one.append(SimpleNamespace(module=module, batch=batch, **options))
+        return self._made(options["budget"], options["precision"])
+
+    def plan_many(self, module, batch, machines, **options):
+        self.many.append(SimpleNamespace(machines=machines, **options))
+        return {name: self._made(budget, options["precision"]) for name, (_, budget, _) in machines.items()}
+
+    def _made(self, budget, precision):
+        peak = Prediction(
+            peak_bytes=self.need,
+            reserved_bytes=self.need,
+            categories={"weights": self.need},
+            confidence="high",
+            seconds=0.5,
+            instant="backward",
+            rows=2,
+            parts=4,
+        )
+        return Made(micro_batch_size=2, precision=precision, budget_bytes=budget, prediction=peak)
+
+    @property
+    def call(self):
+        return self.one[-1]
+
+    @property
+    def backend(self):
+        return Backend(plan=self.plan, plan_many=self.plan_many, rates=lambda name: f"rates of {name}")
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def command(calls, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        capfd.readouterr()
+        code = main(list(arguments), backend=calls.backend, config_path=CONF)
+        return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    return run
+
+
+def test_a_plan_is_printed_and_leaves_nothing_behind(command, tmp_path):
+    done = command(*TINY, "memory.budget=4GiB")
+
+    assert (done.code, done.err) == (0, "")
+    assert "gearhead on this machine's cpu" in done.out and "Peak by category" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_takes_no_memory_and_the_batch_is_the_whole_one(command, calls):
+    command(*TINY, "data.batch_size=24", "data.sequence_length=64")
+
+    assert {parameter.device.type for parameter in calls.call.module.parameters()} == {"meta"}
+    assert {name: tuple(tensor.shape) for name, tensor in calls.call.batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "error_code_ids", "diagnosis_labels"), (24, 64)
+    )
+
+
+def test_the_planner_gets_what_the_configuration_settles_and_the_choice_of_the_rest(command, calls):
+    command(*TINY, "memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed")
+
+    call = calls.call
+    assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
+    assert (call.micro_batch_size, call.recompute, call.rates) == (4, True, None)
+    command(*TINY, "memory.budget=4GiB")
+    assert (calls.call.micro_batch_size, calls.call.recompute) == (None, None)
+
+
+def test_the_trainer_is_that_of_the_run_without_what_watches_it(command, calls):
+    command(*TINY, "trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5")
+
+    trainer = calls.call.trainer
+    assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.max_steps) == (3, 0.5, 600)
+    assert trainer.loggers == [] and not [
+        each for each in trainer.callbacks if type(each).__module__.startswith("lightning_unified")
+    ]
+
+
+def test_a_simulated_machine_gives_backend_budget_rates_and_what_its_hardware_asks_of_the_model(command, calls):
+    done = command("model=gearhead-34m", "simulate=m2-16gb", "memory.budget=6GiB")
+
+    call = calls.call
+    assert (call.device, call.budget, call.rates, call.precision) == ("mps", 6 * GIB, "rates of m2-16gb", "bf16-mixed")
+    assert (call.micro_batch_size, call.recompute) == (4, True)
+    assert "gearhead-34m on m2-16gb" in done.out
+
+
+def test_hardware_that_is_not_here_is_stood_in_for_by_the_smallest_machine_that_has_the_budget(command, calls):
+    done = command(*TINY, "hardware=mps", "memory=large")
+
+    assert (calls.call.device, calls.call.rates, calls.call.budget) == ("mps", "rates of m4-pro-48gb", 28 * GIB)
+    assert "it stands in for mps, which is not here" in " ".join(done.out.split())
+
+
+def test_a_user_s_module_and_batch_are_planned(command, calls):
+    done = command(
+        "hardware=cpu", "--module", f"{MINE}Net", "--kwargs", "width=8", "depth=2", "--batch", f"{MINE}my_batch"
+    )
+
+    assert done.code == 0, done.err
+    assert len(calls.call.module.layers) == 2 and calls.call.module.layers[0].in_features == 8
+    assert list(calls.call.batch) == ["x", "length"]
+    assert "Net, 144 parameters" in done.out and "6 rows: x 6×4 float32" in done.out
+
+
+def test_a_module_of_three_billion_parameters_is_planned_without_its_memory(command, calls):
+    done = command("hardware=cpu", "memory.budget=2GiB", "--module", f"{MINE}three_billion", "--batch-shape", "1x16384")
+
+    assert done.code == 0, done.err
+    assert "Net, 3,221,422,080 parameters" in done.out
+
+
+def test_a_module_that_reads_its_small_tensors_is_built_with_its_large_ones_on_meta():
+    module = without_memory(ReadsItself, what="it")
+
+    assert module.rates == pytest.approx([0, 0.25, 0.5])
+    assert module.big.weight.device.type == "meta"
+
+
+def test_a_module_that_reads_its_large_tensors_is_refused_with_a_way_out():
+    with pytest.raises(ConfigurationError, match="it cannot be built without memory: it reads values of large tensors"):
+        without_memory(ReadsItsWeights, what="it")
+
+
+def test_an_error_of_the_module_s_own_is_not_taken_for_one_of_memory():
+    def build():
+        raise ValueError("width must be even")
+
+    with pytest.raises(ValueError, match="width must be even"):
+        without_memory(build, what="it")
+
+
+def test_shapes_make_a_dict_a_tensor_or_a_tuple():
+    named = batch_of_shapes(["ids=8x16:int64", "x=8"])
+
+    assert (named["ids"].shape, named["ids"].dtype, named["x"].dtype) == ((8, 16), torch.int64, torch.float32)
+    assert batch_of_shapes(["2x3x4"]).shape == (2, 3, 4)
+    assert [tensor.dtype for tensor in batch_of_shapes(["2x3", "2:int64"])] == [torch.float32, torch.int64]
+    assert describe_batch(named) == "8 rows: ids 8×16 int64, x 8 float32"
+
+
+def test_text_data_gives_its_batch_without_reading_a_document(monkeypatch):
+    monkeypatch.setattr("lightning_unified.data.corpora.load", lambda *_, **__: pytest.fail("documents were read"))
+    batch, note = batch_of_data(TextData(batch_size=3, sequence_length=16))
+
+    assert batch["input_ids"].shape == (3, 16) and "no data was read" in note
+
+
+def test_a_batch_by_its_shapes_is_like_one_that_was_read():
+    data = TextData(source="builtin", batch_size=4, sequence_length=128, vocab_size=512)
+    data.setup()
+    read, example = next(iter(data.train_dataloader())), data.example_batch()
+
+    assert {name: tensor.dtype for name, tensor in read.items()} == {
+        name: tensor.dtype for name, tensor in example.items()
+    }
+    assert all(read[name].shape <= tensor.shape for name, tensor in example.items())
+
+
+def test_other_data_gives_the_first_batch_it_trains_on():
+    class Data(LightningDataModule):
+        def setup(self, stage):
+            self.rows = torch.arange(6.0).reshape(6, 1)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(self.rows, batch_size=4)
+
+    batch, note = batch_of_data(Data())
+
+    assert batch.shape == (4, 1) and "first of the training data" in note
+
+
+def test_what_fits_where_asks_every_machine_with_its_own_precision_and_without_this_one_s_choices(command, calls):
+    done = command(*TINY, "memory=small", "--fits-where", "--json")
+
+    told = json.loads(done.out)["machines"]
+    assert set(told) == set(PROFILES)
+    by_precision = {group.precision: set(group.machines) for group in calls.many}
+    assert by_precision["32-true"] == {"rx6750xt-12gb"} and len(by_precision) == 2
+    assert not {"micro_batch_size", "recompute"} & set(vars(calls.many[0]))
+    assert calls.many[0].machines["h200"][0] == "cuda" and calls.many[0].machines["h200"][2] == "rates of h200"
+
+
+def test_what_was_asked_for_outright_holds_on_every_machine(command, calls):
+    command(*TINY, "memory.micro_batch_size=2", "--fits-where")
+
+    assert calls.many[0].micro_batch_size == 2
+
+
+def test_json_is_all_that_is_printed_and_holds_what_scripts_need(command):
+    told = json.loads(command(*TINY, "memory.budget=4GiB", "--json").out)
+
+    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 4 * GIB, 32)
+    assert told["watermarks"] == {"low": int(0.85 * 4 * GIB), "high": 4 * GIB}
+    assert told["plan"]["prediction"]["peak_bytes"] == GIB
+    assert told["plan"]["reasons"]["budget"].startswith("as written")
+    assert told["machines"] == {}
+
+
+def test_the_page_is_also_written_and_drawn(command, tmp_path):
+    assert command(*TINY, "--markdown", "out/plan.md", "--png", "out/plan.png").code == 0
+
+    assert (tmp_path / "out/plan.md").read_text().startswith("# gearhead on this machine's cpu\n")
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_that_fits_nowhere_is_shown_and_is_one(command, calls):
+    calls.need = 7 * GIB
+    done = command(*TINY, "memory.budget=1GiB")
+
+    assert done.code == 1
+    assert "Peak by category" in done.out
+    assert (
+        "gearhead does not fit into 1.00 GiB: the smallest step that was found takes 7.00 GiB. Give memory.budget"
+        in done.err
+    )
+
+
+MISTAKES = {
+    "an unknown flag": (["--fit-where"], "--fit-where: there is no such flag; did you mean --fits-where?"),
+    "a flag without its value": (["--png"], "argument --png: expected one argument; see python -m"),
+    "a calibration that is neither": (["--calibration", "drop"], "invalid choice: 'drop'"),
+    "a misspelt key": (["model.widht=3"], "model.widht: there is no such key; did you mean model.width?"),
+    "a misspelt choice": (["memory=larg"], "memory=larg: there is no such choice; did you mean large?"),
+    "a list of values": (["memory=debug,small"], "several values are a sweep"),
+    "a run directory": (["run_dir=here"], "run_dir: a plan writes no run directory"),
+    "a machine that is not known": (["simulate=m2-15gb"], "did you mean m2-16gb?"),
+    "absent hardware of unknown size": (
+        ["hardware=mps", "memory.budget=auto"],
+        "hardware=mps is not here, and memory.budget=auto depends on the machine. Name one with simulate=m1-8gb",
+    ),
+    "hardware that contradicts the machine": (["hardware=cuda", "simulate=m2-16gb"], "hardware=cuda was asked for"),
+    "a budget above the pool": (["simulate=m1-8gb", "memory=large"], "the largest tier that fits is memory=debug"),
+    "a module without a batch": (["--module", "a:B"], "--module a:B needs a batch to plan for"),
+    "two batches": (["--batch", "a:b", "--batch-shape", "2x3"], "--batch and --batch-shape both say"),
+    "arguments without a module": (["--kwargs", "a=1"], "--kwargs is what --module is called with"),
+    "a model beside a module": (
+        ["model=gearhead", "--module", f"{MINE}Net", "--batch-shape", "2x3"],
+        "model: with --module the model and its data are yours",
+    ),
+    "a path without a name": (["--module", "my.models", "--batch-shape", "2"], "write pkg.mod:Name or file.py:Name"),
+    "a module that is not there": (
+        ["--module", "no_such_package:Net", "--batch-shape", "2"],
+        "cannot be imported from",
+    ),
+    "a file that is not there": (
+        ["--module", "nowhere.py:Net", "--batch-shape", "2"],
+        "nowhere.py: there is no such file",
+    ),
+    "a misspelt name": (["--module", f"{MINE}Nett", "--batch-shape", "2"], "has no Nett; did you mean Net?"),
+    "a misspelt argument": (
+        ["--module", f"{MINE}Net", "--batch-shape", "2", "--kwargs", "widht=3"],
+        "--kwargs widht: ",
+    ),
+    "an override among the arguments": (
+        ["--module", f"{MINE}Net", "--batch-shape", "2", "--kwargs", "width=3", "memory=small"],
+        "Overrides stand before this flag.",
+    ),
+    "a module without Lightning": (
+        ["--module", f"{MINE}plain", "--batch-shape", "2"],
+        "it makes a Linear, and a plan needs a LightningModule",
+    ),
+    "a batch without tensors": (
+        ["--module", f"{MINE}Net", "--batch", f"{MINE}no_batch"],
+        "without tensors is no batch",
+    ),
+    "a shape that is none": (
+        [*TINY, "--batch-shape", "ids=8by3"],
+        "--batch-shape ids=8by3: this is no shape; write sizes",
+    ),
+    "a misspelt dtype": (
+        [*TINY, "--batch-shape", "8x3:flaot32"],
+        "flaot32 is no dtype of torch; did you mean float32?",
+    ),
+    "half of the names": ([*TINY, "--batch-shape", "a=8", "8"], "some shapes have names and others none"),
+    "a name given twice": ([*TINY, "--batch-shape", "a=8", "a=8"], "a name is given twice"),
+    "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_in_one_clear_message(command, name):
+    arguments, message = MISTAKES[name]
+    done = command(*arguments)
+
+    assert (done.code, done.out) == (2, "")
+    assert message in " ".join(done.err.split())
+    assert len(done.err.splitlines()) <= 12
+
+
+def test_the_help_names_every_flag_the_groups_and_the_exit_codes(command):
+    done = command("--help")
+
+    assert done.code == 0
+    for text in (
+        "--fits-where",
+        "--batch-shape",
+        "memory     auto, debug, large",
+        "1 nothing fits",
+        "simulate=m2-16gb",
+    ):
+        assert text in done.out
+
+
+def test_the_command_is_one_of_those_there_are(capfd):
+    assert any_command(["--help"]) == 0
+    assert "lightning_unified plan " in capfd.readouterr().out
+    assert any_command(["plam"]) == 2
+    assert "did you mean plan?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("python -m lightning_unified plan --fi", ["--fits-where"]),
+        ("python -m lightning_unified plan memory=de", ["memory=debug"]),
+        ("python -m lightning_unified plan --json memory=small model.wid", ["model.width="]),
+    ],
+)
+def test_a_line_is_completed_with_flags_groups_and_keys(command, monkeypatch, line, choices):
+    monkeypatch.setenv("COMP_LINE", line)
+
+    assert command("--shell-completion", "query=bash").out.split() == choices
+
+
+@pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
+def test_what_is_installed_is_bash_and_keeps_the_completion_that_was_there(command):
+    install = command("--shell-completion", "install=bash").out
+    script = f"before() {{ COMPREPLY=(kept); }}\ncomplete -F before python\n{install}\nCOMP_LINE='python x.py '\n_lightning_unified_plan\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["/bin/bash", "-c", script], capture_output=True, text=True, check=False)
+
+    assert (done.stdout.strip(), done.stderr) == ("kept", "")
+
+
+def test_planning_starts_without_the_slow_imports_where_the_request_makes_no_sense():
+    probe = "import sys; from lightning_unified.cli.plan.command import main; main(['--nope']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
