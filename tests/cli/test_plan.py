@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -14,10 +15,13 @@ import torch
 from lightning import LightningDataModule, LightningModule
 
 from lightning_unified.cli.main import main as any_command
+from lightning_unified.cli.plan.arguments import parse
 from lightning_unified.cli.plan.backend import Backend
 from lightning_unified.cli.plan.batches import batch_of_data, batch_of_shapes, describe_batch
 from lightning_unified.cli.plan.command import main
+from lightning_unified.cli.plan.subject import subject_of
 from lightning_unified.cli.plan.weightless import without_memory
+from lightning_unified.cli.request.composition import composed, searching
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import PROFILES
@@ -336,6 +340,21 @@ MISTAKES = {
         ["model=gearhead", "--module", f"{MINE}Net", "--batch-shape", "2x3"],
         "model: with --module the model and its data are yours",
     ),
+    "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_in_one_clear_message(command, name):
+    arguments, message = MISTAKES[name]
+    done = command(*arguments)
+
+    assert (done.code, done.out) == (2, "")
+    assert message in " ".join(done.err.split())
+    assert len(done.err.splitlines()) <= 12
+
+
+MISTAKES_OF_A_SUBJECT = {
     "a path without a name": (["--module", "my.models", "--batch-shape", "2"], "write pkg.mod:Name or file.py:Name"),
     "a module that is not there": (
         ["--module", "no_such_package:Net", "--batch-shape", "2"],
@@ -363,27 +382,29 @@ MISTAKES = {
         "without tensors is no batch",
     ),
     "a shape that is none": (
-        [*TINY, "--batch-shape", "ids=8by3"],
+        ["--batch-shape", "ids=8by3"],
         "--batch-shape ids=8by3: this is no shape; write sizes",
     ),
     "a misspelt dtype": (
-        [*TINY, "--batch-shape", "8x3:flaot32"],
+        ["--batch-shape", "8x3:flaot32"],
         "flaot32 is no dtype of torch; did you mean float32?",
     ),
-    "half of the names": ([*TINY, "--batch-shape", "a=8", "8"], "some shapes have names and others none"),
-    "a name given twice": ([*TINY, "--batch-shape", "a=8", "a=8"], "a name is given twice"),
-    "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
+    "half of the names": (["--batch-shape", "a=8", "8"], "some shapes have names and others none"),
+    "a name given twice": (["--batch-shape", "a=8", "a=8"], "a name is given twice"),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_refused_in_one_clear_message(command, name):
-    arguments, message = MISTAKES[name]
-    done = command(*arguments)
+@pytest.fixture(scope="module")
+def config():
+    with searching(CONF):
+        return composed(["hardware=cpu", "data=builtin", "run_dir=here", "hardware.num_workers=0"]).config
 
-    assert (done.code, done.out) == (2, "")
-    assert message in " ".join(done.err.split())
-    assert len(done.err.splitlines()) <= 12
+
+@pytest.mark.parametrize("name", MISTAKES_OF_A_SUBJECT)
+def test_a_mistake_of_module_or_batch_is_refused(config, name):
+    arguments, message = MISTAKES_OF_A_SUBJECT[name]
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        subject_of(parse(arguments), config, precision="32-true")
 
 
 def test_the_help_names_every_flag_the_groups_and_the_exit_codes(command):
