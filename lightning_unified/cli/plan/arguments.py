@@ -13,18 +13,18 @@ from lightning_unified.errors import ConfigurationError
 
 __all__ = ["FLAGS", "Asked", "parse"]
 
-FLAGS = {
-    "--module": "PKG.MOD:NAME    a LightningModule's class, or a function that returns one; FILE.py:NAME too",
-    "--kwargs": "KEY=VALUE …     what it is called with; overrides stand before this flag",
-    "--batch": "PKG.MOD:NAME     a function that returns a batch, or an object that is one",
-    "--batch-shape": "[KEY=]SHAPE[:DTYPE] …   a batch by its shapes, as in input_ids=8x512:int64 labels=8x512:int64",
-    "--fits-where": "            what every simulated machine would do",
-    "--json": "                  print JSON for scripts, and nothing else",
-    "--markdown": "FILE          also write the page as Markdown",
-    "--png": "FILE               also draw it",
-    "--calibration": "show|clear what earlier runs on this machine have corrected; clear forgets it",
-    "--shell-completion": "install=bash   print what a shell needs to complete",
-    "--help": "                  this page",
+FLAGS: dict[str, tuple[str, str]] = {
+    "--module": ("PKG.MOD:NAME", "a LightningModule's class, or a function that returns one; FILE.py:NAME too"),
+    "--kwargs": ("KEY=VALUE …", "what it is called with; overrides stand before this flag"),
+    "--batch": ("PKG.MOD:NAME", "a function that returns a batch, or an object that is one"),
+    "--batch-shape": ("SHAPE …", "a batch by its shapes: input_ids=8x512:int64 labels=8x512:int64, or 32x3x224x224"),
+    "--fits-where": ("", "what every simulated machine would do"),
+    "--json": ("", "print JSON for scripts, and nothing else"),
+    "--markdown": ("FILE", "also write the page as Markdown"),
+    "--png": ("FILE", "also draw it"),
+    "--calibration": ("show|clear", "what measured steps have corrected on this machine; clear forgets it"),
+    "--shell-completion": ("install=bash", "print what a shell needs to complete"),
+    "--help": ("", "this page"),
 }
 """Every flag with what follows it and what it is for."""
 

@@ -35,5 +35,5 @@ def help_text() -> str:
         for name, choices in sorted(groups().items())
         if not name.startswith(("hydra", "platform"))
     ]
-    flags = [f"  {flag:<18} {words}" for flag, words in FLAGS.items()]
+    flags = [f"  {f'{flag} {value}':<32}{words}" for flag, (value, words) in FLAGS.items()]
     return _HEAD.format(groups="\n".join(shown), flags="\n".join(flags))

@@ -78,7 +78,12 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         module = without_memory(lambda: _made(target, arguments, f"--module {asked.module}"), what=asked.module)
         return Subject(name=asked.module, module=module, trainer=trainer, batch=batch)
     module = without_memory(lambda: make("model", planned.model), what=f"model={config.name}")
-    batch, note = (batch, "") if batch is not None else batch_of_data(make("data", planned.data))
+    note = ""
+    if batch is None:
+        data = make("data", planned.data)
+        batch, note = batch_of_data(data)
+        if not hasattr(data, "example_batch"):  # one that has it is not set up, and nobody may ask it for more
+            setattr(trainer, "datamodule", data)  # noqa: B010 - where Lightning puts it, undeclared
     return Subject(name=str(config.name), module=module, trainer=trainer, batch=batch, batch_note=note)
 
 
