@@ -46,10 +46,14 @@ def prediction(**changes):
         "categories": {"activations": 3 * GIB, "weights": GIB, "buffers": 0},
         "confidence": "high",
         "seconds": 0.25,
-        "instant": "backward, net.blocks.3, aten.mm.default",
+        "instant": "backward of net.blocks.3 (aten.mm)",
         "rows": 4,
         "parts": 8,
-        "instants": (("forward, net.blocks.0", GIB), ("backward, net.blocks.3", 4 * GIB), ("optimizer step", 2 * GIB)),
+        "instants": (
+            ("forward of net.blocks.0", GIB),
+            ("backward of net.blocks.3", 4 * GIB),
+            ("optimizer step", 2 * GIB),
+        ),
     }
     return Prediction(**figures | changes)
 
@@ -88,7 +92,7 @@ def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
     text = text_of(Plan(prediction=prediction()))
 
     assert "4.00 GiB of tensors; 5.00 GiB with the allocator's rounding and caches, 62 % of the budget" in text
-    assert "backward, net.blocks.3, aten.mm.default" in text
+    assert "backward of net.blocks.3 (aten.mm)" in text
 
 
 @pytest.mark.parametrize(
@@ -127,14 +131,15 @@ def test_a_bar_is_as_long_as_its_share_and_marks_are_seen_beside_it():
     assert bar.endswith(" ┊      ┊")
 
 
-def test_of_many_places_the_highest_are_shown_in_the_order_of_the_step():
-    places = tuple((f"place {at}", (at * 7 % 20 + 1) * MIB) for at in range(20))
-    table = instants_table(prediction(instants=places))
-    shown = [int(row[0].split()[1]) for row in table.rows]
+def test_of_many_places_the_highest_of_each_phase_and_of_all_are_shown_in_the_order_of_the_step():
+    forward = [(f"forward of {at}", (at * 7 % 20 + 10) * MIB) for at in range(20)]
+    table = instants_table(prediction(instants=(("before the step", MIB), *forward, ("optimizer step", 2 * MIB))))
+    first, *shown, last = [row[0] for row in table.rows]
+    numbers = [int(words.rpartition(" ")[2]) for words in shown]
 
-    assert len(shown) == 12 and shown == sorted(shown)
-    assert min(places[at][1] for at in shown) > max(count for at, (_, count) in enumerate(places) if at not in shown)
-    assert table.remark == "8 lower places are left out."
+    assert (first, last) == ("before the step", "optimizer step")
+    assert numbers == sorted(numbers) and {forward[at][1] for at in numbers} == {(20 + at) * MIB for at in range(10)}
+    assert table.remark == "10 lower places are left out."
 
 
 def test_alternatives_are_ranked_fastest_first_and_the_chosen_one_is_pointed_at():
@@ -186,7 +191,7 @@ def test_a_plan_without_a_prediction_is_still_told():
 
 
 def test_brackets_in_names_of_places_are_shown_as_they_are():
-    assert "blocks[3]" in text_of(prediction(instant="backward, blocks[3]"))
+    assert "blocks[3]" in text_of(prediction(instant="backward of blocks[3]"))
 
 
 def test_markdown_has_a_head_a_list_and_a_table_for_each_part():

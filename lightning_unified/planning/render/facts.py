@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render.planned import Planned, does_fit
+from lightning_unified.planning.render.planned import Planned, does_fit, parts_of
 from lightning_unified.planning.render.sheet import Fact
 from lightning_unified.planning.trace import Confidence
 from lightning_unified.units import format_bytes
@@ -76,7 +76,7 @@ def _micro_batch(plan: Planned) -> str:
     if plan.micro_batch_size is None:
         return "the whole batch at once"
     rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
-    parts = None if plan.prediction is None else plan.prediction.parts
+    parts = parts_of(plan)
     if parts == 1:
         return f"{rows}: the whole batch at once"
     return f"{rows} at a time" if parts is None else f"{rows} at a time, {parts} times a batch"

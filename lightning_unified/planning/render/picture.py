@@ -1,15 +1,15 @@
 """A plan as a picture: categories stacked against the budget, the course of the step, and what else was weighed."""
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.watermarks import Watermarks
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render.facts import format_seconds, format_share
-from lightning_unified.planning.render.planned import Planned, prediction_of
-from lightning_unified.planning.render.tables import is_chosen, ordered
+from lightning_unified.planning.render.facts import format_seconds, format_share, recomputed
+from lightning_unified.planning.render.planned import Planned, does_fit, is_chosen, phase_of, prediction_of
+from lightning_unified.planning.render.tables import ordered
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ __all__ = ["to_png"]
 _STAYS = {"weights": "#1f4e79", "gradients": "#2f75b5", "optimizer state": "#5b9bd5", "buffers": "#9dc3e6"}
 _PASSES = {"activations": "#c55a11", "logits": "#ed7d31", "temporaries": "#f4b183"}
 _BESIDE = {"batch": "#7f7f7f", "workspaces": "#a6a6a6", "callbacks": "#595959"}
+_PHASES = {"forward": "#5b9bd5", "backward": "#2f75b5", "optimizer step": "#1f4e79", "validation": "#c55a11"}
 _COLOURS = _STAYS | _PASSES | _BESIDE
 _INK, _FAINT, _BUDGET, _LOW, _CHOSEN = "#222222", "#8a8a8a", "#b00020", "#d98c00", "#1a7f37"
 _FAR = 4  # a budget so many times the need is named at the edge instead of drawn
-_LONGEST = 44
+_NEAR = 2  # as much times the largest alternative, and the budget is drawn beside them
+_LONGEST, _WIDE = 44, 0.15
 
 
 def to_png(
@@ -56,7 +58,7 @@ def to_png(
     if prediction is None:
         raise ConfigurationError("this plan was made without a prediction, so there is nothing to draw.")
     plan = None if isinstance(planned, Prediction) else planned
-    weighed = plan is not None and any(each.seconds is not None for each in plan.alternatives)
+    weighed = plan is not None and sum(each.seconds is not None for each in plan.alternatives) > 1
     parts = ordered(prediction)
     figure = Figure(
         figsize=(11, 2.3 + 0.34 * (len(parts) + 2) + (3.4 if prediction.instants or weighed else 0)), dpi=130
@@ -158,22 +160,32 @@ def _mark(axes: "Axes", x: float, words: str, colour: str, style: str, *, left: 
 
 
 def _step(axes: "Axes", prediction: Prediction) -> None:
-    """Draw the peak of each place in the order of the step, the highest named."""
+    """Draw the peak of each place in the order of the step, phase after phase, and point at the highest."""
     heights = [count for _, count in prediction.instants]
     unit, name = _unit(max(heights))
-    axes.fill_between(
-        range(len(heights) + 1),
-        [*(h / unit for h in heights), heights[-1] / unit],
-        step="post",
-        color=_STAYS["optimizer state"],
-        alpha=0.75,
-        linewidth=0,
-        zorder=2,
-    )
-    top = max(range(len(heights)), key=lambda at: heights[at])
+    at = 0
+    for phase, members in groupby(phase_of(words) for words, _ in prediction.instants):
+        width = len(list(members))
+        tops = [height / unit for height in heights[at : at + width]]
+        colour = _PHASES.get(phase, _FAINT)
+        axes.fill_between(
+            range(at, at + width + 1), [*tops, tops[-1]], step="post", color=colour, linewidth=0, zorder=2
+        )
+        if width >= _WIDE * len(heights):
+            axes.text(
+                at + width / 2,
+                0.03,
+                phase,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                fontsize=8.5,
+                color="white",
+            )
+        at += width
+    top = max(range(len(heights)), key=lambda place: heights[place])
     axes.plot([top + 0.5], [heights[top] / unit], marker="v", color=_BUDGET, markersize=7, zorder=4)
     axes.set_xlim(0, len(heights))
-    axes.set_ylim(0, 1.18 * heights[top] / unit)
+    axes.set_ylim(0, 1.12 * heights[top] / unit)
     axes.set_xticks([])
     axes.set_xlabel("places, in the order of the step", fontsize=9, color=_FAINT)
     axes.set_ylabel(name, fontsize=9, color=_FAINT)
@@ -182,29 +194,29 @@ def _step(axes: "Axes", prediction: Prediction) -> None:
 
 
 def _weighed(axes: "Axes", plan: Planned) -> None:
-    """Draw each alternative by what it takes and what it lasts: the fastest left of the budget is what is wanted."""
-    timed = [each for each in plan.alternatives if each.seconds is not None]
-    unit, name = _unit(max(each.reserved_bytes for each in timed))
-    for each in timed:
-        chosen = is_chosen(each, plan)
-        axes.scatter(
-            each.reserved_bytes / unit,
-            each.seconds or 0.0,
-            s=90 if chosen else 36,
-            zorder=4 if chosen else 3,
-            color=_CHOSEN if chosen else _STAYS["optimizer state"] if each.fits else "none",
-            edgecolors=_CHOSEN if chosen else _STAYS["gradients"] if each.fits else _FAINT,
+    """Draw each alternative by what it takes and what it lasts: the lowest left of the budget is what is wanted."""
+    dots = [(each.reserved_bytes, each.seconds, each.fits) for each in plan.alternatives if each.seconds is not None]
+    unit, name = _unit(max(taken for taken, _, _ in dots))
+    for taken, seconds, fits in dots:
+        face, edge = (_STAYS["optimizer state"], _STAYS["gradients"]) if fits else ("none", _FAINT)
+        axes.scatter(taken / unit, seconds, s=36, color=face, edgecolors=edge, zorder=3)
+    words, best = "nothing fits", next((each for each in plan.alternatives if is_chosen(each, plan)), plan.prediction)
+    if best is not None and does_fit(plan):
+        words = (
+            f"{plan.prediction.rows if plan.prediction else plan.micro_batch_size} rows, recompute {recomputed(plan)}"
         )
-    most = max(each.reserved_bytes for each in timed)
-    if plan.budget_bytes <= 2 * most:
+        if best.seconds is not None:
+            dots.append((best.reserved_bytes, best.seconds, True))
+            axes.scatter(best.reserved_bytes / unit, best.seconds, s=90, color=_CHOSEN, zorder=4)
+    _title(axes, f"Seconds a step: {words}", mark="●", colour=_CHOSEN)
+    most = max(taken for taken, _, _ in dots)
+    right = max(most, plan.budget_bytes) if plan.budget_bytes <= _NEAR * most else most
+    if right >= plan.budget_bytes:
         _mark(axes, plan.budget_bytes / unit, "budget", _BUDGET, "-")
-    axes.set_xlim(0, 1.08 * max(most, plan.budget_bytes if plan.budget_bytes <= 2 * most else 0) / unit)
-    axes.set_ylim(0, 1.15 * max(each.seconds or 0.0 for each in timed))
+    axes.set_xlim(0, 1.08 * right / unit)
+    axes.set_ylim(0, 1.15 * max(seconds for _, seconds, _ in dots))
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds) if seconds else "0")
     axes.set_xlabel(f"taken by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
-    best = next((each for each in timed if is_chosen(each, plan)), None)
-    words = "nothing fits" if best is None else f"{best.micro_batch_size} rows, recompute {best.recompute}"
-    _title(axes, f"Seconds a step: {words}", mark="●", colour=_CHOSEN)
     _clean(axes, grid="both")
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from lightning_unified.planning.prediction import Prediction
 
-__all__ = ["Alternative", "MachinePlan", "Planned", "does_fit", "prediction_of"]
+__all__ = ["Alternative", "MachinePlan", "Planned", "does_fit", "is_chosen", "parts_of", "phase_of", "prediction_of"]
 
 
 class Alternative(Protocol):
@@ -81,6 +81,32 @@ class MachinePlan:
     budget_bytes: int | None
     plan: Planned | None
     why_not: str = ""
+
+
+def phase_of(place: str) -> str:
+    """Return the phase that a place's words name, `"forward"` for `"forward of network.blocks.3"`."""
+    return place.partition(" of ")[0]
+
+
+def is_chosen(alternative: Alternative, plan: Planned) -> bool:
+    """Return whether `alternative` is what `plan` decided on."""
+    prediction = plan.prediction
+    if prediction is None or not alternative.fits:
+        return False
+    levers = (plan.precision, plan.optimizer_kernel, plan.loss_chunk)
+    return (alternative.micro_batch_size, alternative.peak_bytes) == (prediction.rows, prediction.peak_bytes) and (
+        alternative.precision,
+        alternative.optimizer_kernel,
+        alternative.loss_chunk,
+    ) == levers
+
+
+def parts_of(plan: Planned) -> int | None:
+    """Return in how many micro-batches a batch runs; a prediction alone may be of the first few, after which all are alike."""
+    chosen = next((each for each in plan.alternatives if is_chosen(each, plan)), None)
+    if chosen is not None:
+        return chosen.parts
+    return None if plan.prediction is None else plan.prediction.parts
 
 
 def prediction_of(planned: Planned | Prediction) -> Prediction | None:

@@ -6,12 +6,20 @@ from itertools import accumulate
 from lightning_unified.hardware.watermarks import Watermarks
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render.facts import format_seconds, format_share, recomputed
-from lightning_unified.planning.render.planned import Alternative, MachinePlan, Planned, does_fit
+from lightning_unified.planning.render.planned import (
+    Alternative,
+    MachinePlan,
+    Planned,
+    does_fit,
+    is_chosen,
+    parts_of,
+    phase_of,
+)
 from lightning_unified.planning.render.sheet import Bars, Table
 from lightning_unified.planning.trace import CATEGORIES
 from lightning_unified.units import format_bytes
 
-__all__ = ["alternatives_table", "categories_table", "instants_table", "is_chosen", "machines_table", "ordered"]
+__all__ = ["alternatives_table", "categories_table", "instants_table", "machines_table", "ordered"]
 
 _FAR = 6  # a budget so many times the need would leave the bars too short to read
 _MOST_INSTANTS = 12
@@ -67,10 +75,11 @@ def _remark(watermarks: Watermarks | None, scale: int) -> str:
 
 
 def instants_table(prediction: Prediction) -> Table:
-    """Return the highest places of the step, in the order of the step, the highest of them first to be seen."""
+    """Return the highest place of each phase, and the highest of the others, in the order of the step."""
     places = list(enumerate(prediction.instants))
-    highest = sorted(places, key=lambda place: -place[1][1])[:_MOST_INSTANTS]
-    shown = sorted(highest)
+    ranked = sorted(places, key=lambda place: -place[1][1])
+    of_phases = list({phase_of(words): (at, (words, count)) for at, (words, count) in reversed(ranked)}.values())
+    shown = sorted([*of_phases, *(place for place in ranked if place not in of_phases)][:_MOST_INSTANTS])
     most = max((count for _, (_, count) in shown), default=1) or 1
     left = len(places) - len(shown)
     return Table(
@@ -81,19 +90,6 @@ def instants_table(prediction: Prediction) -> Table:
         strong=frozenset(at for at, (_, (_, count)) in enumerate(shown) if count == most),
         bars=Bars(spans=tuple((0.0, count / most) for _, (_, count) in shown), title=f"0 to {format_bytes(most)}"),
         remark=f"{left} lower places are left out." if left > 0 else "",
-    )
-
-
-def is_chosen(alternative: Alternative, plan: Planned) -> bool:
-    """Return whether `alternative` is what `plan` decided on."""
-    prediction = plan.prediction
-    if prediction is None or not alternative.fits:
-        return False
-    size, levers = (prediction.rows, prediction.parts), (plan.precision, plan.optimizer_kernel, plan.loss_chunk)
-    return (
-        (alternative.micro_batch_size, alternative.parts) == size
-        and (alternative.precision, alternative.optimizer_kernel, alternative.loss_chunk) == levers
-        and alternative.peak_bytes == prediction.peak_bytes
     )
 
 
@@ -133,7 +129,7 @@ def _chosen_row(plan: Planned, prediction: Prediction) -> tuple[str, ...]:
     """Return the row of the plan itself, for a planner that lists only the others."""
     return (
         _CHOSEN,
-        f"{prediction.rows} × {prediction.parts}",
+        f"{prediction.rows} × {parts_of(plan)}",
         recomputed(plan),
         *_levers(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
         format_bytes(prediction.peak_bytes),
@@ -187,7 +183,7 @@ def _machine_row(machine: MachinePlan) -> tuple[str, ...]:
     return (
         *head,
         _FITS if does_fit(plan) else "no",
-        f"{prediction.rows} × {prediction.parts}",
+        f"{prediction.rows} × {parts_of(plan)}",
         recomputed(plan),
         plan.precision,
         format_bytes(prediction.peak_bytes),
