@@ -5,10 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,31 +23,14 @@ from lightning_unified.cli.request.composition import composed, searching
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.search import Candidate
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
 GIB = 2**30
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
 MINE = f"{__file__}:"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """A plan as the planner makes it."""
-
-    micro_batch_size: int | None
-    precision: str
-    budget_bytes: int
-    prediction: Prediction
-    recompute: bool | None = None
-    recompute_blocks: Any = None
-    optimizer_kernel: str | None = None
-    loss_chunk: int | None = None
-    reasons: dict = field(default_factory=dict)
-    alternatives: tuple = ()
-
-    def to_dict(self):
-        return asdict(self)
 
 
 class Net(LightningModule):
@@ -103,6 +84,21 @@ class Calls:
         return {name: self._made(budget, options["precision"]) for name, (_, budget, _) in machines.items()}
 
     def _made(self, budget, precision):
+        usual = {"precision": precision, "recompute": None}
+        if self.need > budget:
+            least = Candidate(
+                micro_batch_size=1,
+                parts=8,
+                precision=precision,
+                recompute="none",
+                optimizer_kernel=None,
+                loss_chunk=None,
+                peak_bytes=self.need,
+                reserved_bytes=self.need,
+                seconds=0.5,
+                fits=False,
+            )
+            return Plan(micro_batch_size=None, budget_bytes=budget, alternatives=(least,), **usual)
         peak = Prediction(
             peak_bytes=self.need,
             reserved_bytes=self.need,
@@ -113,7 +109,7 @@ class Calls:
             rows=2,
             parts=4,
         )
-        return Made(micro_batch_size=2, precision=precision, budget_bytes=budget, prediction=peak)
+        return Plan(micro_batch_size=2, budget_bytes=budget, prediction=peak, **usual)
 
     @property
     def call(self):
@@ -165,7 +161,7 @@ def test_the_planner_gets_what_the_configuration_settles_and_the_choice_of_the_r
     assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
     assert (call.micro_batch_size, call.recompute, call.rates) == (4, True, None)
     command(*TINY, "memory.budget=4GiB")
-    assert (calls.call.micro_batch_size, calls.call.recompute) == (None, None)
+    assert (calls.call.micro_batch_size, calls.call.recompute) == (None, "auto")
 
 
 def test_the_trainer_is_that_of_the_run_without_what_watches_it(command, calls):
@@ -311,7 +307,7 @@ def test_a_plan_that_fits_nowhere_is_shown_and_is_one(command, calls):
     done = command(*TINY, "memory.budget=1GiB")
 
     assert done.code == 1
-    assert "Peak by category" in done.out
+    assert "verdict" in done.out and "What it would take" in done.out
     assert (
         "gearhead does not fit into 1.00 GiB: the smallest step that was found takes 7.00 GiB. Give memory.budget"
         in done.err

@@ -2,41 +2,26 @@
 
 import io
 import re
-from collections import namedtuple
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render import MachinePlan, does_fit, to_markdown, to_png, to_terminal
 from lightning_unified.planning.render.facts import format_seconds, format_share
 from lightning_unified.planning.render.tables import categories_table, instants_table
+from lightning_unified.planning.search import Candidate
 
 MIB, GIB = 2**20, 2**30
 PNG = b"\x89PNG\r\n\x1a\n"
 
-Weighed = namedtuple(
-    "Weighed",
-    "micro_batch_size parts recompute precision optimizer_kernel loss_chunk peak_bytes reserved_bytes seconds fits",
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    micro_batch_size: int | None = 4
-    recompute: bool | None = False
-    recompute_blocks: Any = None
-    precision: str = "bf16-mixed"
-    optimizer_kernel: str | None = None
-    loss_chunk: int | None = None
-    budget_bytes: int = 8 * GIB
-    reasons: dict = field(default_factory=dict)
-    prediction: Prediction | None = None
-    alternatives: tuple = ()
+def plan(**changes):
+    usual = {"micro_batch_size": 4, "recompute": False, "precision": "bf16-mixed", "budget_bytes": 8 * GIB}
+    return Plan(**usual | changes)
 
 
 def prediction(**changes):
@@ -60,7 +45,7 @@ def prediction(**changes):
 
 def weighed(rows, *, reserved=5 * GIB, seconds=0.5, fits=True, **changes):
     usual = {"recompute": "none", "precision": "bf16-mixed", "optimizer_kernel": None, "loss_chunk": None}
-    return Weighed(
+    return Candidate(
         micro_batch_size=rows,
         parts=32 // rows,
         peak_bytes=reserved - GIB,
@@ -82,14 +67,14 @@ def line_of(text, start):
 
 
 def test_each_choice_stands_with_its_reason():
-    text = text_of(Plan(reasons={"micro_batch_size": "8 rows need 9 GiB", "cap": "no cap"}, prediction=prediction()))
+    text = text_of(plan(reasons={"micro_batch_size": "8 rows need 9 GiB", "cap": "no cap"}, prediction=prediction()))
 
     assert re.search(r"micro-batch +4 rows at a time, 8 times a batch +8 rows need 9 GiB", text)
     assert re.search(r"cap +no cap", text)
 
 
 def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
-    text = text_of(Plan(prediction=prediction()))
+    text = text_of(plan(prediction=prediction()))
 
     assert "4.00 GiB of tensors; 5.00 GiB with the allocator's rounding and caches, 62 % of the budget" in text
     assert "backward of net.blocks.3 (aten.mm)" in text
@@ -124,7 +109,7 @@ def test_bars_of_a_budget_far_above_the_need_are_scaled_by_the_need():
 
 
 def test_a_bar_is_as_long_as_its_share_and_marks_are_seen_beside_it():
-    text = text_of(Plan(prediction=prediction()), watermarks=Watermarks(high=8 * GIB, low=6 * GIB))
+    text = text_of(plan(prediction=prediction()), watermarks=Watermarks(high=8 * GIB, low=6 * GIB))
     bar = line_of(text, "peak of tensors").partition("100 %")[2].strip()
 
     assert bar.count("█") == 16
@@ -144,7 +129,7 @@ def test_of_many_places_the_highest_of_each_phase_and_of_all_are_shown_in_the_or
 
 def test_alternatives_are_ranked_fastest_first_and_the_chosen_one_is_pointed_at():
     others = (weighed(8, reserved=10 * GIB, seconds=0.1, fits=False), weighed(2), weighed(4, seconds=0.25))
-    lines = text_of(Plan(prediction=prediction(), alternatives=others)).partition("What was weighed")[2].splitlines()
+    lines = text_of(plan(prediction=prediction(), alternatives=others)).partition("What was weighed")[2].splitlines()
     rows = [line.split()[: 3 + line.startswith("→")] for line in lines if " × " in line]
 
     assert rows == [["→", "4", "×", "8"], ["2", "×", "16"], ["8", "×", "4"]]
@@ -152,40 +137,45 @@ def test_alternatives_are_ranked_fastest_first_and_the_chosen_one_is_pointed_at(
 
 
 def test_a_plan_missing_among_its_alternatives_leads_them():
-    text = text_of(Plan(prediction=prediction(), alternatives=(weighed(2),)))
+    text = text_of(plan(prediction=prediction(), alternatives=(weighed(2),)))
 
     assert re.search(r"→ +4 × 8 +none +bf16-mixed +as given +whole +4.00 GiB +5.00 GiB +250 ms +yes", text)
 
 
 def test_a_plan_that_does_not_fit_says_so_first_and_shows_what_it_would_take():
-    plan = Plan(budget_bytes=GIB, prediction=prediction(), alternatives=(weighed(1, fits=False),))
-    text = text_of(plan)
+    refused = plan(
+        micro_batch_size=None,
+        budget_bytes=GIB,
+        alternatives=(weighed(1, fits=False),),
+        reasons={"micro_batch_size": "1 row needs 5 GiB"},
+    )
+    text = text_of(refused)
 
-    assert not does_fit(plan)
-    assert "does not fit" in text.splitlines()[1]
+    assert not does_fit(refused)
+    assert re.match(r"verdict +does not fit +1 row needs 5 GiB", text.splitlines()[1])
     assert "What it would take" in text and "no, 4.00 GiB over" in text and "→" not in text
+    assert "the whole batch at once" not in text
 
 
 def test_what_fits_where_names_each_machine_or_why_not():
-    plan = Plan(prediction=prediction(), recompute_blocks="all")
+    chosen = plan(prediction=prediction(), recomputed="all")
+    refused = plan(alternatives=(weighed(1, fits=False), weighed(2, reserved=9 * GIB, fits=False)))
     machines = [
-        MachinePlan(name="m2-16gb", backend="mps", pool="unified", budget_bytes=8 * GIB, plan=plan),
-        MachinePlan(
-            name="m1-8gb", backend="mps", pool="unified", budget_bytes=2 * GIB, plan=replace(plan, budget_bytes=2 * GIB)
-        ),
+        MachinePlan(name="m2-16gb", backend="mps", pool="unified", budget_bytes=8 * GIB, plan=chosen),
+        MachinePlan(name="m1-8gb", backend="mps", pool="unified", budget_bytes=2 * GIB, plan=refused),
         MachinePlan(
             name="rtx", backend="cuda", pool="dedicated", budget_bytes=None, plan=None, why_not="no such precision"
         ),
     ]
-    text = text_of(plan, machines=machines)
+    text = text_of(chosen, machines=machines)
 
     assert re.search(r"m2-16gb +mps, unified +8.00 GiB +yes +4 × 8 +all +bf16-mixed +4.00 GiB +5.00 GiB +250 ms", text)
-    assert re.search(r"m1-8gb .* no .*its smallest step is 3.00 GiB over", text)
+    assert re.search(r"m1-8gb .* no .*the smallest step takes 5.00 GiB", text)
     assert re.search(r"rtx +cuda, dedicated +unknown +no +no such precision", text)
 
 
 def test_a_plan_without_a_prediction_is_still_told():
-    text = text_of(Plan(micro_batch_size=None))
+    text = text_of(plan(micro_batch_size=None))
 
     assert "the whole batch at once" in text and "Peak by category" not in text
 
@@ -195,7 +185,7 @@ def test_brackets_in_names_of_places_are_shown_as_they_are():
 
 
 def test_markdown_has_a_head_a_list_and_a_table_for_each_part():
-    page = to_markdown(Plan(prediction=prediction(), alternatives=(weighed(2),)), title="Net on m2-16gb")
+    page = to_markdown(plan(prediction=prediction(), alternatives=(weighed(2),)), title="Net on m2-16gb")
     heads = [line for line in page.splitlines() if line.startswith("#")]
 
     assert heads == [
@@ -209,7 +199,7 @@ def test_markdown_has_a_head_a_list_and_a_table_for_each_part():
 
 def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head():
     instants = (("a|b _c_ <d>", GIB),)
-    page = to_markdown(Plan(prediction=prediction(instants=instants), alternatives=(weighed(2), weighed(4))))
+    page = to_markdown(plan(prediction=prediction(instants=instants), alternatives=(weighed(2), weighed(4))))
     tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
 
     assert len(tables) == 3
@@ -224,16 +214,15 @@ def test_notes_of_the_prediction_end_the_page():
     )
 
 
-@pytest.mark.parametrize("shown", ["plan", "far budget", "prediction", "untimed"])
+@pytest.mark.parametrize("shown", ["plan", "far budget", "prediction", "nothing that fits"])
 def test_a_picture_is_drawn_of(shown, tmp_path):
-    others = (
-        weighed(2, seconds=None if shown == "untimed" else 0.5),
-        weighed(8, fits=False, reserved=10 * GIB, seconds=None),
-    )
+    others = (weighed(2), weighed(8, fits=False, reserved=10 * GIB))
     budget = 100 * GIB if shown == "far budget" else 8 * GIB
-    plan = Plan(prediction=prediction(), alternatives=others, budget_bytes=budget)
+    chosen = plan(prediction=prediction(), alternatives=others, budget_bytes=budget)
+    if shown == "nothing that fits":
+        chosen = plan(prediction=None, alternatives=others[1:], budget_bytes=budget)
     path = to_png(
-        prediction(instants=()) if shown == "prediction" else plan,
+        prediction(instants=()) if shown == "prediction" else chosen,
         tmp_path / "new" / "plan.png",
         watermarks=Watermarks(high=budget, low=budget // 2),
     )
@@ -243,7 +232,7 @@ def test_a_picture_is_drawn_of(shown, tmp_path):
 
 def test_a_picture_without_a_prediction_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="made without a prediction, so there is nothing to draw"):
-        to_png(Plan(), tmp_path / "plan.png")
+        to_png(plan(), tmp_path / "plan.png")
 
 
 def test_a_picture_in_a_folder_that_is_a_file_is_refused(tmp_path):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_unified.planning.plan import Plan
+
 __all__ = ["Backend", "real_backend"]
 
 
@@ -12,20 +14,19 @@ class Backend:
     """What the command calls.
 
     Attributes:
-        plan: `plan(module, batch, *, budget, device, rates=None, …) -> Plan`. One that does not fit comes back with alternatives none of
-            which fits, and the prediction of the smallest.
-        plan_many: `plan_many(module, batch, machines, …) -> dict[str, Plan]`, machines by name: (backend, budget in bytes, rates).
+        plan: As `training.predict.plan`.
+        plan_many: As `training.predict.plan_many`.
         rates: What is tabled of a machine, by its name; None where nothing is.
     """
 
-    plan: Callable[..., Any]
-    plan_many: Callable[..., Mapping[str, Any]]
+    plan: Callable[..., Plan]
+    plan_many: Callable[..., Mapping[str, Plan]]
     rates: Callable[[str], Any]
 
 
 def real_backend() -> Backend:
     """Return the planner of this package."""
-    from lightning_unified.planning.rates import tabled_rates  # pyright: ignore[reportMissingImports]
-    from lightning_unified.training.predict import plan, plan_many  # pyright: ignore[reportMissingImports]
+    from lightning_unified.planning.rates import tabled_rates
+    from lightning_unified.training.predict import plan, plan_many
 
     return Backend(plan=plan, plan_many=plan_many, rates=tabled_rates)

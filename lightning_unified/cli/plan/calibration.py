@@ -21,7 +21,7 @@ def calibration(asked: Literal["show", "clear"], *, as_json: bool, console: Cons
         as_json: Print JSON for scripts, and nothing else.
         console: Where to print; default the terminal.
     """
-    from lightning_unified.planning.calibration import (  # pyright: ignore[reportMissingImports]
+    from lightning_unified.planning.calibration import (
         Calibration,
         cache_directory,
         calibrated_machines,

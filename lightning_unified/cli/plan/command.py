@@ -21,7 +21,6 @@ from lightning_unified.errors import ConfigurationError
 __all__ = ["main"]
 
 _PIPE_WIDTH = 140
-_LEVERS = ("micro_batch_size", "recompute")
 _OF_A_RUN = ("resume", "run_dir")
 _OF_A_MODEL = ("model", "data", "platform")
 
@@ -104,9 +103,10 @@ def _console() -> Console:
 
 
 def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return what the configuration, or of that `only` some keys, settles for the planner; None leaves it the choice."""
-    names = [name for name in _LEVERS if only is None or f"memory.{name}" in only]
-    return {name: None if config.memory[name] == "auto" else config.memory[name] for name in names}
+    """Return what the configuration, or of that `only` some keys, settles for the planner."""
+    rows = config.memory.micro_batch_size
+    settled = {"micro_batch_size": None if rows == "auto" else rows, "recompute": config.memory.recompute}
+    return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
 
 
 def _check_keys(asked: Asked) -> None:

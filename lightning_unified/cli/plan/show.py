@@ -12,7 +12,9 @@ from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
 from lightning_unified.cli.plan.target import Target
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planning.render import MachinePlan, Planned, does_fit, to_markdown, to_png, to_terminal
+from lightning_unified.planning.plan import Plan
+from lightning_unified.planning.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
+from lightning_unified.planning.render.planned import recomputed
 from lightning_unified.units import format_bytes
 
 __all__ = ["Page"]
@@ -31,7 +33,7 @@ class Page:
 
     subject: Subject
     target: Target
-    plan: Any
+    plan: Plan
     machines: tuple[MachinePlan, ...] = ()
 
     def show(self, asked: Asked, console: Console) -> int:
@@ -69,8 +71,7 @@ class Page:
     @property
     def refusal(self) -> str:
         """Why there is no plan, and what would help, in one sentence each."""
-        least = min((each.reserved_bytes for each in self.plan.alternatives), default=None)
-        least = self.plan.prediction.reserved_bytes if least is None and self.plan.prediction is not None else least
+        least = least_bytes(self.plan)
         need = "" if least is None else f": the smallest step that was found takes {format_bytes(least)}"
         return (
             f"{self.subject.name} does not fit into {format_bytes(self.target.budget.bytes)}{need}. Give memory.budget more, or shorten "
@@ -98,7 +99,7 @@ class Page:
 
 
 def _machine(machine: MachinePlan) -> dict[str, Any]:
-    plan: Planned | None = machine.plan
+    plan = machine.plan
     prediction = None if plan is None else plan.prediction
     return {
         "device": machine.backend,
@@ -107,7 +108,7 @@ def _machine(machine: MachinePlan) -> dict[str, Any]:
         "fits": None if plan is None and not machine.why_not else plan is not None and does_fit(plan),
         "micro_batch_size": None if plan is None else plan.micro_batch_size,
         "recompute": None if plan is None else plan.recompute,
-        "recompute_blocks": None if plan is None else plan.recompute_blocks,
+        "recomputed": None if plan is None or prediction is None else recomputed(plan),
         "precision": None if plan is None else plan.precision,
         "peak_bytes": None if prediction is None else prediction.peak_bytes,
         "reserved_bytes": None if prediction is None else prediction.reserved_bytes,

@@ -76,7 +76,7 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         target = _object(asked.module, flag="--module")
         arguments = _arguments(asked.kwargs, target, asked.module)
         module = without_memory(lambda: _made(target, arguments, f"--module {asked.module}"), what=asked.module)
-        return Subject(name=asked.module, module=module, trainer=trainer, batch=batch)
+        return Subject(name=asked.module.rpartition(":")[2], module=module, trainer=trainer, batch=batch)
     module = without_memory(lambda: make("model", planned.model), what=f"model={config.name}")
     note = ""
     if batch is None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render.planned import Planned, does_fit, parts_of
+from lightning_unified.planning.render.planned import does_fit, recomputed
 from lightning_unified.planning.render.sheet import Fact
 from lightning_unified.planning.trace import Confidence
 from lightning_unified.units import format_bytes
 
-__all__ = ["facts_of_plan", "facts_of_prediction", "format_seconds", "format_share", "recomputed"]
+__all__ = ["facts_of_plan", "facts_of_prediction", "format_seconds", "format_share"]
 
 _CONFIDENCE: dict[Confidence, str] = {
     "high": "nothing was made up: every shape of the step was followed",
@@ -18,13 +19,14 @@ _CONFIDENCE: dict[Confidence, str] = {
 _SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_kernel", "loss_chunk"}
 
 
-def facts_of_plan(plan: Planned) -> Iterator[Fact]:
+def facts_of_plan(plan: Plan) -> Iterator[Fact]:
     """Yield what was chosen with its reason, then what is predicted of it; a plan that does not fit says so first."""
     why = plan.reasons
     if not does_fit(plan):
-        yield Fact(
-            name="verdict", text="does not fit: below is the smallest step that was found, and what it would take"
-        )
+        yield Fact(name="verdict", text="does not fit", why=why.get("micro_batch_size", ""))
+        yield Fact(name="budget", text=format_bytes(plan.budget_bytes), why=why.get("budget", ""))
+        yield Fact(name="precision", text=plan.precision, why=why.get("precision", ""))
+        return
     yield Fact(name="budget", text=format_bytes(plan.budget_bytes), why=why.get("budget", ""))
     yield Fact(name="micro-batch", text=_micro_batch(plan), why=why.get("micro_batch_size", ""))
     yield Fact(name="recompute", text=recomputed(plan), why=why.get("recompute", ""))
@@ -72,21 +74,11 @@ def format_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
 
 
-def _micro_batch(plan: Planned) -> str:
+def _micro_batch(plan: Plan) -> str:
     if plan.micro_batch_size is None:
         return "the whole batch at once"
     rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
-    parts = parts_of(plan)
-    if parts == 1:
-        return f"{rows}: the whole batch at once"
-    return f"{rows} at a time" if parts is None else f"{rows} at a time, {parts} times a batch"
-
-
-def recomputed(plan: Planned) -> str:
-    """Return what runs again in the backward pass, in words."""
-    if plan.recompute_blocks is not None:
-        blocks = plan.recompute_blocks
-        if blocks in (0, "0"):
-            return "none"
-        return "all" if blocks == "all" else f"{blocks} block{'s' * (blocks != 1)}"
-    return {None: "as given", True: "all", False: "none"}[plan.recompute]
+    if plan.prediction is None:
+        return f"{rows} at a time"
+    parts = plan.prediction.parts
+    return f"{rows}: the whole batch at once" if parts == 1 else f"{rows} at a time, {parts} times a batch"

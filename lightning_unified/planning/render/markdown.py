@@ -3,16 +3,17 @@
 from collections.abc import Iterator, Sequence
 
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render.page import sheet_of
-from lightning_unified.planning.render.planned import MachinePlan, Planned
+from lightning_unified.planning.render.planned import MachinePlan
 from lightning_unified.planning.render.sheet import Sheet, Table
 
 __all__ = ["to_markdown"]
 
 
 def to_markdown(
-    planned: Planned | Prediction,
+    planned: Plan | Prediction,
     *,
     title: str = "Plan",
     facts: Sequence[tuple[str, str]] = (),

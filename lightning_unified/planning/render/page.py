@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render.facts import facts_of_plan, facts_of_prediction, format_seconds
-from lightning_unified.planning.render.planned import MachinePlan, Planned, prediction_of
+from lightning_unified.planning.render.planned import MachinePlan, prediction_of
 from lightning_unified.planning.render.sheet import Fact, Sheet, Table
 from lightning_unified.planning.render.tables import (
     alternatives_table,
@@ -18,7 +19,7 @@ __all__ = ["sheet_of"]
 
 
 def sheet_of(
-    planned: Planned | Prediction,
+    planned: Plan | Prediction,
     *,
     title: str,
     facts: Sequence[tuple[str, str]] = (),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render.facts import format_seconds, format_share, recomputed
-from lightning_unified.planning.render.planned import Planned, does_fit, is_chosen, phase_of, prediction_of
+from lightning_unified.planning.render.facts import format_seconds, format_share
+from lightning_unified.planning.render.planned import phase_of, prediction_of, recomputed
 from lightning_unified.planning.render.tables import ordered
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
 
@@ -30,7 +31,7 @@ _LONGEST, _WIDE = 44, 0.15
 
 
 def to_png(
-    planned: Planned | Prediction,
+    planned: Plan | Prediction,
     path: str | Path,
     *,
     title: str = "Plan",
@@ -39,7 +40,7 @@ def to_png(
     """Draw a plan or a prediction into `path` and return it.
 
     Args:
-        planned: What is drawn; it needs a prediction.
+        planned: What is drawn; a plan that nothing fits shows what was weighed.
         path: The file to write, whose folder is made if it is not there.
         title: Its head, in one line.
         watermarks: Bytes to mark beside the budget.
@@ -55,28 +56,27 @@ def to_png(
             f"a picture needs matplotlib, which is not installed ({error}); pip install matplotlib, or leave the picture out."
         ) from error
     prediction = prediction_of(planned)
-    if prediction is None:
+    weighed = None if isinstance(planned, Prediction) or not planned.alternatives else planned
+    if prediction is None and weighed is None:
         raise ConfigurationError("this plan was made without a prediction, so there is nothing to draw.")
-    plan = None if isinstance(planned, Prediction) else planned
-    weighed = plan is not None and sum(each.seconds is not None for each in plan.alternatives) > 1
-    parts = ordered(prediction)
-    figure = Figure(
-        figsize=(11, 2.3 + 0.34 * (len(parts) + 2) + (3.4 if prediction.instants or weighed else 0)), dpi=130
-    )
+    bars = 0 if prediction is None else len(ordered(prediction)) + 2
+    steps = prediction is not None and bool(prediction.instants)
+    below = [name for name, there in (("step", steps), ("weighed", weighed is not None)) if there]
+    above = [["categories"] * max(len(below), 1)] if bars else []
+    heights = ([0.34 * bars + 0.9] if above else []) + ([3.2] if below else [])
+    figure = Figure(figsize=(11, sum(heights) + 1.4), dpi=130)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.12)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    below = [name for name, there in (("step", bool(prediction.instants)), ("weighed", weighed)) if there]
-    layout: Any = [["categories"] * max(len(below), 1)] + ([below] if below else [])
-    ratios = [0.34 * (len(parts) + 2) + 0.9] + ([3.2] if below else [])
-    axes = figure.subplot_mosaic(layout, height_ratios=ratios)
-    _categories(
-        axes["categories"], prediction, budget_bytes=None if plan is None else plan.budget_bytes, marks=watermarks
-    )
-    if "step" in axes:
+    layout: Any = above + ([below] if below else [])
+    axes = figure.subplot_mosaic(layout, height_ratios=heights)
+    if prediction is not None:
+        budget = None if isinstance(planned, Prediction) else planned.budget_bytes
+        _categories(axes["categories"], prediction, budget_bytes=budget, marks=watermarks)
+    if prediction is not None and steps:
         _step(axes["step"], prediction)
-    if plan is not None and weighed:
-        _weighed(axes["weighed"], plan)
+    if weighed is not None:
+        _weighed(axes["weighed"], weighed)
     return _save(figure, Path(path))
 
 
@@ -193,28 +193,26 @@ def _step(axes: "Axes", prediction: Prediction) -> None:
     _clean(axes, grid="y")
 
 
-def _weighed(axes: "Axes", plan: Planned) -> None:
+def _weighed(axes: "Axes", plan: Plan) -> None:
     """Draw each alternative by what it takes and what it lasts: the lowest left of the budget is what is wanted."""
-    dots = [(each.reserved_bytes, each.seconds, each.fits) for each in plan.alternatives if each.seconds is not None]
-    unit, name = _unit(max(taken for taken, _, _ in dots))
-    for taken, seconds, fits in dots:
-        face, edge = (_STAYS["optimizer state"], _STAYS["gradients"]) if fits else ("none", _FAINT)
-        axes.scatter(taken / unit, seconds, s=36, color=face, edgecolors=edge, zorder=3)
-    words, best = "nothing fits", next((each for each in plan.alternatives if is_chosen(each, plan)), plan.prediction)
-    if best is not None and does_fit(plan):
-        words = (
-            f"{plan.prediction.rows if plan.prediction else plan.micro_batch_size} rows, recompute {recomputed(plan)}"
-        )
-        if best.seconds is not None:
-            dots.append((best.reserved_bytes, best.seconds, True))
-            axes.scatter(best.reserved_bytes / unit, best.seconds, s=90, color=_CHOSEN, zorder=4)
+    dots = [(each.reserved_bytes, each.seconds) for each in plan.alternatives]
+    best, words = plan.prediction, "nothing fits"
+    if best is not None and best.seconds is not None:
+        dots.append((best.reserved_bytes, best.seconds))
+        words = f"{best.rows} row{'s' * (best.rows != 1)} at a time, recompute {recomputed(plan)}"
+    unit, name = _unit(max(taken for taken, _ in dots))
+    for each in plan.alternatives:
+        face, edge = (_STAYS["optimizer state"], _STAYS["gradients"]) if each.fits else ("none", _FAINT)
+        axes.scatter(each.reserved_bytes / unit, each.seconds, s=36, color=face, edgecolors=edge, zorder=3)
+    if best is not None and best.seconds is not None:
+        axes.scatter(best.reserved_bytes / unit, best.seconds, s=90, color=_CHOSEN, zorder=4)
     _title(axes, f"Seconds a step: {words}", mark="●", colour=_CHOSEN)
-    most = max(taken for taken, _, _ in dots)
-    right = max(most, plan.budget_bytes) if plan.budget_bytes <= _NEAR * most else most
+    most = max(taken for taken, _ in dots)
+    right = max(most, plan.budget_bytes) if plan.budget_bytes <= _NEAR * most or best is None else most
     if right >= plan.budget_bytes:
         _mark(axes, plan.budget_bytes / unit, "budget", _BUDGET, "-")
     axes.set_xlim(0, 1.08 * right / unit)
-    axes.set_ylim(0, 1.15 * max(seconds for _, seconds, _ in dots))
+    axes.set_ylim(0, 1.15 * max(seconds for _, seconds in dots))
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds) if seconds else "0")
     axes.set_xlabel(f"taken by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
     _clean(axes, grid="both")

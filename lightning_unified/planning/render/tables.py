@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render.facts import format_seconds, format_share, recomputed
+from lightning_unified.planning.render.facts import format_seconds, format_share
 from lightning_unified.planning.render.planned import (
-    Alternative,
     MachinePlan,
-    Planned,
     does_fit,
     is_chosen,
-    parts_of,
+    least_bytes,
     phase_of,
+    recomputed,
 )
 from lightning_unified.planning.render.sheet import Bars, Table
+from lightning_unified.planning.search import Candidate
 from lightning_unified.planning.trace import CATEGORIES
 from lightning_unified.units import format_bytes
 
@@ -93,7 +94,7 @@ def instants_table(prediction: Prediction) -> Table:
     )
 
 
-def alternatives_table(plan: Planned) -> Table:
+def alternatives_table(plan: Plan) -> Table:
     """Return what was weighed, the fastest that fits first, then what does not fit by how far it misses."""
     ranked = sorted(plan.alternatives, key=_rank)
     shown = [each for at, each in enumerate(ranked) if at < _MOST_ALTERNATIVES or is_chosen(each, plan)]
@@ -112,7 +113,7 @@ def alternatives_table(plan: Planned) -> Table:
     )
 
 
-def _alternative_row(each: Alternative, plan: Planned) -> tuple[str, ...]:
+def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
     return (
         _CHOSEN if is_chosen(each, plan) else "",
         f"{each.micro_batch_size} × {each.parts}",
@@ -125,11 +126,11 @@ def _alternative_row(each: Alternative, plan: Planned) -> tuple[str, ...]:
     )
 
 
-def _chosen_row(plan: Planned, prediction: Prediction) -> tuple[str, ...]:
+def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
     """Return the row of the plan itself, for a planner that lists only the others."""
     return (
         _CHOSEN,
-        f"{prediction.rows} × {parts_of(plan)}",
+        f"{prediction.rows} × {prediction.parts}",
         recomputed(plan),
         *_levers(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
         format_bytes(prediction.peak_bytes),
@@ -143,9 +144,8 @@ def _levers(precision: str, optimizer_kernel: str | None, loss_chunk: int | None
     return precision, optimizer_kernel or "as given", "whole" if loss_chunk is None else str(loss_chunk)
 
 
-def _rank(each: Alternative) -> tuple[bool, float, int]:
-    slow = float("inf") if each.seconds is None else each.seconds
-    return (not each.fits, slow if each.fits else 0.0, each.reserved_bytes)
+def _rank(each: Candidate) -> tuple[bool, float, int]:
+    return (not each.fits, each.seconds if each.fits else 0.0, each.reserved_bytes)
 
 
 def machines_table(machines: Sequence[MachinePlan]) -> Table:
@@ -174,20 +174,21 @@ def machines_table(machines: Sequence[MachinePlan]) -> Table:
 
 
 def _machine_row(machine: MachinePlan) -> tuple[str, ...]:
-    plan, budget = machine.plan, format_bytes(machine.budget_bytes)
-    head = (machine.name, f"{machine.backend}, {machine.pool}", budget)
+    plan = machine.plan
+    head = (machine.name, f"{machine.backend}, {machine.pool}", format_bytes(machine.budget_bytes))
     prediction = None if plan is None else plan.prediction
     if plan is None or prediction is None:
-        return (*head, "no" if machine.why_not else "unknown", "", "", "", "", "", "", machine.why_not)
-    over = max(prediction.reserved_bytes - plan.budget_bytes, 0)
+        least = None if plan is None else least_bytes(plan)
+        why_not = machine.why_not or ("" if least is None else f"the smallest step takes {format_bytes(least)}")
+        return (*head, "no" if why_not else "unknown", "", "", "", "", "", "", why_not)
     return (
         *head,
         _FITS if does_fit(plan) else "no",
-        f"{prediction.rows} × {parts_of(plan)}",
+        f"{prediction.rows} × {prediction.parts}",
         recomputed(plan),
         plan.precision,
         format_bytes(prediction.peak_bytes),
         format_bytes(prediction.reserved_bytes),
         format_seconds(prediction.seconds),
-        "" if does_fit(plan) else machine.why_not or f"its smallest step is {format_bytes(over)} over",
+        "",
     )

@@ -8,9 +8,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render.page import sheet_of
-from lightning_unified.planning.render.planned import MachinePlan, Planned
+from lightning_unified.planning.render.planned import MachinePlan
 from lightning_unified.planning.render.sheet import Bars, Fact, Sheet, Table
 
 __all__ = ["to_terminal"]
@@ -20,7 +21,7 @@ _FULL, _EIGHTHS, _MARK = "█", " ▏▎▍▌▋▊▉", "┊"
 
 
 def to_terminal(
-    planned: Planned | Prediction,
+    planned: Plan | Prediction,
     *,
     title: str = "Plan",
     facts: Sequence[tuple[str, str]] = (),
