@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_unified.planning.plan import Plan
+if TYPE_CHECKING:  # torch is imported when there is something to plan
+    from lightning_unified.planning.plan import Plan
 
 __all__ = ["Backend", "real_backend"]
 
@@ -19,8 +20,8 @@ class Backend:
         rates: What is tabled of a machine, by its name; None where nothing is.
     """
 
-    plan: Callable[..., Plan]
-    plan_many: Callable[..., Mapping[str, Plan]]
+    plan: "Callable[..., Plan]"
+    plan_many: "Callable[..., Mapping[str, Plan]]"
     rates: Callable[[str], Any]
 
 
