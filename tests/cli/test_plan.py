@@ -1,5 +1,7 @@
 """The command `plan` with a planner that is made up: what is composed, built, passed on, shown and refused."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -23,8 +25,10 @@ from lightning_unified.cli.request.composition import composed, searching
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.planning.calibration import CACHE_VARIABLE, Calibration
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
+from lightning_unified.planning.rates import tabled_rates
 from lightning_unified.planning.search import Candidate
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
@@ -137,41 +141,66 @@ def command(calls, capfd, tmp_path, monkeypatch):
     return run
 
 
-def test_a_plan_is_printed_and_leaves_nothing_behind(command, tmp_path):
-    done = command(*TINY, "memory.budget=4GiB")
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    """One plan, as it is asked for, passed on and printed."""
+    calls, folder, out = Calls(), tmp_path_factory.mktemp("empty"), io.StringIO()
+    shapes = ("data.batch_size=24", "data.sequence_length=64")
+    steps = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5", "memory.budget=4GiB")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        code = main([*TINY, *shapes, *steps, "--fits-where"], backend=calls.backend, config_path=CONF)
+    return SimpleNamespace(code=code, out=out.getvalue(), folder=folder, calls=calls, call=calls.call)
 
-    assert (done.code, done.err) == (0, "")
-    assert "gearhead on this machine's cpu" in done.out and "Peak by category" in done.out
-    assert list(tmp_path.iterdir()) == []
+
+def test_a_plan_is_printed_and_leaves_nothing_behind(usual):
+    assert usual.code == 0
+    assert "gearhead on this machine's cpu" in usual.out and "Peak by category" in usual.out
+    assert list(usual.folder.iterdir()) == []
 
 
-def test_the_module_takes_no_memory_and_the_batch_is_the_whole_one(command, calls):
-    command(*TINY, "data.batch_size=24", "data.sequence_length=64")
-
-    assert {parameter.device.type for parameter in calls.call.module.parameters()} == {"meta"}
-    assert {name: tuple(tensor.shape) for name, tensor in calls.call.batch.items()} == dict.fromkeys(
+def test_the_module_takes_no_memory_and_the_batch_is_the_whole_one(usual):
+    assert {parameter.device.type for parameter in usual.call.module.parameters()} == {"meta"}
+    assert {name: tuple(tensor.shape) for name, tensor in usual.call.batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "error_code_ids", "diagnosis_labels"), (24, 64)
     )
 
 
-def test_the_planner_gets_what_the_configuration_settles_and_the_choice_of_the_rest(command, calls):
-    command(*TINY, "memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed")
+def test_the_trainer_is_that_of_the_run_without_what_watches_it(usual):
+    trainer = usual.call.trainer
 
-    call = calls.call
-    assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
-    assert (call.micro_batch_size, call.recompute, call.rates) == (4, True, None)
-    command(*TINY, "memory.budget=4GiB")
-    assert (calls.call.micro_batch_size, calls.call.recompute) == (None, "auto")
-
-
-def test_the_trainer_is_that_of_the_run_without_what_watches_it(command, calls):
-    command(*TINY, "trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5")
-
-    trainer = calls.call.trainer
     assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.max_steps) == (3, 0.5, 600)
     assert trainer.loggers == [] and not [
         each for each in trainer.callbacks if type(each).__module__.startswith("lightning_unified")
     ]
+
+
+def test_what_nobody_settled_is_the_planner_s_choice(usual):
+    assert (usual.call.micro_batch_size, usual.call.recompute, usual.call.rates) == (None, "auto", None)
+
+
+def test_what_fits_where_asks_every_machine_with_a_precision_and_rates_of_its_own(usual):
+    by_precision = {group.precision: group.machines for group in usual.calls.many}
+
+    assert {name for group in by_precision.values() for name in group} == set(PROFILES)
+    assert set(by_precision["32-true"]) == {"rx6750xt-12gb"} and len(by_precision) == 2
+    assert by_precision["bf16-mixed"]["h200"][0] == "cuda" and by_precision["bf16-mixed"]["h200"][2] == "rates of h200"
+
+
+def test_the_planner_gets_what_the_configuration_settles_but_for_other_machines_only_what_was_written(command, calls):
+    done = command(
+        *TINY, "memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed", "--fits-where", "--json"
+    )
+
+    call, many = calls.call, calls.many[0]
+    assert (call.budget, call.device, call.precision) == (8 * GIB, "cpu", "bf16-mixed")
+    assert (call.micro_batch_size, call.recompute) == (4, True)
+    assert many.recompute is True and "micro_batch_size" not in vars(many)
+    told = json.loads(done.out)
+    assert set(told["machines"]) == set(PROFILES)
+    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 8 * GIB, 8)
+    assert told["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
+    assert told["plan"]["prediction"]["peak_bytes"] == GIB
+    assert told["plan"]["reasons"]["budget"].startswith("as written")
 
 
 def test_a_simulated_machine_gives_backend_budget_rates_and_what_its_hardware_asks_of_the_model(command, calls):
@@ -268,33 +297,6 @@ def test_other_data_gives_the_first_batch_it_trains_on():
     assert batch.shape == (4, 1) and "first of the training data" in note
 
 
-def test_what_fits_where_asks_every_machine_with_its_own_precision_and_without_this_one_s_choices(command, calls):
-    done = command(*TINY, "memory=small", "--fits-where", "--json")
-
-    told = json.loads(done.out)["machines"]
-    assert set(told) == set(PROFILES)
-    by_precision = {group.precision: set(group.machines) for group in calls.many}
-    assert by_precision["32-true"] == {"rx6750xt-12gb"} and len(by_precision) == 2
-    assert not {"micro_batch_size", "recompute"} & set(vars(calls.many[0]))
-    assert calls.many[0].machines["h200"][0] == "cuda" and calls.many[0].machines["h200"][2] == "rates of h200"
-
-
-def test_what_was_asked_for_outright_holds_on_every_machine(command, calls):
-    command(*TINY, "memory.micro_batch_size=2", "--fits-where")
-
-    assert calls.many[0].micro_batch_size == 2
-
-
-def test_json_is_all_that_is_printed_and_holds_what_scripts_need(command):
-    told = json.loads(command(*TINY, "memory.budget=4GiB", "--json").out)
-
-    assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 4 * GIB, 32)
-    assert told["watermarks"] == {"low": int(0.85 * 4 * GIB), "high": 4 * GIB}
-    assert told["plan"]["prediction"]["peak_bytes"] == GIB
-    assert told["plan"]["reasons"]["budget"].startswith("as written")
-    assert told["machines"] == {}
-
-
 def test_the_page_is_also_written_and_drawn(command, tmp_path):
     assert command(*TINY, "--markdown", "out/plan.md", "--png", "out/plan.png").code == 0
 
@@ -319,8 +321,6 @@ MISTAKES = {
     "a flag without its value": (["--png"], "argument --png: expected one argument; see python -m"),
     "a calibration that is neither": (["--calibration", "drop"], "invalid choice: 'drop'"),
     "a misspelt key": (["model.widht=3"], "model.widht: there is no such key; did you mean model.width?"),
-    "a misspelt choice": (["memory=larg"], "memory=larg: there is no such choice; did you mean large?"),
-    "a list of values": (["memory=debug,small"], "several values are a sweep"),
     "a run directory": (["run_dir=here"], "run_dir: a plan writes no run directory"),
     "a machine that is not known": (["simulate=m2-15gb"], "did you mean m2-16gb?"),
     "absent hardware of unknown size": (
@@ -401,6 +401,31 @@ def test_a_mistake_of_module_or_batch_is_refused(config, name):
     arguments, message = MISTAKES_OF_A_SUBJECT[name]
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         subject_of(parse(arguments), config, precision="32-true")
+
+
+@pytest.fixture
+def corrections(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    kept = Calibration.load("a-gpu-80gib")
+    kept.record("cuda bf16-mixed none", predicted_bytes=100, measured_bytes=103)
+    kept.keep(rates=tabled_rates("h200"))
+    return kept.path
+
+
+def test_what_was_learnt_of_a_machine_is_shown_with_its_sources(command, corrections):
+    done = command("--calibration", "show")
+
+    text = " ".join(done.out.split())
+    assert done.code == 0 and "1 machine in" in text
+    assert "peak, cuda bf16-mixed none 1.030 measured over predicted" in text and "TFLOP/s table:" in text
+    assert list(json.loads(command("--calibration", "show", "--json").out)["machines"]) == ["a-gpu-80gib"]
+
+
+def test_what_was_learnt_is_forgotten_when_asked(command, corrections):
+    assert "forgotten: a-gpu-80gib" in command("--calibration", "clear").out
+    assert not corrections.exists()
+    assert "nothing to forget" in command("--calibration", "clear").out
+    assert "nothing is kept yet" in command("--calibration", "show").out
 
 
 def test_the_help_names_every_flag_the_groups_and_the_exit_codes(command):

@@ -1,52 +1,48 @@
-"""What measured steps have corrected on this machine: shown, or forgotten."""
+"""What measured steps have taught about machines: shown, or forgotten."""
 
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_unified.cli.plan.paper import page_console
+from lightning_unified.planning.calibration import Calibration, cache_directory, calibrated_machines, clear_calibrations
 from lightning_unified.planning.render.facts import format_seconds
 
-__all__ = ["calibration"]
+__all__ = ["clear_calibration", "show_calibration"]
 
 
-def calibration(asked: Literal["show", "clear"], *, as_json: bool, console: Console | None = None) -> int:
-    """Show what is kept of the machines that steps were measured on, or delete it; return 0.
-
-    Args:
-        asked: What to do.
-        as_json: Print JSON for scripts, and nothing else.
-        console: Where to print; default the terminal.
-    """
-    from lightning_unified.planning.calibration import (
-        Calibration,
-        cache_directory,
-        calibrated_machines,
-        clear_calibrations,
-    )
-
-    console = console or Console()
-    folder = cache_directory()
-    if asked == "clear":
-        cleared = clear_calibrations()
-        said = {"directory": None if folder is None else str(folder), "cleared": cleared}
-        text = f"forgotten: {', '.join(cleared)}" if cleared else f"nothing to forget: {folder} holds no calibration"
-    else:
-        kept = {name: Calibration.load(name).to_dict() for name in calibrated_machines()}
-        said = {"directory": None if folder is None else str(folder), "machines": kept}
-        text = (
-            f"{len(kept)} machine{'s' * (len(kept) != 1)} in {folder}" if kept else f"nothing is kept yet in {folder}"
-        )
+def show_calibration(*, as_json: bool) -> int:
+    """Print what is kept of each machine that steps were measured on; return 0."""
+    folder, kept = cache_directory(), {name: Calibration.load(name).to_dict() for name in calibrated_machines()}
     if as_json:
-        sys.stdout.write(json.dumps(said, indent=2) + "\n")
+        _print_json(machines=kept)
         return 0
-    console.print(text, highlight=False, markup=False)
-    for name, figures in said.get("machines", {}).items() if isinstance(said.get("machines"), dict) else ():
+    console = page_console()
+    many = f"{len(kept)} machine{'s' * (len(kept) != 1)}"
+    console.print(f"{many} in {folder}" if kept else f"nothing is kept yet in {folder}", highlight=False, markup=False)
+    for name, figures in kept.items():
         console.print(_table(name, figures))
     return 0
+
+
+def clear_calibration(*, as_json: bool) -> int:
+    """Delete what is kept of all machines, and print which these were; return 0."""
+    cleared = clear_calibrations()
+    if as_json:
+        _print_json(cleared=cleared)
+    elif cleared:
+        sys.stdout.write(f"forgotten: {', '.join(cleared)}\n")
+    else:
+        sys.stdout.write(f"nothing to forget: {cache_directory()} holds no calibration\n")
+    return 0
+
+
+def _print_json(**found: Any) -> None:
+    folder = cache_directory()
+    sys.stdout.write(json.dumps({"directory": None if folder is None else str(folder), **found}, indent=2) + "\n")
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:
@@ -63,7 +59,7 @@ def _table(name: str, figures: Mapping[str, Any]) -> Table:
             f"{dtype} products", f"{rate / 1e12:.3g} TFLOP/s", str(sources.get(dtype, sources.get("flops", "")))
         )
     if rates:
-        table.add_row("memory", f"{rates['bandwidth'] / 1e9:.3g} GB/s", str(sources.get("bandwidth", "")))
+        table.add_row("memory", f"{rates['bandwidth'] / 1e9:,.0f} GB/s", str(sources.get("bandwidth", "")))
         table.add_row("an operation", format_seconds(rates["launch"]), str(sources.get("launch", "")))
     for title, key in (("peak", "peaks"), ("step", "steps")):
         for kind, ratios in (figures.get(key) or {}).items():

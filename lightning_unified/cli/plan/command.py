@@ -1,14 +1,12 @@
 """`plan`: compose as a run does, build without weights, ask the planner, show what it says."""
 
-import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
-from rich.console import Console
 
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.cli.plan.arguments import Asked, parse
@@ -18,9 +16,13 @@ from lightning_unified.cli.request.composition import PACKAGED, searching
 from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
 from lightning_unified.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from lightning_unified.cli.plan.show import Page
+    from lightning_unified.cli.plan.subject import Subject
+    from lightning_unified.cli.plan.target import Target
+
 __all__ = ["main"]
 
-_PIPE_WIDTH = 140
 _OF_A_RUN = ("resume", "run_dir")
 _OF_A_MODEL = ("model", "data", "platform")
 
@@ -40,9 +42,9 @@ def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: st
 
             return complete(asked.shell_completion, config_path=config_path)
         if asked.calibration is not None:
-            from lightning_unified.cli.plan.calibration import calibration
+            from lightning_unified.cli.plan.calibration import clear_calibration, show_calibration
 
-            return calibration(asked.calibration, as_json=asked.json)
+            return (show_calibration if asked.calibration == "show" else clear_calibration)(as_json=asked.json)
         with searching(config_path):
             if asked.help:
                 from lightning_unified.cli.plan.help import help_text
@@ -59,9 +61,9 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
     _check_keys(asked)
     config = check_overrides(asked.overrides, multirun=False).config
     # the slow imports come after the checks that need none of them
+    from lightning_unified.cli.plan.paper import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
     from lightning_unified.cli.plan.target import configured_for, target_of
-    from lightning_unified.cli.plan.where import fits_where
     from lightning_unified.cli.run.machine import check_numbers
     from lightning_unified.cli.run.quiet import quiet_third_parties
 
@@ -73,8 +75,22 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
     target = target_of(config, machine)
     check_binding(config)
     quiet_third_parties()
-    subject = subject_of(asked, config, precision=target.precision.precision)
-    planner = backend or real_backend()
+    with waiting("building the module without its weights"):
+        subject = subject_of(asked, config, precision=target.precision.precision)
+    with waiting("rehearsing the step"):
+        page = _page(
+            asked, config, backend or real_backend(), subject=subject, target=target, precision=asked_precision
+        )
+    return page.show(asked, page_console())
+
+
+def _page(
+    asked: Asked, config: DictConfig, planner: Backend, *, subject: "Subject", target: "Target", precision: str
+) -> "Page":
+    """Ask the planner, for every machine with the `precision` that was asked for."""
+    from lightning_unified.cli.plan.show import Page
+    from lightning_unified.cli.plan.where import fits_where
+
     trainer = {"trainer": subject.trainer}
     plan = planner.plan(
         subject.module,
@@ -91,15 +107,8 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
     where = ()
     if asked.fits_where:  # what a tier or this hardware settles is not settled for other machines
         own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
-        where = fits_where(subject, backend=planner, precision=asked_precision, options=own | trainer)
-    from lightning_unified.cli.plan.show import Page
-
-    return Page(subject=subject, target=target, plan=plan, machines=where).show(asked, _console())
-
-
-def _console() -> Console:
-    """Return where the page is printed; a file or a pipe, which has no width, gets one in which the tables have room."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
+        where = fits_where(subject, backend=planner, precision=precision, options=own | trainer)
+    return Page(subject=subject, target=target, plan=plan, machines=where)
 
 
 def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:
