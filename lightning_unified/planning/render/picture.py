@@ -27,7 +27,11 @@ _COLOURS = _STAYS | _PASSES | _BESIDE
 _INK, _FAINT, _BUDGET, _LOW, _CHOSEN = "#222222", "#8a8a8a", "#b00020", "#d98c00", "#1a7f37"
 _FAR = 4  # a budget so many times the need is named at the edge instead of drawn
 _NEAR = 2  # as much times the largest alternative, and the budget is drawn beside them
-_LONGEST, _WIDE = 44, 0.15
+_LONGEST, _LETTER = 44, 0.022  # letters of a place; the share of the width that a letter takes
+_CROWDED, _ROOMY = (
+    0.6,
+    0.2,
+)  # of the width: from where bars are labelled to the left, and how long one must be to be written in
 
 
 def to_png(
@@ -100,7 +104,7 @@ def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | Non
     ]
     bars += [
         ("peak of tensors", 0, prediction.peak_bytes, _INK),
-        ("taken by the allocator", 0, prediction.reserved_bytes, "#bdbdbd"),
+        ("taken by the allocator", 0, prediction.reserved_bytes, _FAINT),
     ]
     unit, name = _unit(max(prediction.peak_bytes, prediction.reserved_bytes))
     need = max(prediction.peak_bytes, prediction.reserved_bytes, 1)
@@ -109,15 +113,13 @@ def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | Non
     for row, (_, start, count, colour) in enumerate(bars):
         axes.barh(row, max(count, 0.002 * right) / unit, left=start / unit, color=colour, height=0.68, zorder=2)
         share = f"  {format_share(count / max(prediction.peak_bytes, 1))}" if row < len(parts) else ""
-        axes.text(
-            (start + count + 0.008 * right) / unit,
+        _label(
+            axes,
             row,
             f"{format_bytes(count)}{share}",
-            va="center",
-            fontsize=9,
-            color=_INK,
-            zorder=4,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+            start=start / unit,
+            end=(start + count) / unit,
+            right=right / unit,
         )
     axes.set_yticks(range(len(bars)), [bar[0] for bar in bars], fontsize=9.5)
     axes.invert_yaxis()
@@ -141,6 +143,17 @@ def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | Non
             fontsize=9,
             color=_BUDGET,
         )
+
+
+def _label(axes: "Axes", row: int, words: str, *, start: float, end: float, right: float) -> None:
+    """Write what a bar is behind it; where the marks are, in it if it is long enough, else before it."""
+    gap, colour = 0.008 * right, _INK
+    x, side = end + gap, "left"
+    if end > _CROWDED * right:
+        inside = end - start > _ROOMY * right
+        x, side = (end - gap, "right") if inside else (start - gap, "right")
+        colour = "white" if inside else _INK
+    axes.text(x, row, words, va="center", ha=side, fontsize=9, color=colour, zorder=4)
 
 
 def _mark(axes: "Axes", x: float, words: str, colour: str, style: str, *, left: bool = False) -> None:
@@ -171,7 +184,7 @@ def _step(axes: "Axes", prediction: Prediction) -> None:
         axes.fill_between(
             range(at, at + width + 1), [*tops, tops[-1]], step="post", color=colour, linewidth=0, zorder=2
         )
-        if width >= _WIDE * len(heights):
+        if width >= _LETTER * len(phase) * len(heights):
             axes.text(
                 at + width / 2,
                 0.03,
@@ -206,7 +219,7 @@ def _weighed(axes: "Axes", plan: Plan) -> None:
         axes.scatter(each.reserved_bytes / unit, each.seconds, s=36, color=face, edgecolors=edge, zorder=3)
     if best is not None and best.seconds is not None:
         axes.scatter(best.reserved_bytes / unit, best.seconds, s=90, color=_CHOSEN, zorder=4)
-    _title(axes, f"Seconds a step: {words}", mark="●", colour=_CHOSEN)
+    _title(axes, f"Seconds a step: {words}", mark="●", colour=_FAINT if best is None else _CHOSEN)
     most = max(taken for taken, _ in dots)
     right = max(most, plan.budget_bytes) if plan.budget_bytes <= _NEAR * most or best is None else most
     if right >= plan.budget_bytes:
