@@ -12,6 +12,7 @@ __all__ = ["main"]
 
 _USAGE = """\
 python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
+python -m lightning_unified plan [overrides …]      the peak of a step before there is one, the best plan that fits, what fits where
 python -m lightning_unified doctor [--json]         what this machine has, what it can do, which memory tier fits
 python -m lightning_unified watch [--once] [--json] pools, pressure, swap, use of the GPUs, and the runs on this machine
 python -m lightning_unified report DIR [DIR …]      runs as one HTML page: memory, the plan, losses, side by side
@@ -30,6 +31,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(list(arguments))
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from lightning_unified.cli.plan.command import main as plan
+
+    return plan(arguments)
+
+
 def _watch(arguments: Sequence[str]) -> int:
     from lightning_unified.cli.watch.command import main as watch
 
@@ -44,6 +51,7 @@ def _report(arguments: Sequence[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
+    "plan": _plan,
     "doctor": _doctor,
     "watch": _watch,
     "report": _report,

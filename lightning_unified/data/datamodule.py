@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from lightning import LightningDataModule
 from tokenizers import Tokenizer
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data import corpora, settings
@@ -138,6 +140,11 @@ class TextData(LightningDataModule):
     @override
     def val_dataloader(self) -> ResumableLoader:
         return self._loader(self._prepared.validation, self._val_batch_size, shuffle=False, drop_last=False)
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
+        names = ("input_ids", "labels", "error_code_ids", "diagnosis_labels")
+        return {name: torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64) for name in names}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -120,9 +120,11 @@ def plan_many(
     batch: Any,
     machines: Mapping[str, tuple[str, int, Rates | None]],
     *,
+    micro_batch_size: int | None = None,
     precision: str = "32-true",
     recompute: bool | Literal["auto"] = "auto",
     optimizer_kernel: str = "keep",
+    trainer: L.Trainer | None = None,
 ) -> dict[str, Plan]:
     """Return the plan of each machine; machines of one backend share their rehearsals.
 
@@ -130,9 +132,11 @@ def plan_many(
         module: As in `predict`.
         batch: As in `predict`.
         machines: By name: its backend, its budget in bytes, and its speeds; without speeds, those tabled under that name.
+        micro_batch_size: As in `plan`.
         precision: As in `plan`.
         recompute: As in `plan`.
         optimizer_kernel: As in `plan`.
+        trainer: As in `predict`.
 
     Raises:
         RehearsalError: If the step cannot be rehearsed.
@@ -142,7 +146,11 @@ def plan_many(
     planners: dict[str, Planner] = {}
     plans = {}
     for name, (backend, count, rates) in machines.items():
-        planner = planners.setdefault(backend, Planner(module, batch, backend=_backend(backend)))
+        if backend not in planners:
+            planners[backend] = Planner(
+                module, batch, backend=_backend(backend), trainer=trainer, most=micro_batch_size
+            )
+        planner = planners[backend]
         known = rates or tabled_rates(name)
         if known is None:
             raise ConfigurationError(f"nothing is tabled about the speed of {name!r}; give its rates.")

@@ -56,13 +56,14 @@ def composed(overrides: Sequence[str]) -> Composed:
 
 def groups() -> dict[str, list[str]]:
     """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`)."""
-    loader = GlobalHydra.instance().config_loader()
+    # the loader's own methods of these names copy the whole repository at every call
+    repository: Any = getattr(GlobalHydra.instance().config_loader(), "repository")  # noqa: B009 - not of the declared type
     found: dict[str, list[str]] = {}
 
     def walk(parent: str) -> None:
-        for name in loader.list_groups(parent):
+        for name in repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
-            options = loader.get_group_options(group, ObjectType.CONFIG)
+            options = repository.get_group_options(group, ObjectType.CONFIG)
             if options:
                 found[group] = sorted(options)
             walk(group)

@@ -1,6 +1,6 @@
 """Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
-__all__ = ["Parts", "build", "callback_of", "compiled"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "compiled", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,20 +62,35 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     data = make("data", config.data)
     module = make("model", config.model)
-    callbacks = {name: make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
-    callbacks = {name: callback for name, callback in callbacks.items() if not _switched_off(callback, config.trainer)}
+    callbacks = callbacks_of(config)
     for callback in callbacks.values():
         if getattr(callback, "resume_command", ...) is None:
             callback.resume_command = resume_command
-    loggers = [make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
     throughput = Throughput()
-    arguments = _resolved(config.trainer)
-    taken = {
-        "callbacks": [_Start(on_start), *callbacks.values(), throughput, Journal(), ValidateAtEnd()],
-        "logger": loggers or False,
-    }
-    trainer = make("trainer", {key: value for key, value in arguments.items() if key not in taken}, **taken)
+    trainer = trainer_of(config, [_Start(on_start), *callbacks.values(), throughput, Journal(), ValidateAtEnd()])
     return Parts(data=data, module=module, callbacks=callbacks, throughput=throughput, trainer=trainer)
+
+
+def callbacks_of(config: DictConfig) -> dict[str, Any]:
+    """Return the callbacks that `config` describes, by name, without those that a switch of the Trainer turns off.
+
+    Raises:
+        ConfigurationError: If one refuses what it was given.
+    """
+    callbacks = {name: make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
+    return {name: callback for name, callback in callbacks.items() if not _switched_off(callback, config.trainer)}
+
+
+def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
+    """Return the Trainer that `config` describes, with `callbacks` in place of those it names.
+
+    Raises:
+        ConfigurationError: If it or a logger refuses what it was given.
+    """
+    loggers = [make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
+    taken = {"callbacks": list(callbacks), "logger": loggers or False}
+    arguments = {key: value for key, value in _resolved(config.trainer).items() if key not in taken}
+    return make("trainer", arguments, **taken)
 
 
 def callback_of(parts: Parts, kind: str) -> Any:

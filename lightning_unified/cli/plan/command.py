@@ -1,0 +1,131 @@
+"""`plan`: compose as a run does, build without weights, ask the planner, show what it says."""
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, open_dict
+
+from lightning_unified.cli.failure import report_failure
+from lightning_unified.cli.plan.arguments import Asked, parse
+from lightning_unified.cli.plan.backend import Backend, real_backend
+from lightning_unified.cli.request.binding import check_binding
+from lightning_unified.cli.request.composition import PACKAGED, searching
+from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_unified.cli.plan.show import Page
+    from lightning_unified.cli.plan.subject import Subject
+    from lightning_unified.cli.plan.target import Target
+
+__all__ = ["main"]
+
+_OF_A_RUN = ("resume", "run_dir")
+_OF_A_MODEL = ("model", "data", "platform")
+
+
+def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: str = PACKAGED) -> int:
+    """Print the plan; return 0, 1 if nothing fits or it failed, 2 if what was asked makes no sense.
+
+    Args:
+        argv: Overrides and flags.
+        backend: Who plans; default this package's planner.
+        config_path: Where the configuration lies.
+    """
+    try:
+        asked = parse(argv)
+        if asked.shell_completion is not None:
+            from lightning_unified.cli.plan.completion import complete
+
+            return complete(asked.shell_completion, config_path=config_path)
+        if asked.calibration is not None:
+            from lightning_unified.cli.plan.calibration import clear_calibration, show_calibration
+
+            return (show_calibration if asked.calibration == "show" else clear_calibration)(as_json=asked.json)
+        with searching(config_path):
+            if asked.help:
+                from lightning_unified.cli.plan.help import help_text
+
+                sys.stdout.write(help_text())
+                return 0
+            return _plan(asked, backend)
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+
+
+def _plan(asked: Asked, backend: Backend | None) -> int:
+    """Plan what was asked for and show it; call it inside `searching`."""
+    _check_keys(asked)
+    config = check_overrides(asked.overrides, multirun=False).config
+    # the slow imports come after the checks that need none of them
+    from lightning_unified.cli.plan.paper import page_console, waiting
+    from lightning_unified.cli.plan.subject import subject_of
+    from lightning_unified.cli.plan.target import configured_for, target_of
+    from lightning_unified.cli.run.machine import check_numbers
+    from lightning_unified.cli.run.quiet import quiet_third_parties
+
+    check_numbers(config)
+    config, machine = configured_for(config, asked.overrides)
+    with open_dict(config):
+        config["run_dir"] = str(Path("runs", "plan"))
+    asked_precision = str(config.memory.precision)
+    target = target_of(config, machine)
+    check_binding(config)
+    quiet_third_parties()
+    with waiting("building the module without its weights"):
+        subject = subject_of(asked, config, precision=target.precision.precision)
+    with waiting("rehearsing the step"):
+        page = _page(
+            asked, config, backend or real_backend(), subject=subject, target=target, precision=asked_precision
+        )
+    return page.show(asked, page_console())
+
+
+def _page(
+    asked: Asked, config: DictConfig, planner: Backend, *, subject: "Subject", target: "Target", precision: str
+) -> "Page":
+    """Ask the planner, for every machine with the `precision` that was asked for."""
+    from lightning_unified.cli.plan.show import Page
+    from lightning_unified.cli.plan.where import fits_where
+
+    trainer = {"trainer": subject.trainer}
+    plan = planner.plan(
+        subject.module,
+        subject.batch,
+        budget=target.budget.bytes,
+        device=target.backend,
+        rates=None if target.name is None else planner.rates(target.name),
+        precision=target.precision.precision,
+        **_options(config),
+        **trainer,
+    )
+    known = {"budget": target.budget.reason, "precision": target.precision.reason}
+    plan = replace(plan, reasons=known | dict(plan.reasons))
+    where = ()
+    if asked.fits_where:  # what a tier or this hardware settles is not settled for other machines
+        own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
+        where = fits_where(subject, backend=planner, precision=precision, options=own | trainer)
+    return Page(subject=subject, target=target, plan=plan, machines=where)
+
+
+def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Return what the configuration, or of that `only` some keys, settles for the planner."""
+    rows = config.memory.micro_batch_size
+    settled = {"micro_batch_size": None if rows == "auto" else rows, "recompute": config.memory.recompute}
+    return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
+
+
+def _check_keys(asked: Asked) -> None:
+    """Refuse overrides that say something about what a plan has not."""
+    for override in parse_overrides(asked.overrides):
+        key = key_of(override)
+        first = key.partition(".")[0].partition("/")[0]
+        if first in _OF_A_RUN:
+            raise ConfigurationError(f"{key}: a plan writes no run directory and goes on from none; leave it out.")
+        if asked.module is not None and first in _OF_A_MODEL:
+            raise ConfigurationError(
+                f"{key}: with --module the model and its data are yours; size the batch with --batch or --batch-shape, the model with --kwargs."
+            )

@@ -1,0 +1,127 @@
+"""Show a plan: on the terminal or as JSON, and beside that as Markdown and as a picture."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_unified.cli.plan.arguments import Asked
+from lightning_unified.cli.plan.subject import Subject
+from lightning_unified.cli.plan.target import Target
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.planning.plan import Plan
+from lightning_unified.planning.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
+from lightning_unified.planning.render.planned import recomputed
+from lightning_unified.units import format_bytes
+
+__all__ = ["Page"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """All that the command says.
+
+    Attributes:
+        subject: What was planned.
+        target: For which machine.
+        plan: What came of it.
+        machines: What other machines would do.
+    """
+
+    subject: Subject
+    target: Target
+    plan: Plan
+    machines: tuple[MachinePlan, ...] = ()
+
+    def show(self, asked: Asked, console: Console) -> int:
+        """Print and write the page as asked; return 0, or 1 if nothing fits."""
+        common: dict[str, Any] = {"title": self.title, "watermarks": self.target.marks}
+        page = common | {"facts": self.facts, "machines": self.machines}
+        if asked.markdown is not None:
+            _write(asked.markdown, to_markdown(self.plan, **page))
+        if asked.png is not None:
+            to_png(self.plan, asked.png, **common)
+        if asked.json:
+            sys.stdout.write(json.dumps(self.as_json(), indent=2) + "\n")
+        else:
+            console.print(to_terminal(self.plan, **page))
+        if does_fit(self.plan):
+            return 0
+        sys.stderr.write(f"error: {self.refusal}\n")
+        return 1
+
+    @property
+    def title(self) -> str:
+        """The page's head."""
+        where = self.target.name or f"this machine's {self.target.backend}"
+        return f"{self.subject.name} on {where}"
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What is said before the plan."""
+        return (
+            ("model", self.subject.description),
+            ("batch", self.subject.batch_description),
+            ("machine", self.target.description),
+        )
+
+    @property
+    def refusal(self) -> str:
+        """Why there is no plan, and what would help, in one sentence each."""
+        least = least_bytes(self.plan)
+        need = "" if least is None else f": the smallest step that was found takes {format_bytes(least)}"
+        return (
+            f"{self.subject.name} does not fit into {format_bytes(self.target.budget.bytes)}{need}. Give memory.budget more, or shorten "
+            "the batch's rows, or see --fits-where for a machine that has it."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the keys that scripts rely on; bytes and seconds, null for what is unknown."""
+        marks = self.target.marks
+        return {
+            "model": self.subject.name,
+            "module": type(self.subject.module).__name__,
+            "parameters": self.subject.parameters,
+            "batch": self.subject.batch_description,
+            "effective_batch_size": self.subject.rows,
+            "machine": self.target.name,
+            "device": self.target.backend,
+            "pool": self.target.reading.pool,
+            "budget_bytes": self.target.budget.bytes,
+            "watermarks": {"low": marks.low, "high": marks.high},
+            "fits": does_fit(self.plan),
+            "plan": self.plan.to_dict(),
+            "machines": {machine.name: _machine(machine) for machine in self.machines},
+        }
+
+
+def _machine(machine: MachinePlan) -> dict[str, Any]:
+    plan = machine.plan
+    prediction = None if plan is None else plan.prediction
+    return {
+        "device": machine.backend,
+        "pool": machine.pool,
+        "budget_bytes": machine.budget_bytes,
+        "fits": None if plan is None and not machine.why_not else plan is not None and does_fit(plan),
+        "micro_batch_size": None if plan is None else plan.micro_batch_size,
+        "recompute": None if plan is None else plan.recompute,
+        "recomputed": None if plan is None or prediction is None else recomputed(plan),
+        "precision": None if plan is None else plan.precision,
+        "peak_bytes": None if prediction is None else prediction.peak_bytes,
+        "reserved_bytes": None if prediction is None else prediction.reserved_bytes,
+        "seconds": None if prediction is None else prediction.seconds,
+        "why_not": machine.why_not or None,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--markdown {path} cannot be written: {error.strerror or error}; name a file that can."
+        ) from error

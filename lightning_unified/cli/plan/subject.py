@@ -1,0 +1,203 @@
+"""What is planned: a module without weights, the trainer it would run under, and one batch."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning import LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_unified.cli.plan.arguments import Asked
+from lightning_unified.cli.plan.batches import batch_of_data, batch_of_shapes, describe_batch, rows_of
+from lightning_unified.cli.plan.weightless import without_memory
+from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.request.nearest import did_you_mean
+from lightning_unified.cli.run import parts as building
+from lightning_unified.errors import ConfigurationError
+
+__all__ = ["Subject", "subject_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is planned.
+
+    Attributes:
+        name: Of the model, as it was asked for.
+        module: Its tensors take no memory.
+        trainer: With the callbacks, the accumulation and the clipping of the run; it has no logger and no strategy of ours.
+        batch: The whole batch, what the optimizer sees.
+        batch_note: What is to be known about the batch; empty where nothing is.
+    """
+
+    name: str
+    module: LightningModule
+    trainer: Trainer
+    batch: Any
+    batch_note: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the module, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def rows(self) -> int | None:
+        """Of the batch."""
+        return rows_of(self.batch)
+
+    @property
+    def description(self) -> str:
+        """The module in a line."""
+        return f"{type(self.module).__name__}, {self.parameters:,} parameters"
+
+    @property
+    def batch_description(self) -> str:
+        """The batch in a line."""
+        return f"{describe_batch(self.batch)}{self.batch_note and '; '}{self.batch_note}"
+
+
+def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
+    """Return what `config`, or the flags in place of its model and data, describe.
+
+    Raises:
+        ConfigurationError: If a part refuses what it was given, or is not what it should be.
+    """
+    planned = _without_a_run(config, precision=precision)
+    trainer = building.trainer_of(planned, list(building.callbacks_of(planned).values()))
+    batch = _given_batch(asked)
+    if asked.module is not None:
+        target = _object(asked.module, flag="--module")
+        arguments = _arguments(asked.kwargs, target, asked.module)
+        module = without_memory(lambda: _made(target, arguments, f"--module {asked.module}"), what=asked.module)
+        return Subject(name=asked.module.rpartition(":")[2], module=module, trainer=trainer, batch=batch)
+    module = without_memory(lambda: make("model", planned.model), what=f"model={config.name}")
+    note = ""
+    if batch is None:
+        data = make("data", planned.data)
+        batch, note = batch_of_data(data)
+        if not hasattr(data, "example_batch"):  # one that has it is not set up, and nobody may ask it for more
+            setattr(trainer, "datamodule", data)  # noqa: B010 - where Lightning puts it, undeclared
+    return Subject(name=str(config.name), module=module, trainer=trainer, batch=batch, batch_note=note)
+
+
+def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
+    """Return `config` as it is to be built for a plan: on the CPU, with nothing of ours that watches, logs or saves."""
+    planned = config.copy()
+    callbacks = OmegaConf.to_container(config.callbacks, resolve=False) if config.callbacks else {}
+    users = {
+        name: node
+        for name, node in (callbacks.items() if isinstance(callbacks, dict) else ())
+        if isinstance(node, dict) and not str(node.get("_target_", "")).startswith("lightning_unified.")
+    }
+    with open_dict(planned):
+        planned.callbacks = users
+        planned.logger = None
+        planned.trainer.update(
+            accelerator="cpu",
+            strategy="auto",
+            precision=precision,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            fast_dev_run=False,
+            profiler=None,
+        )
+    return planned
+
+
+def _given_batch(asked: Asked) -> Any:
+    """Return the batch that the flags give, None if they give none."""
+    if asked.batch_shape:
+        return batch_of_shapes(asked.batch_shape)
+    if asked.batch is None:
+        return None
+    found = _object(asked.batch, flag="--batch")
+    batch = found() if callable(found) else found
+    if rows_of(batch) is None:
+        raise ConfigurationError(f"--batch {asked.batch}: a {type(batch).__name__} without tensors is no batch.")
+    return batch
+
+
+def _object(path: str, *, flag: str) -> Any:
+    """Return what `pkg.mod:name` or `file.py:name` names."""
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigurationError(f"{flag} {path}: write pkg.mod:Name or file.py:Name, with a colon before the name.")
+    module = _file(where, flag) if where.endswith(".py") else _imported(where, flag)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"{flag} {path}: {where} has no {part}{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    return found
+
+
+def _imported(name: str, flag: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{flag} {name}: it cannot be imported from {Path.cwd()} ({error}); install it, change to its folder, or name its file."
+        ) from error
+
+
+def _file(name: str, flag: str) -> Any:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigurationError(f"{flag} {name}: there is no such file.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{flag} {name}: Python cannot load it as a module.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(pairs: Sequence[str], target: Callable[..., Any], path: str) -> dict[str, Any]:
+    """Return `key=value` pairs as arguments of `target`, values read as YAML; an unknown one is refused with the nearest."""
+    arguments = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigurationError(
+                f"--kwargs {pair}: write key=value, as in width=512; overrides stand before this flag."
+            )
+        arguments[key] = yaml.safe_load(value)
+    try:
+        takes = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return arguments
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return arguments
+    for key in arguments:
+        if key not in takes:
+            raise ConfigurationError(
+                f"--kwargs {key}: {path} takes no such argument{did_you_mean(key, takes)} Overrides stand before this flag."
+            )
+    return arguments
+
+
+def _made(target: Any, arguments: dict[str, Any], path: str) -> LightningModule:
+    if isinstance(target, LightningModule):
+        return target
+    if not callable(target):
+        raise ConfigurationError(f"{path}: a {type(target).__name__} is neither a LightningModule nor makes one.")
+    try:
+        module = target(**arguments)
+    except TypeError as error:
+        raise ConfigurationError(f"{path}: {error}; give its arguments with --kwargs key=value.") from error
+    if not isinstance(module, LightningModule):
+        raise ConfigurationError(
+            f"{path}: it makes a {type(module).__name__}, and a plan needs a LightningModule, whose training_step and "
+            "configure_optimizers say what a step is."
+        )
+    return module
