@@ -114,7 +114,7 @@ def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures by group and by who said them, and which bars are met."""
     figures = {
-        name: {who: {"cells": len(found), **spread(found)} for who in SAYERS if (found := _errors(group, who))}
+        name: {who: {"cells": len(found), **spread(found)} for who in _sayers(rows) if (found := _errors(group, who))}
         | {"reserved": spread(reserved_error(group))}
         for name, group in groups(rows).items()
     }
@@ -126,6 +126,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "figures": figures,
         "bars": bars(rows, figures),
     }
+
+
+def _sayers(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return whose figures there are; workspaces are of CUDA."""
+    return SAYERS if rows and rows[0]["device"] == "cuda" else (SAYERS[0], SAYERS[2])
 
 
 def _errors(rows: list[dict[str, Any]], who: str) -> list[float]:
@@ -202,7 +207,7 @@ def by_module(rows: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(row["module"] for row in rows):
         own = [row for row in rows if row["module"] == name]
         peaks = [peak for row in own if (peak := true(row))]
-        ours, rival = spread(_errors(own, "planner")), spread(_errors(own, SAYERS[3]))
+        ours, rival = spread(_errors(own, SAYERS[0])), spread(_errors(own, _sayers(rows)[-1]))
         held = spread(reserved_error(own))
         lines.append(
             (
@@ -218,7 +223,7 @@ def by_module(rows: list[dict[str, Any]]) -> str:
             )
         )
     heads = ("module", "cells", "true peak, GiB", "error, median", "worst", "reserved, median", "worst")
-    return table((*heads, "MemTracker + workspace, median", "worst"), lines)
+    return table((*heads, f"{_sayers(rows)[-1]}, median", "worst"), lines)
 
 
 def by_parameters(rows: list[dict[str, Any]]) -> str:
