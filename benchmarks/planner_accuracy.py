@@ -5,10 +5,12 @@
 
 Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
 to behave like the device's; on CUDA once more by fake tensors of the GPU itself. Beside it, in another process, the rival: torch's
-MemTracker under fake tensors. The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved
-from the second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in a
-fourth process without a profiler the growth of `ru_maxrss`. A cell that fails is a row with its error. The record is written after each
-cell, and a run takes up one that is there.
+MemTracker under fake tensors.
+
+The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved from the
+second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in a fourth process
+without a profiler the growth of `ru_maxrss`. A cell that fails is a row with its error. The record is written after each cell, and a run
+takes up one that is there.
 """
 
 import sys
