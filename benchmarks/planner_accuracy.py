@@ -3,12 +3,14 @@
     python benchmarks/planner_accuracy.py [--device cuda] [--jobs 12] [--output FILE]
     python benchmarks/planner_accuracy.py --summary benchmarks/results/planner_accuracy_cuda.json
 
-Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own; on CUDA once more by way of fake
-tensors of the CPU, as it is done where there is no GPU. Beside it, in another process, the rival: torch's MemTracker under fake
-tensors. The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved
-from the second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in a
-fourth process without a profiler the growth of `ru_maxrss`. A cell that fails is a row with its error. The record is written after each
-cell, and a run takes up one that is there.
+Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
+to behave like the device's; on CUDA once more by fake tensors of the GPU itself. Beside it, in another process, the rival: torch's
+MemTracker under fake tensors.
+
+The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved from the
+second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in a fourth process
+without a profiler the growth of `ru_maxrss`. A cell that fails is a row with its error. The record is written after each cell, and a run
+takes up one that is there.
 """
 
 import sys
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from planner.cells import Cell, select
-from planner.ours import has_native, predicted
+from planner.ours import predicted
 from planner.pool import Task, run_all
 from planner.recording import Record, begin, errors, parser
 from planner.rival import WORKSPACE, tracked
@@ -35,7 +37,7 @@ BARS = {
 }
 RESERVED_BAR = {"cuda": 0.05}
 SECONDS_BAR = 10.0
-SAYERS = ("planner", "by proxy", "MemTracker", "MemTracker + workspace")
+SAYERS = ("planner", "native fakes", "MemTracker", "MemTracker + workspace")
 
 
 class Progress:
@@ -51,7 +53,7 @@ class Progress:
         self._record, self._device = record, device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        others = {"process"} if device == "cpu" else {"proxy"} if has_native() else set()
+        others = {"process"} if device == "cpu" else {"native"}
         self._parts = ({"predicted", "rival", "truth"} | others).difference(skip)
 
     def begin(self, cell: Cell) -> list[Task]:
@@ -59,7 +61,7 @@ class Progress:
         self._cells[cell.key] = cell
         kind = cell.kind
         self._rows[cell.key] = {**cell.to_dict(), "is_transformer": kind.is_transformer}
-        work = {"predicted": (predicted,), "rival": (tracked,), "proxy": (predicted, False)}
+        work = {"predicted": (predicted,), "rival": (tracked,), "native": (predicted, True)}
         return [self._task(cell, part, *call) for part, call in work.items() if part in self._parts]
 
     def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
@@ -84,7 +86,7 @@ class Progress:
 
 def said(row: dict[str, Any], who: str) -> float | None:
     """Return the peak that `who` said; None where it said nothing, or that it is not to be trusted."""
-    part = row.get({"planner": "predicted", "by proxy": "proxy"}.get(who, "rival"), {})
+    part = row.get({"planner": "predicted", "native fakes": "native"}.get(who, "rival"), {})
     if part.get("confidence") == "low" or "allocated" not in part:
         return None
     workspace = WORKSPACE if who.endswith("workspace") and row["device"] == "cuda" else 0
@@ -114,7 +116,7 @@ def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures by group and by who said them, and which bars are met."""
     figures = {
-        name: {who: {"cells": len(found), **spread(found)} for who in SAYERS if (found := _errors(group, who))}
+        name: {who: {"cells": len(found), **spread(found)} for who in _sayers(rows) if (found := _errors(group, who))}
         | {"reserved": spread(reserved_error(group))}
         for name, group in groups(rows).items()
     }
@@ -126,6 +128,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "figures": figures,
         "bars": bars(rows, figures),
     }
+
+
+def _sayers(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return whose figures there are; workspaces are of CUDA."""
+    return SAYERS if rows and rows[0]["device"] == "cuda" else (SAYERS[0], SAYERS[2])
 
 
 def _errors(rows: list[dict[str, Any]], who: str) -> list[float]:
@@ -202,7 +209,7 @@ def by_module(rows: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(row["module"] for row in rows):
         own = [row for row in rows if row["module"] == name]
         peaks = [peak for row in own if (peak := true(row))]
-        ours, rival = spread(_errors(own, "planner")), spread(_errors(own, SAYERS[3]))
+        ours, rival = spread(_errors(own, SAYERS[0])), spread(_errors(own, _sayers(rows)[-1]))
         held = spread(reserved_error(own))
         lines.append(
             (
@@ -218,7 +225,7 @@ def by_module(rows: list[dict[str, Any]]) -> str:
             )
         )
     heads = ("module", "cells", "true peak, GiB", "error, median", "worst", "reserved, median", "worst")
-    return table((*heads, "MemTracker + workspace, median", "worst"), lines)
+    return table((*heads, f"{_sayers(rows)[-1]}, median", "worst"), lines)
 
 
 def by_parameters(rows: list[dict[str, Any]]) -> str:
@@ -246,7 +253,7 @@ def by_parameters(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     arguments = parser(__doc__, name="planner_accuracy", jobs=12)
     arguments.add_argument(
-        "--skip", nargs="*", default=(), choices=("proxy", "rival", "process"), help="parts to leave out"
+        "--skip", nargs="*", default=(), choices=("native", "rival", "process"), help="parts to leave out"
     )
     options = arguments.parse_args()
     what = "predicted against true peaks of memory, bytes"

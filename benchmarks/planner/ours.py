@@ -1,7 +1,6 @@
 """The planner's side of a cell: what is predicted before any step, and in what time."""
 
 import contextlib
-import inspect
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 import lightning_unified
 from planner.cells import Cell
 
-__all__ = ["has_native", "predicted", "uninitialised"]
+__all__ = ["predicted", "uninitialised"]
 
 _FILLS = (
     "uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "xavier_uniform_", "xavier_normal_",
@@ -32,17 +31,12 @@ def uninitialised() -> Iterator[None]:
             setattr(nn.init, name, fill)
 
 
-def has_native() -> bool:
-    """Return whether the planner can be told which fake tensors to use."""
-    return "native" in inspect.signature(lightning_unified.predict).parameters
-
-
-def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
+def predicted(cell: Cell, native: bool = False) -> dict[str, Any]:
     """Return what `lightning_unified.predict` says of the cell.
 
     Args:
         cell: What is to be predicted.
-        native: Whether the target's own fake tensors are used; None leaves that to the planner.
+        native: Whether fake tensors are of the device itself, which must be here, not of a CPU made to behave like it.
     """
     with uninitialised():
         module = cell.kind.build(cell.device, optimizer=cell.optimizer)
@@ -54,7 +48,7 @@ def predicted(cell: Cell, native: bool | None = None) -> dict[str, Any]:
         device=cell.device,
         precision=cell.precision,
         recompute=cell.recompute or None,
-        **({} if native is None else {"native": native}),
+        native=native,
     )
     seconds = time.perf_counter() - began
     return {
