@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from lightning_unified.errors import LightningUnifiedError, RehearsalError
-from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.recomputing import Recomputing
+from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.backends import mimic
 from lightning_unified.planning.fake import fake_world
 from lightning_unified.planning.places import Places
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.planning.shadow import fake_tensor, shadow
 from lightning_unified.planning.trace import Take, Trace
+from lightning_unified.training.levers import LossChunk, RecomputedBlocks
 from lightning_unified.training.rehearsal.batch import Template
 from lightning_unified.training.rehearsal.conductor import Conductor
 from lightning_unified.training.rehearsal.kernels import KERNELS
@@ -39,7 +39,7 @@ def rehearse(
     backend: str = "cpu",
     native: bool = False,
     precision: str | None = None,
-    recompute: Any = None,
+    recompute: RecomputePolicy | bool | None = None,
     optimizer_kernel: str | None = None,
     loss_chunk: int | None = None,
     trainer: L.Trainer | None = None,
@@ -63,7 +63,7 @@ def rehearse(
         precision: Lightning's name of one; None for the Trainer's, `"32-true"` without one.
         recompute: None leaves the module as it is, True has all its blocks recompute, a policy as it says.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for what the optimizers would choose there.
-        loss_chunk: Set as the module's `loss_chunk`; None leaves it.
+        loss_chunk: Rows of logits at once, where the module offers that; None leaves it.
         trainer: The live Trainer, for what the module asks of it, its callbacks, clipping and accumulation.
         accumulate: Batches in an accumulation window; None for the Trainer's.
         clip: Gradients' norm; None for the Trainer's.
@@ -147,7 +147,7 @@ class _Rehearsal:
         backend: str,
         native: bool,
         precision: str,
-        recompute: Any,
+        recompute: RecomputePolicy | bool | None,
         kernel: str | None,
         loss_chunk: int | None,
         live: L.Trainer | None,
@@ -286,13 +286,7 @@ class _Rehearsal:
         for child in copy.modules():
             if "_device" in vars(child):
                 child._device = self._device  # type: ignore[assignment]
-        if self._loss_chunk is not None:
-            if not hasattr(copy, "loss_chunk"):
-                raise RehearsalError(
-                    f"loss_chunk={self._loss_chunk}: {type(module).__name__} has no loss_chunk to set."
-                )
-            copy.loss_chunk = self._loss_chunk  # type: ignore[assignment]
-        _recompute(copy, self._recompute)
+        _pull(copy, self._recompute, self._loss_chunk)
         return copy
 
     def _batch_of(self, template: Template, *, parts: int) -> Any:
@@ -332,17 +326,13 @@ def _sizes(trace: Trace) -> list[int]:
     return [event.bytes for event in trace.events if isinstance(event, Take)]
 
 
-def _recompute(copy: L.LightningModule, recompute: Any) -> None:
-    """Have the shadow recompute, as asked."""
-    if recompute is None:
-        return
-    if hasattr(copy, "recompute") and not callable(copy.recompute):
-        copy.recompute = bool(recompute)  # type: ignore[assignment]
-    elif recompute:
-        try:
-            Recomputing(find_blocks(copy).plain)
-        except ValueError as error:
-            raise RehearsalError(f"recompute={recompute}: {error}") from error
+def _pull(copy: L.LightningModule, recompute: RecomputePolicy | bool | None, loss_chunk: int | None) -> None:
+    """Set the shadow's levers as asked."""
+    if recompute is not None:
+        whole = RecomputePolicy(blocks="all" if recompute else 0)
+        RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole)
+    if loss_chunk is not None:
+        LossChunk(copy, loss_chunk)
 
 
 def _vocabularies(module: nn.Module) -> set[int]:
