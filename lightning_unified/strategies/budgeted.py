@@ -118,7 +118,8 @@ class Budgeted(PartwiseBackward):
         self._status = RunStatus(runs_directory())
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
-        self.first_step = FirstStep(trainer, self.policy) if self._predicts else None
+        precision = plugin_precision(self.precision_plugin)
+        self.first_step = FirstStep(trainer, self.policy, precision=precision) if self._predicts else None
         return UnifiedOptimization(trainer, self.policy, foresight=self.first_step)
 
     @override

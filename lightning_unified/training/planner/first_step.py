@@ -14,7 +14,6 @@ from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
 from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
-from lightning_unified.precision import plugin_precision
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.policy import MemoryPolicy
@@ -41,6 +40,7 @@ class FirstStep:
     Args:
         trainer: The fit's.
         policy: Whose sizes and levers are set.
+        precision: That the fit runs in, by Lightning's name.
 
     Attributes:
         prediction: Of the step as it is set to run; None while there is none.
@@ -48,8 +48,8 @@ class FirstStep:
         reason: How the plan came about, in words.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
-        self._trainer, self._policy = trainer, policy
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> None:
+        self._trainer, self._policy, self._precision = trainer, policy, precision
         self._module = trainer.lightning_module
         self._longest = 0
         self._setting: Setting | None = None
@@ -143,7 +143,7 @@ class FirstStep:
             unit=self._unit(shape),
         )
         settings = settings_to_compare(
-            plugin_precision(self._trainer.precision_plugin),
+            self._precision,
             policies=policy.recomputation.choices(),
             kernels=policy.levers.kernel_choices(
                 scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None
