@@ -27,6 +27,7 @@ from lightning_unified.training.levers import Levers
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.oom import caught
 from lightning_unified.training.parts import PartwiseBackward
+from lightning_unified.training.planner.first_step import FirstStep
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.sizes import MicroBatchSize
