@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     )
     from lightning_unified.hardware import Reading, read
     from lightning_unified.planning import Plan
-    from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
     from lightning_unified.planning.prediction import Prediction
+    from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
     from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
     from lightning_unified.training.predict import plan, predict
 

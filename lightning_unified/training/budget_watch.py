@@ -185,5 +185,5 @@ class BudgetWatch:
 
     def count_anew(self) -> None:
         """Let the peak show what a smaller size needs, where the counter can be set back."""
-        if reset_peak(self.device):
+        if reset_peak(self.device, **self._elsewhere):
             self._told = 0

@@ -74,7 +74,7 @@ def undivided():
     ],
 )
 def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(machine, budget, words, undivided, caplog):
-    strategy = UnifiedStrategy(simulate=machine, budget=budget)
+    strategy = UnifiedStrategy(simulate=machine, budget=budget, predict=False)
     with caplog.at_level("WARNING", logger="lightning_unified"):
         module = fit(strategy)
 
@@ -95,7 +95,7 @@ def test_a_batch_that_fits_is_not_cut_and_trains_bit_for_bit_the_same(undivided)
 
 def test_without_recovery_the_backends_own_error_comes_through():
     with pytest.raises(torch.OutOfMemoryError, match=r"HIP out of memory\. Tried to allocate"):
-        fit(UnifiedStrategy(simulate="rx6750xt-12gb", budget="40MiB", recover=False))
+        fit(UnifiedStrategy(simulate="rx6750xt-12gb", budget="40MiB", predict=False, recover=False))
 
 
 def test_what_does_not_fit_in_any_size_says_on_which_machine():
@@ -103,7 +103,7 @@ def test_what_does_not_fit_in_any_size_says_on_which_machine():
         micro_batch_unit = 64
 
     with pytest.raises(OutOfMemoryError, match=r"simulated rtx3060-12gb: OutOfMemoryError: CUDA out of memory"):
-        fit(UnifiedStrategy(simulate="rtx3060-12gb", budget="40MiB"), module=Whole())
+        fit(UnifiedStrategy(simulate="rtx3060-12gb", budget="40MiB", predict=False), module=Whole())
 
 
 def test_weights_that_the_budget_does_not_hold_are_refused_before_the_first_step():

@@ -78,6 +78,7 @@ class FirstStep:
             return
         try:
             self._plan(batch, shape)
+            self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
         except (RehearsalError, MisalignedError) as error:
             self.prediction, self.reason = None, f"not predicted: {error}"
             self._policy.events.append(f"the step could not be rehearsed, so sizes are found by trying: {error}")
@@ -141,6 +142,7 @@ class FirstStep:
             least=policy.sizes.least,
             most=policy.sizes.limit,
             unit=self._unit(shape),
+            workspaces=watch.machine is None,
         )
         settings = settings_to_compare(
             self._precision,

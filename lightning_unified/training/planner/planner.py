@@ -4,16 +4,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.calibration import Calibration, kind_of
 from lightning_unified.planning.cost import step_seconds
+from lightning_unified.planning.limit import fits_within
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates
-from lightning_unified.planning.limit import fits_within
 from lightning_unified.planning.reserve import reserved_bytes
 from lightning_unified.planning.search import Candidate, Choice, Option, search
 from lightning_unified.planning.summary import summarise
@@ -75,6 +75,7 @@ class Planner:
         most: The largest micro-batch that is allowed.
         updates: Whether the step writes weights; else what its optimizer takes is left out.
         native: Whether fake tensors are to be of the backend's own device, which must be here.
+        workspaces: Whether what the backend's libraries take for themselves is counted; a simulated machine has none.
 
     Attributes:
         rows: Of the batch; 1 for one that has no rows to count.
@@ -94,6 +95,7 @@ class Planner:
         most: int | None = None,
         updates: bool = True,
         native: bool = False,
+        workspaces: bool = True,
     ) -> None:
         shape = Cutter(module).shape(batch)
         whole = shape is None or getattr(module, "splittable", True) is False
@@ -104,7 +106,7 @@ class Planner:
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
         self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer, native=native)
-        self._updates = updates
+        self._updates, self._workspaces = updates, workspaces
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
@@ -197,6 +199,7 @@ class Planner:
                 rows=self.rows,
                 unit=self._unit,
                 row_bytes=self._row_bytes,
+                workspaces=self._workspaces,
             )
         return self._sizes[setting]
 

@@ -1,6 +1,7 @@
 """One setting of the levers at any size: rehearsed at few, and when somebody asks."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from lightning_unified.planning.backends import with_workspaces
@@ -26,31 +27,34 @@ class RehearsedSizes:
         rows: Of the whole batch.
         unit: Rows that stay together.
         row_bytes: What a row of the batch takes.
+        workspaces: Whether what libraries take for themselves is counted.
     """
 
-    def __init__(self, rehearse: Callable[[int, int], Trace], *, rows: int, unit: int, row_bytes: int) -> None:
+    def __init__(
+        self, rehearse: Callable[[int, int], Trace], *, rows: int, unit: int, row_bytes: int, workspaces: bool = True
+    ) -> None:
         self._rehearse = rehearse
-        self._rows, self._unit, self._row_bytes = rows, unit, row_bytes
+        self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int], Trace] = {}
         self._lines: dict[int, Lines | None] = {}
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of micro-batches of `rows`, workspaces included; of more than two parts, two are told.
+        """Return the trace of a step of micro-batches of `rows`; of more than two parts, two are told.
 
         What more parts than two add is their share of the batch, which waits on the device, and that is counted.
         """
         parts = min(parts, 2)
         key = rows, parts
         if key not in self._traces:
-            self._traces[key] = with_workspaces(self._whole_batch(self._made(rows, parts)))
+            self._traces[key] = self._complete(self._made(rows, parts))
         return self._traces[key]
 
     def exactly(self, rows: int, *, parts: int) -> Trace:
         """Return the same trace, rehearsed at that size and on no line."""
         parts = min(parts, 2)
         if (rows, parts) not in self._traces:
-            self._traces[rows, parts] = with_workspaces(self._whole_batch(self._by_itself(rows, parts)))
+            self._traces[rows, parts] = self._complete(self._by_itself(rows, parts))
         return self._traces[rows, parts]
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
@@ -66,16 +70,18 @@ class RehearsedSizes:
         if parts not in self._lines:
             self._lines[parts] = None
             if self._rows >= _FEW * self._unit:
-                try:
+                with suppress(MisalignedError):
                     self._lines[parts] = fit([self._by_itself(count * self._unit, parts) for count in _FIT])
-                except MisalignedError:
-                    pass
         return self._lines[parts]
 
     def _by_itself(self, rows: int, parts: int) -> Trace:
         if (rows, parts) not in self._own:
             self._own[rows, parts] = self._rehearse(rows, parts)
         return self._own[rows, parts]
+
+    def _complete(self, trace: Trace) -> Trace:
+        whole = self._whole_batch(trace)
+        return with_workspaces(whole) if self._workspaces else whole
 
     def _whole_batch(self, trace: Trace) -> Trace:
         """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""

@@ -1,0 +1,183 @@
+"""`UnifiedStrategy(predict=True)`: the step is rehearsed before the first batch runs, and memory does not run out in it."""
+
+import json
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_unified.errors import BudgetError
+from lightning_unified.planning.calibration import Calibration, calibrated_machines
+from lightning_unified.strategies import UnifiedStrategy
+
+MIB = 2**20
+
+
+class Deep(L.LightningModule):
+    """Half a MiB of activations a row, in blocks that can be recomputed."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
+            for _ in range(depth)
+        )
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return (hidden - batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class ByValue(Deep):
+    """How much it computes hangs on values that no rehearsal has."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[batch.sum((1, 2)) > -1e9], batch_idx)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Makes a batch when it is asked for, so that only those in use are there."""
+
+    def __init__(self, rows, lengths):
+        self.rows, self.lengths = rows, lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.randn(self.rows, self.lengths[index], 64, generator=torch.Generator().manual_seed(index))
+
+
+def fit(strategy, *, module=None, lengths=(128, 128), rows=32, **options):
+    torch.manual_seed(0)
+    module = module or Deep()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"max_epochs": 1} | options),
+    )
+    trainer.fit(module, DataLoader(Batches(rows, lengths), batch_size=None))
+    return module
+
+
+def weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.fixture(scope="module")
+def undivided():
+    return weights(fit("auto"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("machine", ["rtx3060-12gb", "gb10-128gb"])
+def test_a_batch_that_does_not_fit_never_runs_out_of_memory(machine, undivided):
+    strategy = UnifiedStrategy(simulate=machine, budget="16MiB")
+    module = fit(strategy)
+
+    assert strategy.recoveries == 0
+    assert strategy.micro_batch_size < 32 or strategy.plan.recompute
+    assert strategy.simulated.allocator.peak_reserved <= 16 * MIB
+    assert torch.allclose(weights(module), undivided, atol=1e-6)
+
+
+def test_the_predicted_peak_is_the_one_that_is_measured():
+    strategy = UnifiedStrategy(simulate="h200", budget="40MiB")
+    fit(strategy)
+
+    next_batch = 32 * 128 * 64 * 4  # made by the loader already, which on a simulated machine counts as the device's
+    assert strategy.plan.predicted_peak_bytes + next_batch == pytest.approx(strategy.measured_peak().bytes, rel=0.001)
+
+
+def test_a_batch_that_fits_runs_whole_and_bit_for_bit_the_same(undivided):
+    strategy = UnifiedStrategy(simulate="h200", budget="64MiB")
+    module = fit(strategy)
+
+    assert strategy.micro_batch_size == 32
+    assert strategy.plan.prediction.rows == 32
+    assert torch.equal(weights(module), undivided)
+
+
+def test_what_fits_in_no_way_is_refused_with_what_would_fit():
+    class Whole(Deep):
+        splittable = False
+
+    strategy = UnifiedStrategy(simulate="h200", budget="6MiB")
+    with pytest.raises(
+        BudgetError, match=r"(?s)no plan fits: 6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once"
+    ):
+        fit(strategy, module=Whole())
+
+
+def test_a_rehearsal_that_cannot_be_trusted_is_not_acted_on_and_that_is_said(undivided, caplog):
+    strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
+    with caplog.at_level("WARNING", logger="lightning_unified"):
+        module = fit(strategy, module=ByValue())
+
+    assert strategy.plan.prediction is None
+    assert "found by trying" in caplog.text
+    assert strategy.recoveries > 0
+    assert torch.allclose(weights(module), undivided, atol=1e-6)
+
+
+def test_longer_rows_are_planned_for_when_they_come():
+    strategy = UnifiedStrategy(simulate="h200", budget="16MiB", recompute=False)
+    fit(strategy, lengths=(32, 128, 64, 128))
+
+    assert strategy.recoveries == 0
+    assert [event.split(" in ")[0] for event in strategy.events].count("planned") == 2
+
+
+def test_nothing_is_rehearsed_where_nothing_can_be_gained():
+    strategy = UnifiedStrategy(simulate="h200")
+    fit(strategy, rows=2, lengths=(4,))
+
+    assert strategy.plan.prediction is None
+    assert strategy.plan.reasons["prediction"].startswith("not worth it")
+
+
+def test_it_can_be_switched_off():
+    strategy = UnifiedStrategy(simulate="h200", budget="16MiB", predict=False)
+    fit(strategy)
+
+    assert strategy.plan.prediction is None
+    assert strategy.recoveries > 0
+
+
+def test_the_plan_is_plain_values_for_its_file():
+    strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
+    fit(strategy)
+    content = json.loads(json.dumps(strategy.plan.to_dict()))
+
+    assert content["prediction"]["peak_bytes"] > 0
+    assert content["prediction"]["categories"]["weights"] > 0
+    assert content["reasons"]["prediction"]
+
+
+def test_what_was_measured_is_kept_for_the_machines_next_runs():
+    strategy = UnifiedStrategy(budget="2GiB")
+    fit(strategy, rows=256, lengths=(128,) * 4)
+    machines = calibrated_machines()
+
+    assert len(machines) == 1
+    assert list(Calibration.load(machines[0]).peaks) == ["cpu 32-true"]
+
+
+def test_a_simulated_machine_teaches_nothing_about_this_one():
+    fit(UnifiedStrategy(simulate="h200", budget="16MiB"), lengths=(128,) * 4)
+
+    assert calibrated_machines() == []
