@@ -136,7 +136,7 @@ def _disturbed(
         resume = newest if newest.exists() else None
         story.redone += _steps_done(folder) - _steps_saved(resume)
         disturbance = Disturbance(leg.faults, wall=leg.wall, text=leg.text, limit=leg.limit)
-        machine = {"simulate": leg.simulate, "budget": leg.budget} if leg.simulate else {}
+        machine = {"simulate": leg.simulate, "budget": leg.budget, "predict": False} if leg.simulate else {}
         guard = (Felt(leg.pressure, stop=leg.stop),) if leg.pressure else ()
         fit = Fit(recipe=case.recipe, folder=folder, resume=resume, callbacks=(disturbance, *guard), strategy=machine)
         kill = None
