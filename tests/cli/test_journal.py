@@ -1,6 +1,7 @@
 """`events.jsonl` and the logged speed: what a run tells while it goes on, so that one that is killed has told so far."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_run_tells_what_it_begins_with_and_how_it_ends(tmp_path):
 
     assert (began["kind"], began["step"], ended["kind"], ended["step"]) == ("began", 0, "ended", 3)
     assert began["machine"]["held"]["weights"] == 5 * 4
-    assert began["machine"]["versions"]["torch"] == torch.__version__
+    assert began["machine"]["versions"]["torch"] == version("torch")
     assert began["machine"]["low_bytes"] < began["machine"]["high_bytes"] == began["budget_bytes"]
     assert ended["micro_batch_size"] == 8
     assert "precision" in began["plan"]

@@ -108,11 +108,13 @@ def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
-def test_a_convolution_in_bfloat16_takes_what_it_takes_within_128_kib(taken):
+def test_a_convolution_in_bfloat16_takes_what_it_takes_within_256_kib(taken):
     calls = [call for channels in (64, 128) for call in convolution(8, channels, 64, 16, 3, dtype=torch.bfloat16)]
     for (func, args), real in zip(calls, taken(calls), strict=True):
         assert hidden(func, *args, results=real.result).temporary == pytest.approx(
-            real.hidden, rel=0.02, abs=128 * 1024
+            real.hidden,
+            rel=0.02,
+            abs=256 * 1024,  # processors with matrix tiles take more than those without
         )
 
 
