@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 import torch
@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
@@ -36,17 +37,7 @@ from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
 
-__all__ = ["Foresight", "UnifiedOptimization"]
-
-
-class Foresight(Protocol):
-    """What plans for batches before they run."""
-
-    def look(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for `batch`, if nothing like it has been planned for."""
-
-    def batch_done(self) -> None:
-        """Learn from a batch that has run."""
+__all__ = ["UnifiedOptimization"]
 
 
 class UnifiedOptimization(_AutomaticOptimization):
@@ -98,7 +89,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._cutter.shape(kwargs[key])
         if self._foresight is not None:
-            self._foresight.look(kwargs[key], shape)
+            self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
             terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
@@ -113,6 +104,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._foresight is not None:
             self._foresight.batch_done()
         return outputs
+
+    def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
+        return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
 
     def _run_and_recover(
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None

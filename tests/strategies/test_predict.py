@@ -54,9 +54,9 @@ class Batches(torch.utils.data.Dataset):
         return torch.randn(self.rows, self.lengths[index], 64, generator=torch.Generator().manual_seed(index))
 
 
-def fit(strategy, *, module=None, lengths=(128, 128), rows=32, **options):
+def fit(strategy, *, kind=Deep, lengths=(128, 128), rows=32, **options):
     torch.manual_seed(0)
-    module = module or Deep()
+    module = kind()
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -120,18 +120,27 @@ def test_what_fits_in_no_way_is_refused_with_what_would_fit():
     with pytest.raises(
         BudgetError, match=r"(?s)no plan fits: 6\.00 MiB .*What would fit:\n  .*the whole batch of 32 rows at once"
     ):
-        fit(strategy, module=Whole())
+        fit(strategy, kind=Whole)
 
 
-def test_a_rehearsal_that_cannot_be_trusted_is_not_acted_on_and_that_is_said(undivided, caplog):
+def test_where_a_rehearsal_cannot_be_trusted_rows_are_tried_on_the_device_and_that_is_said(undivided, caplog):
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
-        module = fit(strategy, module=ByValue())
+        module = fit(strategy, kind=ByValue)
 
     assert strategy.plan.prediction is None
-    assert "found by trying" in caplog.text
-    assert strategy.recoveries > 0
+    assert "1, 2, 4, 8, 16 rows were run on the device and undone" in caplog.text
+    assert strategy.recoveries == 0
+    assert 4 < strategy.micro_batch_size < 32
     assert torch.allclose(weights(module), undivided, atol=1e-6)
+
+
+def test_a_probe_leaves_the_run_as_it_found_it():
+    probed = UnifiedStrategy(simulate="h200", budget="64MiB")
+    unprobed = UnifiedStrategy(simulate="h200", budget="64MiB", predict=False)
+
+    assert torch.equal(weights(fit(probed, kind=ByValue)), weights(fit(unprobed, kind=ByValue)))
+    assert (probed.micro_batch_size, unprobed.micro_batch_size) == (32, 32)
 
 
 def test_longer_rows_are_planned_for_when_they_come():

@@ -2,10 +2,13 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torchmetrics import Metric
 
 from lightning_unified.errors import BudgetError, RehearsalError
 from lightning_unified.planning.calibration import Calibration, machine_key
@@ -14,6 +17,7 @@ from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
 from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
+from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.policy import MemoryPolicy
@@ -61,8 +65,13 @@ class FirstStep:
         self.alternatives: tuple[Candidate, ...] = ()
         self.reason = "no batch has run yet"
 
-    def look(self, batch: Any, shape: BatchShape | None) -> None:
+    def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         """Plan for `batch`, if it is the first one or its rows are longer than those planned for.
+
+        Args:
+            batch: Whole.
+            shape: Of it; None for one that has no rows to count.
+            step: Runs `training_step` on a batch, as the loop does.
 
         Raises:
             BudgetError: If no plan fits.
@@ -81,8 +90,24 @@ class FirstStep:
             self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
         except (RehearsalError, MisalignedError) as error:
             self.prediction, self.reason = None, f"not predicted: {error}"
-            self._policy.events.append(f"the step could not be rehearsed, so sizes are found by trying: {error}")
-            log.warning("The step could not be rehearsed (%s). Micro-batch sizes are found by trying.", error)
+            self._probe(batch, shape, step=step, why=str(error))
+
+    def _probe(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str) -> None:
+        """Find on the device what fits, where it cannot be told without."""
+        policy, found = self._policy, None
+        if shape is not None and not policy.refuses_cut(shape):
+            metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
+            found = DoublingProbe(self._trainer, policy, metrics=metrics).run(batch, shape, step=step)
+        if found is None:
+            what_then = "sizes are found by trying"
+        else:
+            tried = ", ".join(map(str, found.tried))
+            what_then = f"{tried} rows were run on the device and undone: {found.rows} at once fit"
+            if found.refused is not None and shape is not None:
+                policy.sizes.plan(shape, rows=found.rows, refused=found.refused, room_bytes=policy.watch.room())
+        self.reason = f"{self.reason}; {what_then}"
+        policy.events.append(f"the step could not be rehearsed ({why}); {what_then}")
+        log.warning("The step could not be rehearsed (%s); %s.", why, what_then)
 
     def batch_done(self) -> None:
         """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""

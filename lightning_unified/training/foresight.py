@@ -1,0 +1,20 @@
+"""What the step asks before a batch runs; the planner answers it, and knows the step, which cannot know the planner."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+from lightning_unified.training.split import BatchShape
+
+__all__ = ["Foresight"]
+
+
+class Foresight(Protocol):
+    """What plans for batches before they run."""
+
+    def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
+        """Plan for `batch`, if nothing like it has been planned for; `step` runs `training_step` on a batch."""
+
+    def batch_done(self) -> None:
+        """Learn from a batch that has run."""
