@@ -143,6 +143,19 @@ def test_a_probe_leaves_the_run_as_it_found_it():
     assert (probed.micro_batch_size, unprobed.micro_batch_size) == (32, 32)
 
 
+def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
+    def failing(*_, **__):
+        raise KeyError("of the planner's own")
+
+    monkeypatch.setattr("lightning_unified.training.planner.planner.rehearse", failing)
+    strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
+    with caplog.at_level("WARNING", logger="lightning_unified"):
+        fit(strategy)
+
+    assert 'KeyError: "of the planner\'s own"' in caplog.text
+    assert strategy.micro_batch_size < 32
+
+
 def test_longer_rows_are_planned_for_when_they_come():
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB", recompute=False)
     fit(strategy, lengths=(32, 128, 64, 128))

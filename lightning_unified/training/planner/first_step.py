@@ -88,9 +88,14 @@ class FirstStep:
         try:
             self._plan(batch, shape)
             self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
-        except (RehearsalError, MisalignedError) as error:
-            self.prediction, self.reason = None, f"not predicted: {error}"
-            self._probe(batch, shape, step=step, why=str(error))
+        except BudgetError:
+            raise
+        except (
+            Exception
+        ) as error:  # whatever a module, or the planner itself, is not good for: a run must not end for want of a plan
+            kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
+            self.prediction, self.reason = None, f"not predicted: {kind}{error}"
+            self._probe(batch, shape, step=step, why=f"{kind}{error}")
 
     def _probe(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str) -> None:
         """Find on the device what fits, where it cannot be told without."""
