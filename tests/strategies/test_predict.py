@@ -143,6 +143,21 @@ def test_a_probe_leaves_the_run_as_it_found_it():
     assert (probed.micro_batch_size, unprobed.micro_batch_size) == (32, 32)
 
 
+def test_a_step_that_cannot_run_on_fewer_rows_is_not_probed_and_runs(caplog):
+    class Picky(ByValue):
+        def training_step(self, batch, batch_idx):
+            if len(batch) != 32:
+                raise ValueError("32 rows or none")
+            return super().training_step(batch, batch_idx)
+
+    strategy = UnifiedStrategy(simulate="h200", budget="64MiB")
+    with caplog.at_level("WARNING", logger="lightning_unified"):
+        fit(strategy, kind=Picky)
+
+    assert "nor tried on fewer rows: ValueError: 32 rows or none; sizes are found by trying" in caplog.text
+    assert strategy.micro_batch_size == 32
+
+
 def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")

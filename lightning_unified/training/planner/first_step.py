@@ -90,9 +90,7 @@ class FirstStep:
             self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
         except BudgetError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a module, or the planner itself, is not good for: a run must not end for want of a plan
+        except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
             kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
             self.prediction, self.reason = None, f"not predicted: {kind}{error}"
             self._probe(batch, shape, step=step, why=f"{kind}{error}")
@@ -102,7 +100,10 @@ class FirstStep:
         policy, found = self._policy, None
         if shape is not None and not policy.refuses_cut(shape):
             metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
-            found = DoublingProbe(self._trainer, policy, metrics=metrics).run(batch, shape, step=step)
+            try:
+                found = DoublingProbe(self._trainer, policy, metrics=metrics).run(batch, shape, step=step)
+            except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
+                why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
         if found is None:
             what_then = "sizes are found by trying"
         else:
@@ -200,7 +201,9 @@ class FirstStep:
 
     def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
         """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""
-        if len(settings) > 1 and (prediction.parts > 1 or any(one.optimizer_kernel for one in settings)):
+        could_be_larger = prediction.parts > 1 and self._policy.sizes.limit is None
+        could_be_faster = could_be_larger or any(one.optimizer_kernel or one.loss_chunk for one in settings)
+        if could_be_faster and len(settings) > 1:
             return False
         return planner.fits(settings[0], micro_batch_size=prediction.rows, limit=budget)
 
