@@ -154,7 +154,7 @@ def test_a_step_that_cannot_run_on_fewer_rows_is_not_probed_and_runs(caplog):
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy, kind=Picky)
 
-    assert "nor tried on fewer rows: ValueError: 32 rows or none; sizes are found by trying" in caplog.text
+    assert "nor tried on fewer rows: ValueError: 32 rows or none); sizes are found by trying" in caplog.text
     assert strategy.micro_batch_size == 32
 
 
