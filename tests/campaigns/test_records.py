@@ -1,0 +1,63 @@
+"""The records of the campaigns say that nothing was lost, and the page about them says what the records say."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "campaigns.md").read_text(encoding="utf-8")
+
+
+def record(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(first):
+    """Return the page's table whose first column is headed `first`: rows by name, cells by heading."""
+    lines = PAGE[PAGE.index(f"| {first} | runs |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("campaign.records").cell
+
+
+def test_the_page_tells_of_the_faults_what_the_record_says(cell):
+    totals = record("fault_campaign")["totals"]
+    told = table("fault")
+
+    assert list(told) == list(totals)
+    for kind, cells in told.items():
+        assert cells == {name: cell(totals[kind][name]) for name in cells}, kind
+
+
+def test_the_page_tells_of_the_pressure_what_the_record_says(cell):
+    seconds = record("pressure_campaign")["totals"]["seconds"]
+    told = table("seconds")
+
+    assert list(told) == list(seconds)
+    for what, cells in told.items():
+        assert cells == {name: cell(seconds[what][name]) for name in cells}, what
+
+
+def test_the_record_of_faults_has_enough_runs_and_no_loss():
+    found = record("fault_campaign")
+
+    assert len(found["runs"]) >= 500
+    assert all(run["sound"] for run in found["runs"])
+    assert {run["difference"] for run in found["runs"]} == {0.0}
+    assert sum(run["steps_lost"] + run["counted_twice"] + run["missed"] + run["hung"] for run in found["runs"]) == 0
+
+
+def test_the_record_of_pressure_has_enough_runs_that_all_learn_the_same():
+    runs = record("pressure_campaign")["runs"]
+
+    assert len(runs) >= 20
+    assert all(run["sound"] for run in runs)
+    assert {run["difference"] for run in runs} == {0.0}
+    assert {run["steps_lost"] for run in runs} == {0}
