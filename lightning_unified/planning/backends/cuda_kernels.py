@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_unified.planning.backends.calls import Call, Repair
+from lightning_unified.planning.backends.calls import Call, Repair, byte_count
 from lightning_unified.planning.backends.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
@@ -31,6 +31,19 @@ def _flash_backward(call: Call) -> int:
     accumulated = rows * heads * _rounded(queries, 128) * _FLOAT
     spread = 2 * rows * heads * key.shape[2] * size * query.element_size() if key.shape[1] != heads else 0
     return accumulated * (_rounded(size, 32) + 1) + spread
+
+
+def _cudnn_backward(call: Call) -> int:
+    """The same as flash, without rounding; and a copy of the output's gradient where it does not lie in memory as the output does.
+
+    Source: an H200's allocations under torch 2.11, to 256 bytes; the copy from torch's `cudnn/MHA.cpp`.
+    """
+    gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
+    rows, heads, queries, size = query.shape
+    accumulated = rows * heads * queries * _FLOAT * (size + 1)
+    if key.shape[1] != heads:
+        accumulated += 2 * rows * heads * key.shape[2] * size * query.element_size()
+    return accumulated + (0 if gradient.stride() == output.stride() else byte_count(gradient))
 
 
 def _efficient_backward(call: Call) -> int:
@@ -70,6 +83,11 @@ def _accumulating_put(call: Call) -> int:
     return 6 * _LONG * max(each.numel() for each in indices)
 
 
+def _softmax_backward(call: Call) -> int:
+    """The product of gradient and result, which is summed along the row. Source: `softmax_backward_cuda_out` in torch's `cuda/SoftMax.cu`."""
+    return max(byte_count(call.args[0]), byte_count(call.args[1]))
+
+
 def _sort(call: Call) -> int:
     """Keys and indices once more in rows too long to sort in shared memory (judgement from `cuda/Sort.cpp`)."""
     source = call.args[0]
@@ -83,7 +101,9 @@ def _rounded(count: int, multiple: int) -> int:
 
 CUDA_TEMPORARIES: Mapping[str, Repair] = {
     "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten._softmax_backward_data": _softmax_backward,
     "aten.embedding_dense_backward": _embedding_backward,
     "aten._index_put_impl_": _accumulating_put,
     "aten.index_put": _accumulating_put,
