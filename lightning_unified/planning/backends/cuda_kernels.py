@@ -73,14 +73,15 @@ def _embedding_backward(call: Call) -> int:
 
 
 def _accumulating_put(call: Call) -> int:
-    """Linear and sorted indices, their order, and radix-sort buffers: about six lists of the rows that are added (judgement on their number).
+    """Linear and sorted indices, their order, and radix-sort buffers, six lists of the rows that are added; a copy of values out of a row.
 
-    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`.
+    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`; an H200's allocations show the same.
     """
     accumulates, indices = call.args[3], [each for each in call.args[1] if isinstance(each, Tensor)]
     if not accumulates or not indices:
         return 0
-    return 6 * _LONG * max(each.numel() for each in indices)
+    values = call.args[2]
+    return 6 * _LONG * max(each.numel() for each in indices) + (0 if values.is_contiguous() else byte_count(values))
 
 
 def _softmax_backward(call: Call) -> int:
