@@ -119,7 +119,9 @@ def _cudnn_runs(call: _Call) -> bool:
         generation() in _CUDNN_FIRST
         and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
         and torch.backends.cuda.cudnn_sdp_enabled()
-        and not (torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled())
+        and not (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
         and _fused_shapes(call)
         and call.query.dtype in _LOW
         and max(heads) <= _LARGEST_CUDNN_HEAD.get(generation(), 128)

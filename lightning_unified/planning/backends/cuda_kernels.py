@@ -49,14 +49,17 @@ def _cudnn_backward(call: Call) -> int:
 def _efficient_backward(call: Call) -> int:
     """In half precision the queries' gradient in float32; in float32 the product of output and its gradient; a float32 a query in both.
 
-    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`.
+    And a copy of the output's gradient where it does not lie position by position.
+
+    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`; in float32 an H200's allocations.
     """
-    query, value = call.args[1], call.args[3]
+    gradient, query, value = call.args[0], call.args[1], call.args[3]
     rows, heads, queries, size = query.shape
     a_query = rows * heads * queries * _FLOAT
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else byte_count(gradient)
     if query.dtype in _HALF:
-        return a_query + rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
-    return a_query * (value.shape[-1] + 1)
+        return copied + a_query + rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
+    return copied + a_query * (value.shape[-1] + 2)
 
 
 def _embedding_backward(call: Call) -> int:

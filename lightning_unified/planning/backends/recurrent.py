@@ -113,7 +113,9 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         call, source, *rest = args
         given = _by_positions(source, call)
-        output, hidden, cell = (source.new_empty(shape) for shape in (_swapped(call.output, call), call.hidden, call.cell))
+        output, hidden, cell = (
+            source.new_empty(shape) for shape in (_swapped(call.output, call), call.hidden, call.cell)
+        )
         workspace = source.new_empty(call.workspace, dtype=torch.uint8)
         reserve = source.new_empty(call.reserve, dtype=torch.uint8)
         del workspace, given

@@ -32,26 +32,26 @@ def with_sums(trace: Trace) -> Trace:
     """
     if trace.backend not in ("cuda", "rocm"):
         return trace
-    return replace(trace, events=tuple(_with_buffers(trace.events)))
+    events = tuple(_with_buffers(trace.events))
+    return trace if len(events) == len(trace.events) else replace(trace, events=events)
 
 
 def _with_buffers(events: tuple[Event, ...]) -> Iterator[Event]:
     free = max((event.storage for event in events if isinstance(event, Take)), default=-1) + 1
     waiting = 0
-    for event in events:
-        if waiting and not isinstance(event, Take):
-            yield Take(free, waiting, "temporaries")
-            yield Give(free)
-            free, waiting = free + 1, 0
-        if isinstance(event, Work) and event.flops and event.op in _SUMS:
+    for event, following in zip(events, [*events[1:], None], strict=True):
+        if isinstance(event, Work):
             waiting = _buffer(event)
         yield event
+        if waiting and not isinstance(following, Take):
+            yield from (Take(free, waiting, "temporaries"), Give(free))
+            free, waiting = free + 1, 0
 
 
 def _buffer(work: Work) -> int:
-    """Return the buffer of a sum, which counts as many operations as it has entries and moves these and its results."""
+    """Return the buffer of a sum, which counts as many operations as it has entries and moves these and its results; else 0."""
     result = _ENTRY_BYTES.get(work.dtype)
-    if result is None:
+    if result is None or not work.flops or work.op not in _SUMS:
         return 0
     columns = min(
         (left // result for entry in (2, 4) if (left := work.moved - entry * work.flops) > 0),
