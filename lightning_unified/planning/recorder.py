@@ -152,10 +152,11 @@ class Recorder(TorchDispatchMode):
         for tensor in reversed(outputs) if func is _DROPOUT else outputs:
             storage = self._enter(tensor)
             first = first or storage
-        if hidden is not None and hidden.temporary:
-            self._give(self._take(hidden.temporary))
+        inside = self._take(hidden.temporary) if hidden is not None and hidden.temporary else None
         if hidden is not None and hidden.saved and outputs:
             self._tie(hidden.saved, outputs)
+        if inside is not None:
+            self._give(inside)
         if func in _IN_PLACE and self.phase == "backward" and first is not None:
             self._note_sum(first, args)
         return result
