@@ -148,11 +148,13 @@ class Recorder(TorchDispatchMode):
         if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
+        inside = self._take(hidden.temporary) if hidden is not None and hidden.temporary and hidden.first else None
         first = None
         for tensor in reversed(outputs) if func is _DROPOUT else outputs:
             storage = self._enter(tensor)
             first = first or storage
-        inside = self._take(hidden.temporary) if hidden is not None and hidden.temporary else None
+        if hidden is not None and hidden.temporary and not hidden.first:
+            inside = self._take(hidden.temporary)
         if hidden is not None and hidden.saved and outputs:
             self._tie(hidden.saved, outputs)
         if inside is not None:
