@@ -148,17 +148,17 @@ class Recorder(TorchDispatchMode):
         if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
-        inside = self._take(hidden.temporary) if hidden is not None and hidden.temporary and hidden.first else None
+        inside = [self._take(size) for size in hidden.blocks] if hidden is not None and hidden.first else []
         first = None
         for tensor in reversed(outputs) if func is _DROPOUT else outputs:
             storage = self._enter(tensor)
             first = first or storage
-        if hidden is not None and hidden.temporary and not hidden.first:
-            inside = self._take(hidden.temporary)
+        if hidden is not None and not hidden.first:
+            inside = [self._take(size) for size in hidden.blocks]
         if hidden is not None and hidden.saved and outputs:
             self._tie(hidden.saved, outputs)
-        if inside is not None:
-            self._give(inside)
+        for block in inside:
+            self._give(block)
         if func in _IN_PLACE and self.phase == "backward" and first is not None:
             self._note_sum(first, args)
         return result

@@ -223,8 +223,8 @@ def test_many_indices_of_an_embedding_are_sorted_and_summed_in_parts(fake, token
 def test_cudnn_copies_a_convolution_to_channels_last(fake):
     (forward, args), (backward, gradients) = convolution(2, 16, 32, 8, 3)
     source, weight, output = 2 * 16 * 64 * 4, 32 * 16 * 9 * 4, 2 * 32 * 64 * 4
-    assert hidden(forward, *args, backend="cuda") == Hidden(source + weight + output, first=True)
-    assert hidden(backward, *gradients, backend="cuda") == Hidden(source + weight + output, first=True)
+    assert hidden(forward, *args, backend="cuda") == Hidden((source + weight + output,), first=True)
+    assert hidden(backward, *gradients, backend="cuda") == Hidden((source + weight + output,), first=True)
 
 
 def test_a_convolution_in_channels_last_is_not_copied(fake):
