@@ -1,6 +1,7 @@
 """What CUDA kernels take unseen from the caching allocator.
 
-All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. Not run on hardware.
+All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. What an H200 was seen to take
+under torch 2.11 is said at each.
 """
 
 from collections.abc import Mapping
