@@ -1,6 +1,7 @@
 """A world in which tensors have shapes and no values, and what a training step does to them works all the same."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,13 +44,17 @@ def fake_world(*, place: Callable[[], str] = str, other: bool = False) -> Iterat
         for name, replacement in replaced.items():
             stack.enter_context(_set(FakeTensor, name, replacement))
         stack.enter_context(_set(nn.Module, "_apply", _apply))
+        transformers = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(transformers, "is_fake_tensor"):
+            # it takes fakes for a sign of a compiler, and then makes masks that it leaves out in training
+            stack.enter_context(_set(transformers, "is_fake_tensor", lambda _: False))
         stack.enter_context(mode)
         stack.enter_context(answers)
         yield mode, answers
 
 
 @contextmanager
-def _set(owner: type, name: str, value: Any) -> Iterator[None]:
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -37,6 +37,13 @@ def _packed_recurrent(steps: Any, weights: Any, *_: Any, out_val: Any = None, **
     return 2 * prod(steps.shape[:-1]) * sum(one.numel() for one in weights if one.dim() == 2)
 
 
+def _summed(source: Any, dims: Any = None, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
+    """One for each entry that is added to those of other rows; sums along a row are of entries that lie side by side, and not counted."""
+    strides = [(stride, dim) for dim, stride in enumerate(source.stride()) if source.shape[dim] > 1]
+    summed = range(source.dim()) if not dims else [dim % source.dim() for dim in dims]
+    return source.numel() if strides and min(strides)[1] not in summed else 0
+
+
 _aten = torch.ops.aten
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -45,4 +52,6 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     _aten._cudnn_rnn: _packed_recurrent,
+    _aten.sum: _summed,
+    _aten.mean: _summed,
 }

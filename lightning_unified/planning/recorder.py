@@ -21,7 +21,8 @@ from lightning_unified.planning.values import tensors_among
 __all__ = ["Recorder"]
 
 aten = torch.ops.aten
-_ADD = aten.add.Tensor
+_IN_PLACE = (aten.add.Tensor, aten.index_put.default)  # when the backward engine itself runs them on real tensors
+_DROPOUT = aten.native_dropout.default  # its mask is made first
 _DEVICE = torch.ops.prim.device.default
 _ENGINE = (
     "_engine_run_backward"  # torch/autograd/graph.py: the one frame below operations of built-in backward formulas
@@ -61,7 +62,8 @@ class Recorder(TorchDispatchMode):
     vocabulary; the rest is temporary.
 
     Autograd adds gradients that meet in place, and not so under a mode like this one (`can_accumulate_inplace` in
-    torch/csrc/autograd/input_buffer.cpp); such additions are noted as they run without it.
+    torch/csrc/autograd/input_buffer.cpp); neither does it write gradients of indexed entries in place (`index_backward` in
+    torch/csrc/autograd/FunctionsManual.cpp). Both are noted as they run without it.
 
     Args:
         backend: Whose kernels the step is for.
@@ -146,18 +148,18 @@ class Recorder(TorchDispatchMode):
         if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
-        inside = None
-        if hidden is not None and hidden.temporary:
-            inside = self._take(hidden.temporary)
+        inside = [self._take(size) for size in hidden.blocks] if hidden is not None and hidden.first else []
         first = None
-        for tensor in outputs:
+        for tensor in reversed(outputs) if func is _DROPOUT else outputs:
             storage = self._enter(tensor)
             first = first or storage
+        if hidden is not None and not hidden.first:
+            inside = [self._take(size) for size in hidden.blocks]
         if hidden is not None and hidden.saved and outputs:
             self._tie(hidden.saved, outputs)
-        if inside is not None:
-            self._give(inside)
-        if func is _ADD and self.phase == "backward" and first is not None:
+        for block in inside:
+            self._give(block)
+        if func in _IN_PLACE and self.phase == "backward" and first is not None:
             self._note_sum(first, args)
         return result
 
@@ -241,7 +243,8 @@ class Recorder(TorchDispatchMode):
         if known is None or key is None or known is result or known.bytes != result.bytes:
             return
         if self._raw is not None and not torch.is_grad_enabled() and _called_by_engine():
-            self._sum = (result, key, len(self._raw) - 1)
+            taken = next(at for at in range(len(self._raw) - 1, -1, -1) if self._raw[at] is result)
+            self._sum = (result, key, taken)
 
     def _add_in_place(self, term: _Storage) -> None:
         """Let the sum be the storage of its first term, which has ended in that moment."""

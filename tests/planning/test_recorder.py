@@ -2,9 +2,12 @@
 
 import copy
 import gc
+import sys
+from types import ModuleType
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_unified.planning.fake import fake_world
 from lightning_unified.planning.places import Places
@@ -16,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def recorded(run, **options):
-    recorder = Recorder(backend="cpu", **options)
+    recorder = Recorder(**{"backend": "cpu", **options})
     with recorder:
         recorder.begin()
         run(recorder)
@@ -55,6 +58,49 @@ def test_gradients_that_meet_are_added_in_place_as_they_are_without_a_recorder()
         i for i, e in enumerate(events) if isinstance(e, Work) and e.op == "aten.add.Tensor" and e.phase == "backward"
     )
     assert not isinstance(events[index + 1], Take)
+
+
+def test_gradients_of_indexed_entries_are_written_in_place_as_they_are_without_a_recorder():
+    with fake_world():
+        x, chosen = torch.ones(64, 4, requires_grad=True), torch.zeros(32, dtype=torch.long)
+
+        def run(recorder):
+            y = x[chosen].sum()
+            recorder.backward_begins()
+            y.backward()
+
+        events = recorded(run)
+    index = next(i for i, e in enumerate(events) if isinstance(e, Work) and e.op == "aten.index_put.default")
+    assert not any(isinstance(event, Take) for event in events[index + 1 :])
+
+
+def test_a_dropouts_mask_is_taken_before_its_result():
+    x = torch.ones(64)
+    events = recorded(lambda _: torch.native_dropout(x, 0.5, train=True))
+    index = next(i for i, e in enumerate(events) if isinstance(e, Work) and e.op == "aten.native_dropout.default")
+    assert [event.bytes for event in events[index + 1 : index + 3]] == [64, 256]
+
+
+def test_what_a_kernel_gives_back_it_takes_after_its_result():
+    gradient = torch.ones(8, 16)
+
+    def run(_):
+        return torch.ops.aten._softmax_backward_data(gradient, gradient, -1, torch.float32)
+
+    events = recorded(run, backend="cuda")
+    result, product, end = events[-4:-1]
+    assert (result.bytes, product.bytes) == (8 * 16 * 4, 8 * 16 * 4)
+    assert end == Give(product.storage)
+
+
+def test_a_library_that_looks_for_fakes_takes_none_for_a_compiler(monkeypatch):
+    library = ModuleType("transformers.utils.import_utils")
+    library.is_fake_tensor = lambda tensor: isinstance(tensor, FakeTensor)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    with fake_world():
+        fake = torch.empty(2)
+        assert not library.is_fake_tensor(fake)
+    assert library.is_fake_tensor(fake)
 
 
 def test_a_fake_tensor_can_be_copied_deeply_formatted_and_made_an_array():

@@ -2,16 +2,19 @@
 
 With B rows, H heads, Sq queries, Sk keys and E entries a head, beside queries, keys, values and output the kernels keep:
 
-- flash: the log-sum-exp of each query, 4·B·H·Sq bytes;
-- efficient (a mask, or float32): the same, with Sq rounded up to 32;
-- math (heads of unequal or unaligned size, inputs that are not 4-D, MPS in training): the probabilities, B·H·Sq·Sk entries in float32
-  for half-precision inputs, and with dropout a second such tensor and its mask.
+- cuDNN (half precision on Hopper and Blackwell, masks too): the log-sum-exp of each query, 4·B·H·Sq bytes; output and gradients lie in
+  memory as queries, keys and values do;
+- flash: the same log-sum-exp;
+- efficient (float32; a mask elsewhere): the same, with Sq rounded up to 32;
+- math (grouped heads in float32, heads of unequal or unaligned size, inputs that are not 4-D, MPS in training): the probabilities,
+  B·H·Sq·Sk entries in float32 for half-precision inputs, and with dropout a second such tensor and its mask.
 
 Source: the conditions of `select_sdp_backend` and its filters in torch's `transformers/cuda/sdp_utils.cpp` and `transformers/attention.cpp`.
-On Hopper and newer, torch asks cuDNN before flash; cuDNN keeps the same log-sum-exp, so it is rehearsed as flash. Not run on hardware.
+An H200's allocations under torch 2.11 show cuDNN in half precision with and without a mask, and math for grouped heads in float32.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["cuda_attention", "mps_attention"]
+from lightning_unified.planning.backends.device import generation
+
+__all__ = ["cuda_attention", "mps_attention", "rocm_attention"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
-_HEAD_MULTIPLE = 8  # flash: heads are padded to it
+_CUDNN_FIRST = (9, 10)  # generations on which torch prefers cuDNN
+_LARGEST_CUDNN_HEAD = {9: 256}
+_HEAD_MULTIPLE = 8  # flash: heads are padded to it; cuDNN: heads are multiples of it
 _BIAS_MULTIPLE = 16  # efficient: the mask's last dimension is padded to it
 _ALIGNMENT_BYTES = 16  # efficient: of a head's entries
 _DENSE = 4
@@ -46,8 +53,14 @@ class _Call:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
-def cuda_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention as CUDA and ROCm do: flash, else efficient, else math."""
+def cuda_attention(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Run attention as CUDA does: cuDNN on GPUs that prefer it, else flash, else efficient, else math."""
+    call = _bind(*args, **kwargs)
+    return _cudnn(call) if _cudnn_runs(call) else rocm_attention(plain, *args, **kwargs)
+
+
+def rocm_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Run attention as ROCm does, and CUDA without cuDNN: flash, else efficient, else math."""
     call = _bind(*args, **kwargs)
     if _flash_runs(call):
         return _flash(call)
@@ -100,6 +113,24 @@ def _fused_shapes(call: _Call) -> bool:
     return len(heads) == 1 or call.grouped
 
 
+def _cudnn_runs(call: _Call) -> bool:
+    heads = {t.shape[-1] for t in (call.query, call.key, call.value)}
+    return (
+        generation() in _CUDNN_FIRST
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+        and _fused_shapes(call)
+        and call.query.dtype in _LOW
+        and max(heads) <= _LARGEST_CUDNN_HEAD.get(generation(), 128)
+        and not any(head % _HEAD_MULTIPLE for head in heads)
+        and call.key.shape[-2] > 1
+        and not (call.query.shape[-2] == 1 and call.dropout)
+    )
+
+
 def _flash_runs(call: _Call) -> bool:
     heads = {t.shape[-1] for t in (call.query, call.key, call.value)}
     return (
@@ -118,6 +149,7 @@ def _efficient_runs(call: _Call) -> bool:
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and _fused_shapes(call)
+        and call.query.shape[1] == call.key.shape[1] == call.value.shape[1]
         and call.query.dtype in {*_LOW, torch.float32}
         and call.query.shape[-1] == call.key.shape[-1]
         and all(t.shape[-1] % multiple == 0 for t in (call.query, call.value))
@@ -126,6 +158,14 @@ def _efficient_runs(call: _Call) -> bool:
 
 def _scale(call: _Call) -> float:
     return 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
+
+
+def _cudnn(call: _Call) -> Tensor:
+    mask = _additive(call)
+    bias = None if mask is None else mask.expand(*call.query.shape[:-1], call.key.shape[-2])
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        call.query, call.key, call.value, bias, call.trains, call.dropout, call.causal, False, scale=call.scale
+    )[0]
 
 
 def _flash(call: _Call) -> Tensor:
@@ -139,20 +179,24 @@ def _flash(call: _Call) -> Tensor:
 
 
 def _efficient(call: _Call) -> Tensor:
-    key, value = _repeated(call)
     out = torch.ops.aten._scaled_dot_product_efficient_attention(
-        call.query, key, value, _bias(call), call.trains, call.dropout, call.causal, scale=call.scale
+        call.query, call.key, call.value, _bias(call), call.trains, call.dropout, call.causal, scale=call.scale
     )
     return out[0]
 
 
+def _additive(call: _Call) -> Tensor | None:
+    """Return the mask as what is added to the scores, in the queries' dtype."""
+    if call.mask is None or call.mask.dtype is not torch.bool:
+        return call.mask
+    return torch.where(call.mask, 0.0, -math.inf).to(call.query.dtype)
+
+
 def _bias(call: _Call) -> Tensor | None:
-    """Return the mask in the queries' dtype, its rows padded, as a view for each head of each row."""
-    bias = call.mask
+    """Return what is added to the scores, its rows padded, as a view for each head of each row."""
+    bias = _additive(call)
     if bias is None:
         return None
-    if bias.dtype is torch.bool:
-        bias = torch.where(bias, 0.0, -math.inf).to(call.query.dtype)
     keys = bias.shape[-1]
     if keys > 1 and keys % _BIAS_MULTIPLE:
         bias = functional.pad(bias, (0, -keys % _BIAS_MULTIPLE))[..., :keys]
@@ -168,27 +212,21 @@ def _repeated(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _math(call: _Call) -> Tensor:
-    if call.dropout <= 0:
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            call.query, call.key, call.value, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.grouped
-        )[0]
-    return _math_with_dropout(call)
-
-
-def _math_with_dropout(call: _Call) -> Tensor:
-    """Take the steps of torch's math attention, the dropout with a mask of booleans as CUDA's kernel writes it."""
-    key, value = _repeated(call)
+    """Take the steps of torch's math attention, the mask added in place and the dropout with a mask of booleans, as on a GPU."""
     query, half = call.query, call.query.dtype in _LOW
-    if half:
-        query, key, value = query.float(), key.float(), value.float()
     root = math.sqrt(_scale(call))
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    query = (query.float() if half else query) * root
     mask = call.mask
     if call.causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(query.shape[-2], call.key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, -math.inf)
+    key, value = (each.float() if half else each for each in _repeated(call))
+    scores = query @ (key.transpose(-2, -1) * root)
     if mask is not None:
-        scores += torch.where(mask, 0.0, -math.inf) if mask.dtype is torch.bool else mask
+        scores += mask
     weights = torch.ops.aten._safe_softmax(scores, -1)
-    weights = torch.native_dropout(weights, call.dropout, train=True)[0]
+    if call.dropout > 0:
+        weights = torch.native_dropout(weights, call.dropout, train=True)[0]
     out = weights @ value
     return out.to(call.query.dtype) if half else out

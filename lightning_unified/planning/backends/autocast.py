@@ -207,7 +207,7 @@ def _cross_entropy(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Cast as happens inside: log-softmax is asked for the precision of the logits, only the loss of its result is raised.
+    """Cast as happens inside: log-softmax is asked for the precision of the logits, only what is made of its result is raised.
 
     Source:
         torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's own allocations under bfloat16 show it
@@ -222,13 +222,29 @@ def _cross_entropy(
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Any:
-        if logits.dtype not in _LOW or target.is_floating_point() or label_smoothing:
+        if logits.dtype not in _LOW:
             return _raised(operation, (logits, target, weight, reduction, ignore_index, label_smoothing), {})
-        logs = torch.ops.aten._log_softmax(logits, min(logits.dim() - 1, 1), half_to_float=False).float()
-        weight = None if weight is None else weight.float()
-        return torch.ops.aten.nll_loss_nd(logs, target, weight, reduction, ignore_index)
+        classes = min(logits.dim() - 1, 1)
+        logs = torch.ops.aten._log_softmax(logits, classes, half_to_float=False)
+        wide = (logits.shape[classes], *[1] * (logits.dim() - 1 - classes))
+        if target.shape == logits.shape:
+            target = target * (1 - label_smoothing) + label_smoothing / wide[0] if label_smoothing else target
+            products = logs * target if weight is None else logs * target * weight.view(wide)
+            return _reduced(products.sum(classes, dtype=torch.float32), reduction).neg()
+        loss = torch.ops.aten.nll_loss_nd(
+            logs.float(), target, None if weight is None else weight.float(), reduction, ignore_index
+        )
+        if not label_smoothing:
+            return loss
+        sums = (logs if weight is None else logs * weight.view(wide)).sum(classes, dtype=torch.float32).neg()
+        smooth = _reduced(sums.masked_fill_(target == ignore_index, 0.0), reduction)
+        return (1 - label_smoothing) * loss + smooth * (label_smoothing / wide[0])
 
     return _run(low, args, kwargs)
+
+
+def _reduced(losses: Tensor, reduction: int) -> Tensor:
+    return losses.mean() if reduction == 1 else losses.sum() if reduction else losses
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Call", "Repair", "byte_count"]
+__all__ = ["Call", "Kept", "Repair", "byte_count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Call:
     results: Sequence[Tensor]
 
 
-Repair = Callable[[Call], int]
+Repair = Callable[[Call], int | tuple[int, ...]]
+Kept = Callable[[Call], int]
 
 
 def byte_count(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """What CUDA kernels take unseen from the caching allocator.
 
-All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. Not run on hardware.
+All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. What an H200 was seen to take
+under torch 2.11 is said at each.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_unified.planning.backends.calls import Call, Repair
+from lightning_unified.planning.backends.calls import Call, Repair, byte_count
 from lightning_unified.planning.backends.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
@@ -33,20 +34,36 @@ def _flash_backward(call: Call) -> int:
     return accumulated * (_rounded(size, 32) + 1) + spread
 
 
-def _efficient_backward(call: Call) -> int:
+def _cudnn_backward(call: Call) -> tuple[int, ...]:
+    """The same as flash, without rounding; and a copy of the output's gradient where it does not lie in memory as the output does.
+
+    Source: an H200's allocations under torch 2.11, to 256 bytes; the copy from torch's `cudnn/MHA.cpp`.
+    """
+    gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
+    rows, heads, queries, size = query.shape
+    accumulated = rows * heads * queries * _FLOAT * (size + 1)
+    if key.shape[1] != heads:
+        accumulated += 2 * rows * heads * key.shape[2] * size * query.element_size()
+    return 0 if gradient.stride() == output.stride() else byte_count(gradient), accumulated
+
+
+def _efficient_backward(call: Call) -> tuple[int, ...]:
     """In half precision the queries' gradient in float32; in float32 the product of output and its gradient; a float32 a query in both.
 
-    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`.
+    And a copy of the output's gradient where it does not lie position by position.
+
+    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`; in float32 an H200's allocations.
     """
-    query, value = call.args[1], call.args[3]
+    gradient, query, value = call.args[0], call.args[1], call.args[3]
     rows, heads, queries, size = query.shape
     a_query = rows * heads * queries * _FLOAT
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else byte_count(gradient)
     if query.dtype in _HALF:
-        return a_query + rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
-    return a_query * (value.shape[-1] + 1)
+        return copied, a_query, rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
+    return copied, a_query * value.shape[-1], a_query, a_query
 
 
-def _embedding_backward(call: Call) -> int:
+def _embedding_backward(call: Call) -> tuple[int, ...]:
     """Sorted indices with their radix-sort buffers, six lists of segments, and the partial sums of rows in float32.
 
     Source: `embedding_dense_backward_cuda` and `EmbeddingBackwardKernel.cu` of torch; up to 3,072 indices are added in place.
@@ -54,20 +71,26 @@ def _embedding_backward(call: Call) -> int:
     gradient, indices, vocabulary = call.args[0], call.args[1], call.args[2]
     count, width = indices.numel(), gradient.shape[-1]
     if count <= _EMBEDDING_SORTS_ABOVE:
-        return 0
+        return ()
     partial = count // _EMBEDDING_ROWS_A_THREAD + min(count, vocabulary)
-    return 5 * count * _LONG + partial * (_LONG + width * max(gradient.element_size(), _FLOAT))
+    return *[count * _LONG] * 5, partial * _LONG, partial * width * max(gradient.element_size(), _FLOAT)
 
 
-def _accumulating_put(call: Call) -> int:
-    """Linear and sorted indices, their order, and radix-sort buffers: about six lists of the rows that are added (judgement on their number).
+def _accumulating_put(call: Call) -> tuple[int, ...]:
+    """Linear and sorted indices, their order, and radix-sort buffers, six lists of the rows that are added; a copy of values out of a row.
 
-    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`.
+    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`; an H200's allocations show the same.
     """
     accumulates, indices = call.args[3], [each for each in call.args[1] if isinstance(each, Tensor)]
     if not accumulates or not indices:
-        return 0
-    return 6 * _LONG * max(each.numel() for each in indices)
+        return ()
+    values, a_list = call.args[2], _LONG * max(each.numel() for each in indices)
+    return a_list, 0 if values.is_contiguous() else byte_count(values), *[a_list] * 3, 2 * a_list
+
+
+def _softmax_backward(call: Call) -> int:
+    """The product of gradient and result, which is summed along the row. Source: `softmax_backward_cuda_out` in torch's `cuda/SoftMax.cu`."""
+    return max(byte_count(call.args[0]), byte_count(call.args[1]))
 
 
 def _sort(call: Call) -> int:
@@ -83,7 +106,9 @@ def _rounded(count: int, multiple: int) -> int:
 
 CUDA_TEMPORARIES: Mapping[str, Repair] = {
     "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten._softmax_backward_data": _softmax_backward,
     "aten.embedding_dense_backward": _embedding_backward,
     "aten._index_put_impl_": _accumulating_put,
     "aten.index_put": _accumulating_put,

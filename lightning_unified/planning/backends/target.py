@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_unified.planning.backends.attention import cuda_attention, mps_attention
+from lightning_unified.planning.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.planning.backends.autocast import Cast, casts_of
+from lightning_unified.planning.backends.linear import bias_in_place
 from lightning_unified.planning.backends.normalisation import fused_rms_norm
 from lightning_unified.planning.backends.optimizers import optimizer_kernels
 from lightning_unified.planning.backends.patching import replaced
@@ -58,8 +59,9 @@ def _rules(backend: str) -> dict[str, Callable[..., Any]]:
     if backend == "mps":
         return {"scaled_dot_product_attention": mps_attention, "rms_norm": fused_rms_norm, **mps_recurrences()}
     return {
-        "scaled_dot_product_attention": cuda_attention,
+        "scaled_dot_product_attention": cuda_attention if backend == "cuda" else rocm_attention,
         "dropout": fused_dropout,
+        "linear": bias_in_place,
         "rms_norm": fused_rms_norm,
         **cuda_recurrences(),
     }

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import torch
-
+from lightning_unified.planning.backends.device import generation as generation_here
+from lightning_unified.planning.backends.reductions import with_sums
 from lightning_unified.planning.trace import Event, Take, Trace, Work
 
 __all__ = ["cublas_bytes", "with_workspaces"]
@@ -33,6 +33,8 @@ def with_workspaces(
 ) -> Trace:
     """Return the trace with the workspaces its products take, as storages that live from its start: the first step took them.
 
+    The buffers of its sums are put in as well, where they are taken.
+
     Args:
         trace: Of a step; one of another backend than CUDA or ROCm is returned as it is.
         environment: Variables that set the sizes; None for those of this process.
@@ -40,6 +42,7 @@ def with_workspaces(
     """
     if trace.backend not in _LT_KIB:
         return trace
+    trace = with_sums(trace)
     environment = os.environ if environment is None else environment
     free = max((event.storage for event in trace.events if isinstance(event, Take)), default=-1) + 1
     sizes = [size for size in _sizes(trace, environment, generation) if size]
@@ -73,13 +76,7 @@ def cublas_bytes(backend: str, *, environment: Mapping[str, str], generation: in
         return sum(int(size) * int(count) * _KIB for size, count in pairs)
     if backend == "rocm":
         return _LARGE
-    return _LARGE if (_generation() if generation is None else generation) in _LARGE_GENERATIONS else _SMALL
-
-
-def _generation() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_capability()[0]
-    return 9
+    return _LARGE if (generation_here() if generation is None else generation) in _LARGE_GENERATIONS else _SMALL
 
 
 def _lt_bytes(backend: str, environment: Mapping[str, str]) -> int:

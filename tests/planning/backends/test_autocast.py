@@ -83,6 +83,37 @@ def test_log_probabilities_are_of_half_precision_and_only_their_loss_is_raised(f
         assert logits.grad.dtype is dtype
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("kind", ["rows", "positions", "one", "probabilities"])
+def test_the_loss_of_any_kind_is_the_loss(smoothing, weighted, reduction, kind):
+    shape = {"positions": (4, 8, 3), "one": (8,)}.get(kind, (4, 8))
+    generator = torch.Generator().manual_seed(0)
+    logits, weight = torch.randn(shape, generator=generator), torch.rand(8, generator=generator) if weighted else None
+    target = torch.randint(8, (4, 3) if kind == "positions" else shape[:-1], generator=generator)
+    if kind == "probabilities":
+        target = torch.rand(shape, generator=generator)
+    elif kind != "one":
+        target[0] = -100
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+    with mimic("cuda"), torch.autocast("cpu", torch.bfloat16):
+        found = F.cross_entropy(logits.bfloat16(), target, **options)
+    torch.testing.assert_close(found.float(), F.cross_entropy(logits, target, **options), rtol=0.03, atol=0.06)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("probable", [False, True])
+def test_a_loss_keeps_log_probabilities_in_half_precision_and_what_is_made_of_them(fake, kept, smoothing, probable):
+    logits = torch.empty(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.empty(64, 128) if probable else torch.empty(64, dtype=torch.long)
+    with mimic("cuda"), torch.autocast("cpu", torch.bfloat16):
+        count = kept(lambda: F.cross_entropy(logits, target, label_smoothing=smoothing), logits, target)
+    halves, floats = 64 * 128 * 2, 64 * 128 * 4
+    smoothed_targets = floats * bool(smoothing)
+    assert count - halves - (smoothed_targets if probable else floats) in range(64 * 16)
+
+
 def test_autocast_for_the_backend_acts_on_the_fake_cpu_without_a_warning(fake):
     with warnings.catch_warnings(), mimic("cuda"):
         warnings.simplefilter("error")

@@ -157,9 +157,15 @@ def test_the_workspace_of_a_fake_lstm_is_measured_without_leaving_fake_mode(fake
     assert isinstance(torch.empty(2), type(args[0]))
 
 
-def attention_gradient(name, dtype, *, rows=2, heads=4, queries=100, size=64):
-    query = torch.empty(rows, heads, queries, size, dtype=dtype)
-    return hidden_bytes(getattr(aten, name).default, [query] * 4, {}, [query] * 3, backend="cuda").temporary
+def attention_gradient(name, dtype, *, rows=2, heads=4, queries=100, size=64, heads_first=False, groups=4):
+    shape = (rows, heads, queries, size) if heads_first else (rows, queries, heads, size)
+    gradient = torch.empty(shape, dtype=dtype) if heads_first else torch.empty(shape, dtype=dtype).transpose(1, 2)
+    query = output = torch.empty(rows, queries, heads, size, dtype=dtype).transpose(1, 2)
+    key = value = torch.empty(rows, queries, groups, size, dtype=dtype).transpose(1, 2)
+    args = [gradient, query, key, value, output]
+    if "cudnn" not in name:
+        args = [gradient, query, key, value]
+    return hidden_bytes(getattr(aten, name).default, args, {}, [query] * 3, backend="cuda").temporary
 
 
 def test_flash_accumulates_the_gradient_of_queries_in_float32(fake):
@@ -169,12 +175,40 @@ def test_flash_accumulates_the_gradient_of_queries_in_float32(fake):
 
 def test_the_efficient_kernel_multiplies_output_and_gradient_in_float32(fake):
     said = attention_gradient("_scaled_dot_product_efficient_attention_backward", torch.float32)
-    assert said == 2 * 4 * 100 * (64 + 1) * 4
+    assert said == 2 * 4 * 100 * (64 + 2) * 4
 
 
 def test_the_efficient_kernel_accumulates_half_precision_in_float32(fake):
     said = attention_gradient("_scaled_dot_product_efficient_attention_backward", torch.bfloat16)
     assert said == 2 * 4 * 4 * (100 + 128 * 64)
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_a_gradient_that_lies_otherwise_than_the_output_is_copied(fake, name):
+    name = f"_scaled_dot_product_{name}_attention_backward"
+    more = attention_gradient(name, torch.bfloat16, heads_first=True) - attention_gradient(name, torch.bfloat16)
+    assert more == 2 * 4 * 100 * 64 * 2
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_cudnn_accumulates_the_gradient_of_queries_and_spreads_grouped_keys_and_values(fake, groups):
+    said = attention_gradient("_scaled_dot_product_cudnn_attention_backward", torch.bfloat16, groups=groups)
+    assert said == 2 * 4 * 100 * (64 + 1) * 4 + (2 * 2 * 4 * 100 * 64 * 2 if groups < 4 else 0)
+
+
+def test_the_gradient_of_a_softmax_takes_a_product_as_large_as_it(fake):
+    row = torch.empty(16, 32)
+    assert (
+        hidden(aten._softmax_backward_data.default, row, row, -1, torch.float32, backend="cuda").temporary
+        == 16 * 32 * 4
+    )
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_values_that_are_added_at_indices_are_copied_into_a_row(fake, narrow):
+    values = torch.empty(100, 16)[:, :8] if narrow else torch.empty(100, 8)
+    args = torch.empty(20, 8), [torch.empty(100, dtype=torch.long)], values, True
+    assert hidden(aten.index_put.default, *args, backend="cuda").temporary == 6 * 8 * 100 + narrow * 100 * 8 * 4
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(3072, 0), (8192, 5 * 8192 * 8 + (819 + 1000) * (8 + 64 * 4))])
@@ -189,13 +223,13 @@ def test_many_indices_of_an_embedding_are_sorted_and_summed_in_parts(fake, token
 def test_cudnn_copies_a_convolution_to_channels_last(fake):
     (forward, args), (backward, gradients) = convolution(2, 16, 32, 8, 3)
     source, weight, output = 2 * 16 * 64 * 4, 32 * 16 * 9 * 4, 2 * 32 * 64 * 4
-    assert hidden(forward, *args, backend="cuda") == Hidden(source + weight + output)
-    assert hidden(backward, *gradients, backend="cuda") == Hidden(source + weight + output)
+    assert hidden(forward, *args, backend="cuda") == Hidden((source + weight + output,), first=True)
+    assert hidden(backward, *gradients, backend="cuda") == Hidden((source + weight + output,), first=True)
 
 
 def test_a_convolution_in_channels_last_is_not_copied(fake):
     for func, args in convolution(2, 16, 32, 8, 3, last=True):
-        assert hidden(func, *args, backend="cuda") == Hidden()
+        assert hidden(func, *args, backend="cuda").temporary == 0
 
 
 def test_operands_of_two_dtypes_are_not_copied_on_cuda(fake):

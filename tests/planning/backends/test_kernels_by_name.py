@@ -9,6 +9,25 @@ from lightning_unified.planning.backends.recurrent import cuda_recurrences
 ROWS, STEPS, WIDTH, HIDDEN = 3, 5, 8, 16
 
 
+class BytesMade(torch.utils._python_dispatch.TorchDispatchMode):
+    """The sizes of buffers of bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if str(func) == "aten.new_empty.default" and result.dtype is torch.uint8:
+            self.counts.append(result.numel())
+        return result
+
+
+@pytest.fixture
+def bytes_made():
+    return BytesMade()
+
+
 @pytest.mark.parametrize(("backend", "entry"), [("cpu", 4), ("cuda", 1), ("rocm", 1), ("mps", 4)])
 def test_dropout_keeps_a_mask_of_booleans_on_cuda_and_noise_elsewhere(fake, kept, backend, entry):
     source = torch.empty(8, 16, requires_grad=True)
@@ -54,7 +73,7 @@ def test_a_recurrence_keeps_its_reserve_on_cuda(fake, kept, kind, a_layer, betwe
 
 
 @pytest.mark.parametrize(("name", "published"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_the_reserve_is_what_cudnn_printed(fake, name, published):
+def test_the_reserve_is_what_cudnn_printed(fake, bytes_made, name, published):
     gates, layers, hidden, width, rows, steps = {"lstm": 4, "gru": 3}[name], 4, 320, 123, 50, 500
     weights = []
     for layer in range(layers):
@@ -67,20 +86,48 @@ def test_the_reserve_is_what_cudnn_printed(fake, name, published):
         weights += [torch.empty(shape) for shape in shapes]
     state = torch.empty(layers, rows, hidden)
     state = (state, state) if name == "lstm" else state
-    sizes = []
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if str(func) == "aten.new_empty.default" and result.dtype is torch.uint8:
-                sizes.append(result.numel())
-            return result
-
-    with Sizes():
+    with bytes_made:
         cuda_recurrences()[name](
             None, torch.empty(steps, rows, width), state, weights, True, layers, 0.0, True, False, False
         )
-    assert published in sizes
+    assert published in bytes_made.counts
+
+
+@pytest.mark.parametrize(
+    ("positions", "units", "layers", "recorded"), [(6400, 512, 2, 114_819_840), (8192, 1024, 3, 368_575_232)]
+)
+def test_the_workspace_is_near_what_a_gpu_took(fake, bytes_made, positions, units, layers, recorded):
+    module = nn.LSTM(units, units, layers)
+    with mimic("cuda"), bytes_made:
+        module(torch.empty(positions // 64, 64, units))
+    assert any(count == pytest.approx(recorded, rel=0.07) for count in bytes_made.counts)
+
+
+def test_dropout_between_layers_keeps_a_bit_an_entry(fake, kept):
+    source = torch.empty(STEPS, 4, WIDTH, requires_grad=True)
+    counts = []
+    for dropout in (0.0, 0.1):
+        module = nn.LSTM(WIDTH, HIDDEN, 3, dropout=dropout)
+        with mimic("cuda"):
+            counts.append(kept(lambda module=module: module(source)[0], source, *module.parameters()))
+    assert counts[1] - counts[0] == 2 * STEPS * 4 * HIDDEN // 8
+
+
+def test_what_a_recurrence_writes_lies_position_by_position(fake):
+    with mimic("cuda"):
+        output = nn.LSTM(WIDTH, HIDDEN, batch_first=True)(torch.empty(ROWS, STEPS, WIDTH))[0]
+    assert output.shape == (ROWS, STEPS, HIDDEN)
+    assert output.transpose(0, 1).is_contiguous()
+
+
+def test_the_gradients_of_a_recurrences_weights_are_one_block(fake):
+    module = nn.LSTM(WIDTH, HIDDEN, 2)
+    with mimic("cuda"):
+        module(torch.empty(STEPS, ROWS, WIDTH))[0].sum().backward()
+    blocks = {parameter.grad.untyped_storage()._cdata: parameter.grad for parameter in module.parameters()}
+    assert len(blocks) == 1
+    count = next(iter(blocks.values())).untyped_storage().nbytes()
+    assert count == 4 * sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("options", [{"proj_size": 4}, {"bias": False}, {"bidirectional": True, "dropout": 0.1}])

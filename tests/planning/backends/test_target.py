@@ -73,12 +73,23 @@ def test_multi_head_attention_runs_to_its_end(fake, operations, weights):
     assert ("_scaled_dot_product_efficient_attention" in ran.names) is not weights
 
 
+def test_a_bias_is_added_in_place_where_the_product_is_another_kernel(fake, operations):
+    layer, rows = nn.Linear(8, 4), torch.empty(5, 2, 8, requires_grad=True)
+    with operations() as ran, mimic("cuda"):
+        layer(rows)
+        assert "addmm" in ran.names
+        layer(rows.transpose(0, 1)).sum().backward()
+    assert ran.names.count("add_") == 1
+    assert "add" not in ran.names
+    assert layer.bias.grad.shape == (4,)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_in_the_backward_pass_runs_as_the_target_too(fake, operations, reentrant):
     block, source = Block(), torch.empty(2, 16, 32, requires_grad=True)
     with operations() as ran, mimic("cuda"), torch.autocast("cpu", torch.bfloat16):
         checkpoint(block, source, use_reentrant=reentrant).sum().backward()
-    assert ran.names.count("_scaled_dot_product_flash_attention") == 2
+    assert ran.names.count("_scaled_dot_product_cudnn_attention") == 2
     assert ran.names.count("native_dropout") == 2
     assert "bernoulli_" not in ran.names
 
