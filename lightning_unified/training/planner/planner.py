@@ -26,6 +26,7 @@ from lightning_unified.training.split import tensors_in
 __all__ = ["Planner", "Setting"]
 
 _LONGEST = 8.0  # seconds after which no further setting is looked at, once nothing and everything recomputed have been
+_ATTEMPTS = 3  # searches, each without the lines that the one before was misled by
 _KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when its attention's output is kept
 
 
@@ -139,7 +140,7 @@ class Planner:
         return self._goes_through(self._exactly(setting, micro_batch_size)[0], limit=limit)
 
     def choose(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
-        """Return the setting and size of least predicted time that fits.
+        """Return the setting and size of least predicted time that fits; a size below the whole batch is rehearsed as it is to run.
 
         Args:
             settings: From which to choose, the user's own first, the one that needs least next.
@@ -150,6 +151,18 @@ class Planner:
             RehearsalError: If the step cannot be rehearsed.
         """
         self._begun, self._rates = time.monotonic(), rates
+        for _ in range(_ATTEMPTS):
+            choice = self._searched(settings, budget_bytes=budget_bytes, rates=rates)
+            best = choice.best
+            if best is None or best.parts == 1:
+                break
+            sizes = self._of(self.setting_of(best))
+            if self._goes_through(sizes.exactly(best.micro_batch_size, parts=best.parts), limit=budget_bytes):
+                break
+            sizes.distrust_lines()
+        return choice  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _searched(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
             self._options(settings),
             budget_bytes=budget_bytes,

@@ -51,11 +51,15 @@ class RehearsedSizes:
         return self._traces[key]
 
     def exactly(self, rows: int, *, parts: int) -> Trace:
-        """Return the same trace, rehearsed at that size and on no line."""
+        """Return the same trace, rehearsed at that size and on no line; `at` gives it from now on."""
         parts = min(parts, 2)
-        if (rows, parts) not in self._traces:
-            self._traces[rows, parts] = self._complete(self._by_itself(rows, parts))
+        self._traces[rows, parts] = self._complete(self._by_itself(rows, parts))
         return self._traces[rows, parts]
+
+    def distrust_lines(self) -> None:
+        """Rehearse every size by itself from now on: the step is not on the lines that were laid."""
+        self._lines = {1: None, 2: None}
+        self._traces = {}
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
         """Return the most bytes that live at once in that step."""
