@@ -1,11 +1,10 @@
-"""Floating-point operations of what torch's own counter has no formula for."""
+"""Floating-point operations of what torch's own counter has no formula for, or one that does not hold in all releases."""
 
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 __all__ = ["own_flops"]
 
@@ -16,17 +15,22 @@ def own_flops(func: Any) -> Callable[..., int] | None:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    """Two products; grouped heads of keys and values are read by several of the queries, which torch 2.11 does not count."""
+    return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
+    """Five products: the scores again, then the gradients of probabilities, values, queries and keys."""
+    return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _scores(query: Any, key: Any) -> int:
+    return prod(query.shape[:-1]) * key.shape[-2]
 
 
 def _recurrent(steps: Any, *weights: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    """Two for each weight at each position: matrices of inputs and of hidden states, whichever arguments they are."""
-    matrices = [one for one in weights if isinstance(one, torch.Tensor) and one.dim() == 2]
-    return 2 * prod(steps.shape[:-1]) * sum(matrix.numel() for matrix in matrices)
+    """Two for each weight of the matrices of inputs and of hidden states, at each position."""
+    return 2 * prod(steps.shape[:-1]) * sum(matrix.numel() for matrix in weights[:2])
 
 
 def _recurrent_backward(steps: Any, *weights: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -45,9 +49,10 @@ def _summed(source: Any, dims: Any = None, *_: Any, out_val: Any = None, **__: A
 
 
 _aten = torch.ops.aten
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **{getattr(_aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
+    **{getattr(_aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
     _aten._scaled_dot_product_attention_math_for_mps: _attention,
     _aten.mkldnn_rnn_layer: _recurrent,
     _aten.mkldnn_rnn_layer_backward: _recurrent_backward,

@@ -50,8 +50,9 @@ class _Facts:
         self.name = str(func)
         self.is_marker = self.name.startswith(("profiler.", "prim."))
         self.is_view: bool = bool(getattr(func, "is_view", False))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        self.flops: Callable[..., int] | None = own_flops(func) if formula is None else formula
+        own = own_flops(func)
+        registered = flop_registry.get(getattr(func, "_overloadpacket", None))
+        self.flops: Callable[..., int] | None = registered if own is None else own
 
 
 class Recorder(TorchDispatchMode):
