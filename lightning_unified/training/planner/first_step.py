@@ -1,7 +1,6 @@
 """The plan of a fit, made when its first batch is there and acted upon before it runs; then held against what was measured."""
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,9 +55,7 @@ class FirstStep:
         self._trainer, self._policy, self._precision = trainer, policy, precision
         self._module = trainer.lightning_module
         self._longest = 0
-        self._setting: Setting | None = None
         self._foreign = self._batches = 0
-        self._began = 0.0
         self._calibration: Calibration | None = None
         self._kind = ""
         self.prediction: Prediction | None = None
@@ -175,9 +172,11 @@ class FirstStep:
             unit=self._unit(shape),
             workspaces=watch.machine is None,
         )
+        now = policy.recomputation.policy
         settings = settings_to_compare(
             self._precision,
-            policies=policy.recomputation.choices(),
+            # what another run needed, or shorter rows than these, is not tried with less
+            policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
             kernels=policy.levers.kernel_choices(
                 scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None
             ),
@@ -202,7 +201,7 @@ class FirstStep:
     def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
         """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""
         could_be_larger = prediction.parts > 1 and self._policy.sizes.limit is None
-        could_be_faster = could_be_larger or any(one.optimizer_kernel or one.loss_chunk for one in settings)
+        could_be_faster = could_be_larger or any(one.optimizer_kernel for one in settings)
         if could_be_faster and len(settings) > 1:
             return False
         return planner.fits(settings[0], micro_batch_size=prediction.rows, limit=budget)
@@ -232,18 +231,14 @@ class FirstStep:
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         policy, why = self._policy, "as planned"
-        if (
-            setting.recompute is not None
-            and setting.recompute.blocks != 0
-            and policy.recomputation.policy != setting.recompute
-        ):
+        now = policy.recomputation.policy
+        if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
             policy.recomputation.set(setting.recompute, why=why)
         if setting.optimizer_kernel is not None:
             policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
             policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
-        self._setting, self.prediction, self.reason = setting, prediction, reason
-        self._kind, self._began = planner.kind(setting), time.monotonic()
+        self.prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
         policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 
