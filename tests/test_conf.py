@@ -65,7 +65,10 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
             )
 
 
-@pytest.mark.parametrize("model", MODELS)
+SIZES = ("gearhead-small", "gearhead-118m")  # of one model: the others stand for them in the fast tests
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIZES)) for name in MODELS])
 def test_every_combination_composes_and_round_trips(model):
     for memory, hardware in itertools.product(groups()["memory"], HARDWARE):
         config = compose(f"memory={memory}", f"hardware={hardware}", f"model={model}")

@@ -12,6 +12,7 @@ CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "pressure_campaign.py"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the machine is made of Linux's limits")
 
 
+@pytest.mark.slow
 def test_a_run_beside_a_hog_sheds_survives_and_learns_the_same(tmp_path):
     output = tmp_path / "record.json"
     arguments = ["--index", "7", "--batches", "60", "--every-s", "0.1", "--output", str(output)]
