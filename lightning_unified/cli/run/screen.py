@@ -128,9 +128,10 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
         + (f"; {summary['recoveries']} recoveries from lack of memory" if summary["recoveries"] else ""),
     )
     peak = summary["peak_bytes"]
+    predicted = "" if peak["predicted"] is None else f", {format_bytes(peak['predicted'])} predicted,"
     yield (
         "memory",
-        f"peak {format_bytes(peak['measured'])} ({peak['source']}) of a budget of {format_bytes(summary['budget_bytes'])}",
+        f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted} of a budget of {format_bytes(summary['budget_bytes'])}",
     )
     tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
     since = f" since step {first_step}" if first_step else ""
