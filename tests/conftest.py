@@ -3,12 +3,16 @@
 import gc
 import os
 import random
+import signal
 import tempfile
 from pathlib import Path
 
 import lightning  # noqa: F401  what it brings is there before the heap is frozen
 import pytest
 import torch
+
+# A shell that runs the tests in the background has it ignored, which children and handlers would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 gc.freeze()  # a collection after each shortage would walk over every object of torch and Lightning
