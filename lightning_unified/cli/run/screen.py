@@ -128,7 +128,7 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
         + (f"; {summary['recoveries']} recoveries from lack of memory" if summary["recoveries"] else ""),
     )
     peak = summary["peak_bytes"]
-    predicted = "" if peak["predicted"] is None else f", {format_bytes(peak['predicted'])} predicted,"
+    predicted = f", {format_bytes(peak['predicted'])} predicted," if peak.get("predicted") is not None else ""
     yield (
         "memory",
         f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted} of a budget of {format_bytes(summary['budget_bytes'])}",
