@@ -59,10 +59,11 @@ def test_peak_is_that_of_the_real_step(kind, precision, parts, tmp_path):
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="measured on a processor without matrix tiles")
 def test_peak_of_convolutions_and_batch_norm_is_that_of_the_real_step(tmp_path):
     trace = rehearse(Convolutions(), Convolutions.batch(4), rows=ROWS, precision="bf16-mixed")
     real = live_peak(Convolutions, Convolutions.batch(ROWS), precision="bf16-mixed", folder=tmp_path)
-    assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=4e-2)  # kernels of the CPU take the rest unseen
+    assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=2e-2)  # kernels of the CPU take the rest unseen
 
 
 def test_peak_of_frozen_weights_with_a_low_rank_layer_is_that_of_the_real_step(tmp_path):
