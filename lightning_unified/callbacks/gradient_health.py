@@ -160,11 +160,12 @@ class _Watch:
         self._steps: list[int] = []
         self._rows: list[tuple[list[Tensor], Tensor]] = []
 
+    @torch.no_grad()
     def note(self, step: int, optimizer: Optimizer) -> None:
         """Keep the magnitudes of `step`; a second call for the same step replaces the first."""
-        gradients = [(p, _dense(p.grad)) for p in _parameters(optimizer) if p.grad is not None]
-        gradients = [(p, gradient) for p, gradient in gradients if gradient.numel() > 0]
-        row = ([p for p, _ in gradients], _magnitudes([gradient for _, gradient in gradients]))
+        pairs = [(p, _dense(gradient)) for p in _parameters(optimizer) if (gradient := p.grad) is not None]
+        pairs = [(p, gradient) for p, gradient in pairs if gradient.numel()]
+        row = ([p for p, _ in pairs], _magnitudes([gradient for _, gradient in pairs]))
         if self._steps and self._steps[-1] == step:
             self._rows[-1] = row
             return
@@ -210,9 +211,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _dense(gradient: Tensor) -> Tensor:
     """Return the numbers of this rank's part of `gradient`, without the zeros that a sparse one leaves out."""
-    gradient = gradient.detach()
-    to_local = getattr(gradient, "to_local", None)  # a DTensor's
-    gradient = gradient if to_local is None else to_local()
+    if type(gradient) is not Tensor:
+        to_local = getattr(gradient, "to_local", None)  # a DTensor's
+        gradient = gradient if to_local is None else to_local()
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -223,24 +224,30 @@ def _magnitudes(gradients: list[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.empty(0)
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, gradient in enumerate(gradients):
-        on_cpu = gradient.device.type == "cpu" and not gradient.is_complex()
-        kinds.setdefault((on_cpu, gradient.dtype in {torch.float16, torch.bfloat16}), []).append(index)
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(index)
+    if len(kinds) == 1:
+        return _of_one_kind(gradients)
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
-    for (on_cpu, half), chosen in kinds.items():
-        own = [gradients[index] for index in chosen]
-        found = _by_extremes(own) if on_cpu else torch._foreach_norm(own, math.inf, torch.float32 if half else None)  # pyright: ignore[reportPrivateImportUsage]
-        for index, norm in zip(chosen, found, strict=True):
+    for chosen in kinds.values():
+        for index, norm in zip(chosen, _of_one_kind([gradients[index] for index in chosen]).unbind(), strict=True):
             norms[index] = norm
     device = norms[0].device
     return torch.stack([norm if norm.device == device else norm.to(device, non_blocking=True) for norm in norms])
 
 
-def _by_extremes(gradients: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the greatest magnitudes; on a CPU far quicker than the norm, whose kernel there is not vectorised (torch 2.13)."""
-    least, greatest = zip(*(torch.aminmax(gradient) for gradient in gradients), strict=True)
-    return torch.maximum(torch.stack(greatest), -torch.stack(least)).unbind()
+def _of_one_kind(gradients: list[Tensor]) -> Tensor:
+    """Return the greatest magnitudes of gradients of one dtype on one device.
+
+    On a CPU by their extremes: the kernel of the infinity norm is not vectorised there (torch 2.13).
+    """
+    device, dtype = gradients[0].device, gradients[0].dtype
+    if device.type == "cpu" and not dtype.is_complex:
+        least, greatest = zip(*map(torch.aminmax, gradients), strict=True)
+        return torch.maximum(torch.stack(greatest), -torch.stack(least))
+    half = dtype in {torch.float16, torch.bfloat16}
+    return torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32 if half else None))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _message(streak: _Streak, elements: list[_Elements], *, module: LightningModule, scales: bool) -> str:

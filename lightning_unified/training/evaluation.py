@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
@@ -33,7 +34,7 @@ class EvaluationSteps:
         self._trainer, self._policy = trainer, policy
         self._module = trainer.lightning_module
         self._cutter = Cutter(self._module)
-        self._buffers = BufferWatch(self._module)
+        self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(self._module)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
@@ -66,7 +67,13 @@ class EvaluationSteps:
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self) -> StepSnapshot:
-        return StepSnapshot(self._trainer, buffers=self._buffers, metrics=self._metrics, results=self._trainer._results)
+        return StepSnapshot(
+            self._trainer,
+            buffers=self._buffers,
+            generators=self._generators,
+            metrics=self._metrics,
+            results=self._trainer._results,
+        )
 
     def _attempt(
         self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.foresight import Foresight
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
@@ -55,7 +56,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy = policy
         self._foresight = foresight
         self._cutter = Cutter(module)
-        self._buffers = BufferWatch(module)
+        self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
         self._check = SplittabilityCheck(trainer, step=self._training_step, metrics=lambda: self._metrics)
         self._parity = GradientParity(
@@ -139,7 +140,9 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(self.trainer, buffers=self._buffers, metrics=self._metrics, results=results)
+        return StepSnapshot(
+            self.trainer, buffers=self._buffers, generators=self._generators, metrics=self._metrics, results=results
+        )
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import BufferWatch, StepSnapshot
 
@@ -42,7 +43,11 @@ class Undone:
     def __enter__(self) -> Self:
         module = self._module
         self._snapshot = StepSnapshot(
-            self._trainer, buffers=BufferWatch(nn.Module()), metrics=self._metrics, results=self._results
+            self._trainer,
+            buffers=BufferWatch(nn.Module()),
+            generators=GeneratorWatch(self._trainer.strategy.root_device),
+            metrics=self._metrics,
+            results=self._results,
         )
         owners = [owner for owner in module.modules() if not isinstance(owner, Metric)]
         self._attributes = [(owner, *_noted(owner)) for owner in owners]

@@ -196,6 +196,8 @@ class MicroBatchSize:
     def _allowed(self, shape: BatchShape) -> int:
         """Return the rows that may run at once for rows as long as this batch's, which may be more than it has."""
         cap = shape.rows if self.limit is None else self._whole_units(self.limit)
+        if not self._failures:
+            return cap
         failed = [failure.rows for failure in self._failures if failure.elements <= shape.elements]
         if not failed:
             return cap

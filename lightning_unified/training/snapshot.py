@@ -1,7 +1,6 @@
 """What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
 
-import random
-import sys
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import insist
 from lightning_unified.training.split import containers_copied, tensors_in
 
@@ -34,6 +34,7 @@ class StepSnapshot:
     Args:
         trainer: The Trainer in the middle of a step.
         buffers: The watch over the module's buffers.
+        generators: The watch over random generators.
         metrics: The module's torchmetrics objects.
         results: Where the loop gathers what is logged; None where nothing can be.
     """
@@ -43,16 +44,15 @@ class StepSnapshot:
         trainer: L.Trainer,
         *,
         buffers: "BufferWatch",
+        generators: GeneratorWatch,
         metrics: Sequence[Metric],
         results: _ResultCollection | None,
     ) -> None:
         self._trainer = trainer
         self._collection = results
         self._device = trainer.strategy.root_device
-        self._buffers = buffers
-        insist(buffers.note, device=self._device)
-        self._generators = insist(lambda: _generator_states(self._device), device=self._device)
-        self._metrics = insist(lambda: [(metric, metric_state(metric)) for metric in metrics], device=self._device)
+        self._buffers, self._generators = buffers, generators
+        self._states, self._metrics = insist(partial(self._noted, metrics), device=self._device)
         module = trainer.lightning_module
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
         self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
@@ -67,9 +67,13 @@ class StepSnapshot:
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
 
+    def _noted(self, metrics: Sequence[Metric]) -> tuple[dict[str, Any], list[tuple[Metric, dict[str, Any]]]]:
+        self._buffers.note()
+        return self._generators.note(), [(metric, metric_state(metric)) for metric in metrics]
+
     def restore(self) -> None:
         """Put everything back as it was when the snapshot was taken."""
-        insist(lambda: _set_generator_states(self._generators, self._device), device=self._device)
+        insist(partial(self._generators.restore, self._states), device=self._device)
         self._buffers.restore()
         for metric, state in self._metrics:
             insist(partial(set_metric_state, metric, state), device=self._device)
@@ -135,45 +139,62 @@ class BufferWatch:
         self._module = module
         self._slots = _buffer_slots(module)
         self._changing: set[tuple[int, str]] | None = None
-        self._before: list[tuple[torch.nn.Module, str, Tensor, int, Tensor | None]] = []
-        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._is_arranged = False
+        self._found: list[Tensor | None] = []  # what each slot holds; the lists below hold for as long as this stays the same
+        self._copied: list[Tensor] = []
+        self._kinds: list[tuple[Any, ...]] = []
+        self._copies: dict[tuple[int, str], Tensor] = {}  # of `_copied`, in its order
+        self._unsure: list[tuple[torch.nn.Module, str, Tensor]] = []  # not known to change
+        self._versions: list[int] = []
 
     def note(self) -> None:
         """Remember every buffer as it is now, by copy where it is known to change or not yet known."""
-        changing = self._changing
-        self._before = []
-        for owner, name in self._slots:
-            buffer = owner._buffers.get(name)
-            if buffer is not None:
-                copied = changing is None or (id(owner), name) in changing or isinstance(owner, _NormBase)
-                copy = self._room_for(owner, name, buffer) if copied else None
-                self._before.append((owner, name, buffer, buffer._version, copy))
-        pairs = [(copy, buffer) for _, _, buffer, _, copy in self._before if copy is not None]
-        if pairs:
+        found = [owner._buffers.get(name) for owner, name in self._slots]
+        if not (self._is_arranged and _are_same(found, self._found) and list(map(_kind, self._copied)) == self._kinds):
+            self._arrange(found)
+        self._versions = [buffer._version for _, _, buffer in self._unsure]
+        if self._copied:
             with torch.no_grad():  # one call for all: a clone each would be a third of what the whole watch costs
-                torch._foreach_copy_([copy for copy, _ in pairs], [buffer for _, buffer in pairs])  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(list(self._copies.values()), self._copied)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _room_for(self, owner: torch.nn.Module, name: str, buffer: Tensor) -> Tensor:
-        room = self._copies.get((id(owner), name))
-        if room is None or room.shape != buffer.shape or room.dtype != buffer.dtype or room.device != buffer.device:
-            room = self._copies[id(owner), name] = torch.empty_like(buffer, requires_grad=False)
-        return room
+    def _arrange(self, found: list[Tensor | None]) -> None:
+        """Tell apart what is copied and what is not, now that slots hold `found`, and make room for copies where there is none."""
+        first = self._changing is None
+        copied: list[Tensor] = []
+        copies: dict[tuple[int, str], Tensor] = {}
+        unsure: list[tuple[torch.nn.Module, str, Tensor]] = []
+        for (owner, name), buffer in zip(self._slots, found, strict=True):
+            if buffer is None:
+                continue
+            slot = (id(owner), name)
+            is_copied = first or slot in (self._changing or ()) or isinstance(owner, _NormBase)
+            if is_copied:
+                room = self._copies.get(slot)
+                fits = room is not None and _kind(room) == _kind(buffer)
+                copies[slot] = room if fits else torch.empty_like(buffer, requires_grad=False)
+                copied.append(buffer)
+            if first or not is_copied:
+                unsure.append((owner, name, buffer))
+        self._found, self._copied, self._copies, self._unsure = found, copied, copies, unsure
+        self._kinds = list(map(_kind, copied))
+        self._is_arranged = True
 
     def learn(self) -> None:
         """After a step that went well: remember which buffers it changed."""
-        first = self._changing is None
         changed = {
             (id(owner), name)
-            for owner, name, buffer, version, copy in self._before
-            if owner._buffers.get(name) is not buffer
-            or buffer._version != version
-            or (first and copy is not None and not torch.equal(copy, buffer))
+            for (owner, name, buffer), version in zip(self._unsure, self._versions, strict=True)
+            if owner._buffers.get(name) is not buffer or buffer._version != version
         }
-        if first:
+        if self._changing is None:
+            pairs = zip(self._copies.items(), self._copied, strict=True)
+            changed |= {slot for (slot, copy), buffer in pairs if not torch.equal(copy, buffer)}
             known = {(id(owner), name) for owner, name in self._slots}
             self._slots = _buffer_slots(self._module)  # a first forward pass may have made buffers
             changed |= {(id(owner), name) for owner, name in self._slots} - known
-        self._changing = changed | (self._changing or set())
+            self._changing, self._is_arranged = changed, False
+        elif changed:
+            self._changing, self._is_arranged = self._changing | changed, False
 
     def restore(self) -> None:
         """Put every buffer back as noted.
@@ -181,16 +202,26 @@ class BufferWatch:
         Raises:
             RunError: If a buffer that never changed before did so in this step.
         """
-        for owner, name, buffer, version, copy in self._before:
-            if copy is not None:
-                with torch.no_grad():
-                    buffer.copy_(copy)
-            elif buffer._version != version:
-                raise RunError(
-                    f"memory ran out in a step that changed the buffer {name!r} of {type(owner).__name__} for the first time, so the "
-                    "step cannot be repeated exactly; resume from the last checkpoint."
-                )
-            owner._buffers[name] = buffer
+        with torch.no_grad():
+            for copy, buffer in zip(self._copies.values(), self._copied, strict=True):
+                buffer.copy_(copy)
+        if self._changing is not None:  # what is not copied
+            for (owner, name, buffer), version in zip(self._unsure, self._versions, strict=True):
+                if buffer._version != version:
+                    raise RunError(
+                        f"memory ran out in a step that changed the buffer {name!r} of {type(owner).__name__} for the first time, so the "
+                        "step cannot be repeated exactly; resume from the last checkpoint."
+                    )
+        for (owner, name), buffer in zip(self._slots, self._found, strict=True):
+            if buffer is not None:
+                owner._buffers[name] = buffer
+
+
+_kind = operator.attrgetter("shape", "dtype", "device")
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _buffer_slots(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
@@ -237,28 +268,6 @@ class HeldGradients:
             parameter.grad = None
         for parameter, earlier in self._before:
             parameter.grad = earlier
-
-
-def _generator_states(device: torch.device) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if device.type == "mps":
-        states["device"] = torch.mps.get_rng_state()
-    elif device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def _set_generator_states(states: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if device.type == "mps":
-        torch.mps.set_rng_state(states["device"])
-    elif device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"], device)
 
 
 _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections import Counter, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,8 +79,10 @@ def num_rows(batch: Any) -> int:
     if not isinstance(batch, (Tensor, Mapping)) and isinstance(getattr(batch, "num_graphs", None), int):
         return batch.num_graphs
     entries = _entries(batch)
-    votes = Counter(dimension for entry in entries if (dimension := _leading_dimension(entry)) is not None)
-    votes.update(len(entry) for entry in entries if _is_sequence(entry))
+    votes: dict[int, int] = {}
+    for vote in (*map(_leading_dimension, entries), *(len(entry) for entry in entries if _is_sequence(entry))):
+        if vote is not None:
+            votes[vote] = votes.get(vote, 0) + 1
     if not votes and _is_sequence(batch):
         votes[len(batch)] = 1
     if not votes:
@@ -88,7 +90,7 @@ def num_rows(batch: Any) -> int:
             f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut; "
             "set `splittable = False` on the module to run it whole."
         )
-    return votes.most_common(1)[0][0]
+    return max(votes, key=votes.__getitem__)  # the first one of the commonest
 
 
 def elements_per_row(batch: Any, rows: int) -> int:
@@ -205,6 +207,8 @@ def _holds_columns(value: Any, rows: int) -> bool:
 
 def _leading_dimension(value: Any) -> int | None:
     """Return the leading dimension that all tensors in `value` share; None if they differ or have none."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else None
     dimensions = set(_dimensions(value))
     return dimensions.pop() if len(dimensions) == 1 else None
 

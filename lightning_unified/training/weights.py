@@ -97,9 +97,7 @@ class _Books:
     def note(self, optimizer: Optimizer) -> None:
         """Note everything as it is now."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
+        self._groups = list(map(dict, optimizer.param_groups))
         entries = _entries(optimizer.state)
         if not (self._same(entries, self._known) and self._same(parameters, self._parameters)):
             self._note_state(optimizer, parameters)
