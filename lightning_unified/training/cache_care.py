@@ -76,11 +76,13 @@ class CacheCare:
         Args:
             budget: Bytes the run may use.
         """
+        if self._device.type == "cpu":
+            return []
         now = self._clock()
         if self._began is not None:
             self._policy.stepped(now - self._began)
             self._began = None
-        if self._device.type == "cpu" or now - self._looked_at < _EVERY_S:
+        if now - self._looked_at < _EVERY_S:
             return []
         self._looked_at = now
         reading = self._read(self._device)

@@ -1,24 +1,26 @@
 """The random generators that a step may draw from: noted before it, put back when it is to be repeated."""
 
+import _random
 import ctypes
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 __all__ = ["GeneratorWatch"]
 
-_MT19937_BYTES = 4 * 624 + 4  # numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos;
+_HEADER = object.__basicsize__  # bytes that CPython puts before an object's own: its count of references, its type
+_MT19937 = 4 * 624 + 4  # bytes; numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
 
 class GeneratorWatch:
-    """The states of torch's generators (host and `device`), Python's and numpy's global ones.
+    """The states of torch's generators (of the host and of `device`) and of Python's and numpy's global ones.
 
-    numpy takes as long to tell its state as all the others together, element by element, and few steps draw from it. So it is asked
-    only when the memory that holds its state is not what it was when it was asked last. Same bytes are the same state:
-    the generator's own fields, with a normal deviate that is waiting, and the struct of its Mersenne twister. Another kind of bit
-    generator is asked every time.
+    Python and numpy tell their state number by number, which takes them longer than all else that is noted before a step, and few
+    steps draw from them. So each is asked only when the memory that its state is kept in is not, byte for byte, what it was
+    when it was asked last: same bytes are the same state.
 
     Args:
         device: The one that trains.
@@ -26,14 +28,16 @@ class GeneratorWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numpy: Any = None
-        self._numpy_memory: bytes | None = None
+        self._python, self._numpy = _Told(), _Told()
 
     def note(self) -> dict[str, Any]:
         """Return every state as it is now."""
-        states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        states: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": self._python.state(random.getstate, _memory_of_python),
+        }
         if "numpy" in sys.modules:
-            states["numpy"] = self._state_of_numpy()
+            states["numpy"] = self._numpy.state(sys.modules["numpy"].random.get_state, _memory_of_numpy)
         if self._device.type == "mps":
             states["device"] = torch.mps.get_rng_state()
         elif self._device.type != "cpu":
@@ -51,20 +55,38 @@ class GeneratorWatch:
         elif self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(states["device"], self._device)
 
-    def _state_of_numpy(self) -> Any:
-        get_state = sys.modules["numpy"].random.get_state
-        memory = _memory_of(get_state.__self__)
-        if memory is None or memory != self._numpy_memory:
-            self._numpy = get_state()
-            self._numpy_memory = memory if memory == _memory_of(get_state.__self__) else None  # another thread may draw
-        return self._numpy
+
+class _Told:
+    """What a generator told of its state last, and its memory then."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._memory: tuple[Any, ...] | None = None
+
+    def state(self, tell: Any, memory_of: Callable[[Any], tuple[Any, ...] | None]) -> Any:
+        """Return the state that `tell`, a method of the generator, gives now; it is called only if that is not known."""
+        memory = memory_of(tell.__self__)
+        if memory is None or memory != self._memory:
+            self._state = tell()
+            self._memory = (
+                memory if memory == memory_of(tell.__self__) else None
+            )  # else another thread has drawn meanwhile
+        return self._state
 
 
-def _memory_of(generator: Any) -> bytes | None:
-    """Return the bytes that decide what numpy's `RandomState` gives next; None where they are not known."""
+def _memory_of_python(generator: random.Random) -> tuple[Any, ...]:
+    """Return the twister, which CPython keeps in the object itself, and the normal deviate that waits, which is an attribute."""
+    size = _random.Random.__basicsize__ - _HEADER
+    return ctypes.string_at(id(generator) + _HEADER, size), generator.gauss_next  # type: ignore[attr-defined]
+
+
+def _memory_of_numpy(generator: Any) -> tuple[Any, ...] | None:
+    """Return the fields of the object, a normal deviate that waits among them, and the struct of its Mersenne twister.
+
+    None for another kind of bit generator, whose struct is not known.
+    """
     twister = generator._bit_generator
     if type(twister).__name__ != "MT19937":
         return None
-    header = object.__basicsize__  # counts references
-    fields = ctypes.string_at(id(generator) + header, type(generator).__basicsize__ - header)
-    return fields + ctypes.string_at(twister.ctypes.state_address, _MT19937_BYTES)
+    fields = ctypes.string_at(id(generator) + _HEADER, type(generator).__basicsize__ - _HEADER)
+    return fields, ctypes.string_at(twister.ctypes.state_address, _MT19937)

@@ -140,7 +140,9 @@ class BufferWatch:
         self._slots = _buffer_slots(module)
         self._changing: set[tuple[int, str]] | None = None
         self._is_arranged = False
-        self._found: list[Tensor | None] = []  # what each slot holds; the lists below hold for as long as this stays the same
+        self._found: list[
+            Tensor | None
+        ] = []  # what each slot holds; the lists below hold for as long as this stays the same
         self._copied: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._copies: dict[tuple[int, str], Tensor] = {}  # of `_copied`, in its order

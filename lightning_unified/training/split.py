@@ -229,7 +229,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     elif not _is_list_of_plain(value):
         for entry in _entries(value):
-            yield from tensors_in(entry)
+            if isinstance(entry, Tensor):
+                yield entry
+            else:
+                yield from tensors_in(entry)
 
 
 def containers_copied(value: Any) -> Any:

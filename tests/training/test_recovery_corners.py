@@ -112,6 +112,18 @@ def test_metric_lists_groups_and_generators_are_put_back(phase, batch):
     assert_recovered_as_undisturbed(Measures, Fails(phase, batch))
 
 
+def test_generators_that_a_failed_attempt_seeded_anew_are_put_back():
+    class Reseeds(FailsIn):
+        def _maybe_fail(self, *_):
+            if self.seen == self.batch and not self.raised:
+                random.seed(9)
+                np.random.seed(9)
+                torch.manual_seed(9)
+            super()._maybe_fail()
+
+    assert_recovered_as_undisturbed(Measures, Reseeds("on_after_backward"))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_what_a_step_took_out_of_its_batch_is_there_again(phase):
     class Takes(MLP):
