@@ -6,12 +6,13 @@ from typing import Any
 
 import lightning as L
 
+from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, BufferWatch, StepSnapshot
+from lightning_unified.training.snapshot import BatchWatch, StepSnapshot
 from lightning_unified.training.split import BatchShape, merge
 from lightning_unified.training.weighting import Weighting
 

@@ -61,32 +61,40 @@ class _Told:
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._memory: tuple[Any, ...] | None = None
+        self._parts: list[Callable[[], Any]] = []
+        self._memory: list[Any] | None = None
 
-    def state(self, tell: Any, memory_of: Callable[[Any], tuple[Any, ...] | None]) -> Any:
+    def state(self, tell: Any, memory_of: Callable[[Any], list[Callable[[], Any]]]) -> Any:
         """Return the state that `tell`, a method of the generator, gives now; it is called only if that is not known."""
-        memory = memory_of(tell.__self__)
-        if memory is None or memory != self._memory:
+        if self._memory is None or self._read() != self._memory:
+            self._parts = memory_of(tell.__self__)
+            before = self._read()
             self._state = tell()
-            self._memory = (
-                memory if memory == memory_of(tell.__self__) else None
-            )  # else another thread has drawn meanwhile
+            self._memory = before if before and before == self._read() else None  # another thread may draw meanwhile
         return self._state
 
-
-def _memory_of_python(generator: random.Random) -> tuple[Any, ...]:
-    """Return the twister, which CPython keeps in the object itself, and the normal deviate that waits, which is an attribute."""
-    size = _random.Random.__basicsize__ - _HEADER
-    return ctypes.string_at(id(generator) + _HEADER, size), generator.gauss_next  # type: ignore[attr-defined]
+    def _read(self) -> list[Any]:
+        return [read() for read in self._parts]
 
 
-def _memory_of_numpy(generator: Any) -> tuple[Any, ...] | None:
-    """Return the fields of the object, a normal deviate that waits among them, and the struct of its Mersenne twister.
+def _memory_of_python(generator: Any) -> list[Callable[[], Any]]:
+    """Return what reads the twister, which CPython keeps in the object itself, and a normal deviate that waits, an attribute."""
+    own = _view(id(generator) + _HEADER, _random.Random.__basicsize__ - _HEADER)
+    return [lambda: own.raw, lambda: generator.gauss_next]
 
-    None for another kind of bit generator, whose struct is not known.
+
+def _memory_of_numpy(generator: Any) -> list[Callable[[], Any]]:
+    """Return what reads the fields of the object and the struct of its Mersenne twister; nothing for another kind of bit generator.
+
+    The fields hold a normal deviate that waits, and where the bit generator is, so that another one shows there.
     """
     twister = generator._bit_generator
     if type(twister).__name__ != "MT19937":
-        return None
-    fields = ctypes.string_at(id(generator) + _HEADER, type(generator).__basicsize__ - _HEADER)
-    return fields, ctypes.string_at(twister.ctypes.state_address, _MT19937)
+        return []
+    own = _view(id(generator) + _HEADER, type(generator).__basicsize__ - _HEADER)
+    struct = _view(twister.ctypes.state_address, _MT19937)
+    return [lambda: own.raw, lambda: (twister, struct.raw)[1]]  # the twister is kept alive with what reads its memory
+
+
+def _view(address: int, size: int) -> Any:
+    return (ctypes.c_char * size).from_address(address)

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
@@ -31,7 +32,7 @@ from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metri
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, BufferWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import BatchWatch, HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.splittability import SplittabilityCheck
 from lightning_unified.training.weighting import Weighting
@@ -53,8 +54,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         super().__init__(trainer)
         module = trainer.lightning_module
-        self._policy = policy
-        self._foresight = foresight
+        self._policy, self._foresight = policy, foresight
         self._cutter = Cutter(module)
         self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
@@ -82,9 +82,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
-        if (
-            "any" in kwargs and len(kwargs) == 1
-        ):  # training_step(dataloader_iter) draws its own batches: nothing to cut or repeat
+        if "any" in kwargs and len(kwargs) == 1:  # training_step(dataloader_iter): nothing to cut or repeat
             return super().run(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
@@ -113,12 +111,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot = self._snapshot()
-        batch = BatchWatch(kwargs[key])
-        run = super().run
+        snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
         while True:
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
-            outputs, reason = self._attempt(partial(run, optimizer, batch_idx, OrderedDict(kwargs)))
+            outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
             attempt += 1
@@ -270,7 +266,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 self._gradients.add_back()
         self._finish_gradients(optimizer)
         if loss is not None:
-            call._call_strategy_hook(self.trainer, "after_backward", loss)
+            self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_gradients(self, optimizer: Optimizer) -> None:
         """Make the sum in the gradients what the optimizer is to see, once the window's last backward is over."""

@@ -13,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
+from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder
-from lightning_unified.training.snapshot import BufferWatch, StepSnapshot
+from lightning_unified.training.snapshot import StepSnapshot
 
 __all__ = ["Undone", "gradient_sample"]
 

@@ -76,8 +76,9 @@ def num_rows(batch: Any) -> int:
         return batch.shape[0]
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])
-    if not isinstance(batch, (Tensor, Mapping)) and isinstance(getattr(batch, "num_graphs", None), int):
-        return batch.num_graphs
+    graphs = getattr(batch, "num_graphs", None)
+    if isinstance(graphs, int) and not isinstance(batch, (Tensor, Mapping)):
+        return graphs
     entries = _entries(batch)
     votes: dict[int, int] = {}
     for vote in (*map(_leading_dimension, entries), *(len(entry) for entry in entries if _is_sequence(entry))):
@@ -252,14 +253,16 @@ def containers_copied(value: Any) -> Any:
 
 def _is_list_of_plain(value: Any) -> bool:
     """Return whether `value` is a list of names or numbers; one entry a row makes it long, and a batch is looked at in every step."""
-    return _is_sequence(value) and all(isinstance(entry, _PLAIN) for entry in value)
+    if not _is_sequence(value) or not isinstance(next(iter(value), None), _PLAIN):
+        return False
+    return all(isinstance(entry, _PLAIN) for entry in value)
 
 
 def _entries(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (list, tuple)):
         return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
     return [getattr(value, field.name) for field in dataclasses.fields(value)] if _is_record(value) else []
 
 

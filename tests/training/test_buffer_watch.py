@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_unified.errors import RunError
-from lightning_unified.training.snapshot import BufferWatch
+from lightning_unified.training.buffers import BufferWatch
 
 
 class Buffers(nn.Module):
@@ -118,3 +118,14 @@ def test_batch_norm_statistics_that_rest_at_first_are_put_back():
     watch.restore()
 
     assert (module.running_mean.tolist(), module.num_batches_tracked.item()) == ([0, 0], 0)
+
+
+def test_a_buffer_that_was_not_there_yet_is_not_there_again():
+    module = nn.Module()
+    module.register_buffer("late", None)
+    watch = BufferWatch(module)
+    watch.note()
+    module.late = torch.ones(2)
+    watch.restore()
+
+    assert module.late is None

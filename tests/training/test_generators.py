@@ -63,13 +63,16 @@ def test_a_deviate_that_is_taken_shows_in_memory_though_the_twister_does_not_mov
     np.random.seed(0)
     random.seed(0)
     np.random.standard_normal(), random.gauss()
-    numpy, python = np.random.get_state.__self__, random.getstate.__self__
-    before = _memory_of_numpy(numpy), _memory_of_python(python)
+    (numpy, struct), python = (
+        _memory_of_numpy(np.random.get_state.__self__),
+        _memory_of_python(random.getstate.__self__),
+    )
+    before = numpy(), struct(), [read() for read in python]
     np.random.standard_normal(), random.gauss()
-    after = _memory_of_numpy(numpy), _memory_of_python(python)
 
-    assert all(one[0] != other[0] or one[1] != other[1] for one, other in zip(before, after, strict=True))
-    assert before[0][1] == after[0][1]
+    assert struct() == before[1]
+    assert numpy() != before[0]
+    assert [read() for read in python] != before[2]
 
 
 def test_generators_that_did_not_move_are_not_asked_again(generators):
