@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 __all__ = ["WeightsCopy", "WeightsWatch"]
 
@@ -25,8 +25,9 @@ class WeightsWatch:
     its weights; their foreach kernels allocate in between).
 
     Two kinds of write do not move the counter. Fused kernels (torch 2.13) write a whole parameter group and allocate nothing, so
-    memory can only run out between groups: copies of a group's smallest parameters tell whether it was written. Writes through
-    `.data`, as older optimizers do, cannot be told, so such an optimizer is never vouched for.
+    memory can only run out between groups. torch's own that count steps in tensors add to these first, which moves theirs; of
+    any other group copies of its smallest parameters tell whether it was written. Writes through `.data`, as older optimizers do,
+    cannot be told, so such an optimizer is never vouched for.
 
     Args:
         optimizer: The optimizer about to step.
@@ -105,7 +106,7 @@ class _Books:
             self._known = entries if by_reference else []
 
     def samples(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return, of each group that a fused kernel writes, the three smallest parameters that it will write."""
+        """Return, of each group that a fused kernel writes unseen, the three smallest parameters that it will write."""
         written = (
             (parameter for parameter in by_size if parameter.grad is not None)
             for group, by_size in zip(optimizer.param_groups, self._by_size, strict=True)
@@ -133,7 +134,10 @@ class _Books:
 
     def _note_state(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
         self._parameters, self.tensors, self._state = parameters, list(parameters), {}
-        self._by_size = [sorted(group["params"], key=Tensor.numel) for group in optimizer.param_groups]
+        self._by_size = [
+            [] if _counts_in_tensors(optimizer, group) else sorted(group["params"], key=Tensor.numel)
+            for group in optimizer.param_groups
+        ]
         for key, state in optimizer.state.items():
             self._state[key] = noted = dict(state) if isinstance(state, dict) else state
             for name, value in state.items() if isinstance(state, dict) else ():
@@ -141,6 +145,17 @@ class _Books:
                     self.tensors.append(value)
                 elif isinstance(value, (list, dict)):
                     noted[name] = copy.copy(value)
+
+
+def _counts_in_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a step of `group` moves the version of a tensor before a kernel writes its weights.
+
+    Source:
+        torch/optim/adam.py, adagrad.py (torch 2.11, 2.13): `_foreach_add_(device_state_steps, 1)`, then the fused kernel.
+    """
+    return type(optimizer) in (Adam, AdamW, Adagrad) and all(
+        isinstance(optimizer.state.get(parameter, {}).get("step"), Tensor) for parameter in group["params"]
+    )
 
 
 _BOOKS: "WeakKeyDictionary[Optimizer, _Books]" = WeakKeyDictionary()
