@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 
 from lightning_unified.planning.backends.calls import Call, Repair, byte_count
-from lightning_unified.planning.backends.convolution import cpu_convolution, cpu_convolution_backward
+from lightning_unified.planning.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
 
-__all__ = ["CPU_TEMPORARIES", "mixed_operands"]
+__all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = 4
+_MEAN = 1  # torch's number of a loss's reduction
+_REDUCTIONS = {
+    "aten.mse_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}  # which argument says it
 _CHOOSES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")  # their mask is no operand of the arithmetic
 
 
@@ -33,6 +42,13 @@ def mixed_operands(name: str, call: Call) -> int:
     copied = sum(each.numel() for each in operands if each.dtype is not common)
     in_place = name.endswith("_") and call.args[0].dtype is not common
     return (copied + in_place * call.args[0].numel()) * common.itemsize
+
+
+def averaged_losses(name: str, call: Call) -> int:
+    """Return the float32 copy of half-precision losses that a loss makes where it averages them."""
+    reduction = _REDUCTIONS.get(name)
+    averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in _HALF
+    return call.args[0].numel() * _FLOAT if averages else 0
 
 
 def _mean(call: Call) -> int:
