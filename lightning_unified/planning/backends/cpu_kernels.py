@@ -1,8 +1,7 @@
 """What CPU kernels take unseen: copies of operands in another dtype or layout.
 
 Every figure here was measured with torch's profiler on one AVX-512 machine (torch 2.13, one thread), and is measured again by the tests.
-Left out because it stays below a few MiB whatever the sizes: bfloat16 matrix products (0.1 to 1.4 MiB of packed blocks), attention's
-buffers a thread, statistics of normalisations.
+Left out because it stays below a few MiB whatever the sizes: attention's buffers a thread, statistics of normalisations.
 """
 
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lightning_unified.planning.backends.calls import Call, Repair, byte_count
 from lightning_unified.planning.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
+from lightning_unified.planning.backends.packed_products import packed_product
 
 __all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 
@@ -77,6 +77,10 @@ def _upsample(call: Call) -> int:
 CPU_TEMPORARIES: Mapping[str, Repair] = {
     "aten.convolution": cpu_convolution,
     "aten.convolution_backward": cpu_convolution_backward,
+    "aten.mm": packed_product,
+    "aten.bmm": packed_product,
+    "aten.addmm": packed_product,
+    "aten.baddbmm": packed_product,
     "aten.native_batch_norm_backward": _batch_norm_backward,
     "aten.mean": _mean,
     "aten.sum": _sum,

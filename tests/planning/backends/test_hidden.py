@@ -146,6 +146,19 @@ def test_a_convolution_in_bfloat16_takes_what_it_takes_within_48_kib(taken):
         assert said == pytest.approx(real.hidden, rel=0.02, abs=48 * 1024), (func, args[0].shape, args[1].shape)
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="measured on a processor without matrix tiles")
+def test_a_product_in_bfloat16_takes_the_blocks_it_takes(taken):
+    shapes = [(960, 256, 1024), (96, 256, 4000), (250, 700, 512), (128, 1500, 1100), (8, 8, 8)]
+    half = torch.bfloat16
+    pairs = [(torch.zeros(m, k, dtype=half), torch.zeros(k, n, dtype=half)) for m, k, n in shapes]
+    pairs += [(left.t().contiguous().t(), right) for left, right in pairs]
+    calls = [(aten.mm.default, pair) for pair in pairs]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        said = hidden(func, *args, results=real.result).temporary
+        assert said == pytest.approx(real.hidden, rel=0.02, abs=4096), (args[0].shape, args[1].shape, args[0].stride())
+
+
 @pytest.mark.skipif(not HAS_CHUNKED_LOSS, reason="new in torch 2.13")
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("policy", ["compact", "balanced"])
