@@ -23,6 +23,7 @@ __all__ = ["fit", "grown", "live", "on_gpu", "true_peak", "warm_up"]
 
 STEPS = 4
 _STEADY = "steady state begins"
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def fit(
@@ -152,8 +153,16 @@ def live(cell: Cell) -> dict[str, Any]:
     return {"allocated": steady, "allocated_over_all": max(first, steady)}
 
 
-def grown(cell: Cell) -> dict[str, Any]:
-    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before."""
+def grown(cell: Cell, threshold: int | None = None) -> dict[str, Any]:
+    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before.
+
+    Args:
+        cell: What is fitted.
+        threshold: Bytes from which the C library is to map blocks one by one, and so to give them back; None leaves it its own, which
+            moves.
+    """
+    if threshold is not None:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold)
     batch = _batch(cell)
     before = warm_up(cell.module, cell.precision)
     _trained(cell, batch)

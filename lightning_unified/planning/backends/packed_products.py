@@ -17,7 +17,9 @@ __all__ = ["packed_product"]
 _ROWS, _DEPTH, _COLUMNS, _SUMMED_COLUMNS = 256, 512, 64, 1024
 _HALF, _FLOAT = 2, 4
 _PADDING = 32  # entries after a packed row of a whole block, so that rows do not meet in a cache
-_FEWEST = 16**3  # multiplications from which oneDNN is asked (`use_mkldnn_bf16_matmul` in torch's native/mkldnn/Matmul.cpp)
+_FEWEST = (
+    16**3
+)  # multiplications from which oneDNN is asked (`use_mkldnn_bf16_matmul` in torch's native/mkldnn/Matmul.cpp)
 _OWN = 1024  # bytes that it takes in any case
 _OWN_PACKED = 128  # and more with a packed operand
 
@@ -26,7 +28,11 @@ def packed_product(call: Call) -> int:
     """Return the blocks of a product's two matrices, the last two tensors of its arguments."""
     left, right = [each for each in call.args if isinstance(each, Tensor)][-2:]
     (rows, depth), columns = left.shape[-2:], right.shape[-1]
-    if left.dtype is not torch.bfloat16 or rows * depth * columns <= _FEWEST or not torch.backends.mkldnn.is_available():
+    if (
+        left.dtype is not torch.bfloat16
+        or rows * depth * columns <= _FEWEST
+        or not torch.backends.mkldnn.is_available()
+    ):
         return 0
     row_blocks, threads = -(-rows // _ROWS), torch.get_num_threads()
     rows, block = -(-rows // row_blocks), min(depth, _DEPTH)
