@@ -14,6 +14,7 @@ of kernels that are as wide as their stride, whose weights' gradients are matrix
 take for sums of their own, up to a weight each in float32. When oneDNN is asked: `use_mkldnn` in torch's native/Convolution.cpp.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -91,41 +92,46 @@ class _Convolution:
         return self.source.shape[1] * prod(self.output.shape[2:]) * self.source.element_size()
 
 
-def cpu_convolution(call: Call) -> int:
+def cpu_convolution(call: Call) -> tuple[int, ...]:
     """Return what a convolution takes on top of its output: copies of input, weight and output, then the output twice."""
     source, weight, stride, dilation, transposed, groups = (call.args[index] for index in (0, 1, 3, 5, 6, 8))
     output = call.results[0]
     one = _described(source, weight, output, stride, dilation, transposed=transposed, groups=groups)
     if not one.by_onednn:
-        return _by_groups(one, one.columns, shown=byte_count(output)) + _made_contiguous(source)
+        return _by_groups(one, one.columns, shown=byte_count(output)), _made_contiguous(source)
     if is_channels_last(source):
-        return _blocked_weight(weight)
-    copies = 0 if one.few else _blocked(source)
-    copies += _blocked_weight(weight, few=one.few) + _blocked(output) + one.image
-    if one.point and one.half:
-        copies += output.numel() // output.shape[0] * _FLOAT
-    copied = byte_count(output) + (2 * byte_count(output) if transposed and one.strided else _blocked(output))
-    return max(copies, copied) - byte_count(output) + _made_contiguous(source)
+        return (_blocked_weight(weight),)
+    sums = output.numel() // output.shape[0] * _FLOAT if one.point and one.half else 0
+    copied = 0 if one.few else _blocked(source)
+    copies = _blocked(output), copied, _blocked_weight(weight, few=one.few), one.image, sums
+    again = 2 * [byte_count(output)] if transposed and one.strided else [_blocked(output)]
+    return (*_beside(byte_count(output), copies, [byte_count(output), *again]), _made_contiguous(source))
 
 
-def cpu_convolution_backward(call: Call) -> int:
+def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
     """Return what a convolution's backward takes on top of the gradients, the greater of its two passes."""
     gradient, source, weight, stride, dilation, transposed, groups, mask = (
         call.args[index] for index in (0, 1, 2, 4, 6, 7, 9, 10)
     )
     one = _described(source, weight, gradient, stride, dilation, transposed=transposed, groups=groups)
     shown = sum(byte_count(result) for result in call.results)
-    contiguous = _made_contiguous(gradient) + _made_contiguous(source)
+    contiguous = _made_contiguous(gradient), _made_contiguous(source)
     if not one.by_onednn:
-        return _by_groups(one, one.columns // (source.shape[0] if transposed else 1), shown=shown) + contiguous
+        return _by_groups(one, one.columns // (source.shape[0] if transposed else 1), shown=shown), *contiguous
     if is_channels_last(source):
-        sums = 2 if one.half else 0
-        return max(1 + sums, 2) * _blocked_weight(weight) + _images(one)
+        return max(3 if one.half else 1, 2) * _blocked_weight(weight), _images(one)
     of_input = byte_count(source) if mask[0] else 0
-    passes = [_input_pass(one, gradient)] if mask[0] else []
+    passes = _input_passes(one, gradient) if mask[0] else []
     if mask[1]:
-        passes += [of_input + _weight_pass(one, gradient), of_input + 2 * _blocked_weight(weight)]
-    return max(max(passes, default=0) - shown, 0) + contiguous
+        passes += [(of_input, *_weight_pass(one, gradient)), (of_input, 2 * _blocked_weight(weight))]
+    return *_beside(shown, *passes), *contiguous
+
+
+def _beside(shown: int, *passes: Sequence[int]) -> Iterator[int]:
+    """Yield the pieces of the greatest pass that are there beside the results, whose own are its first."""
+    for piece in max(passes, key=sum, default=()):
+        yield max(piece - shown, 0)
+        shown = max(shown - piece, 0)
 
 
 def _described(
@@ -147,24 +153,23 @@ def _by_groups(one: _Convolution, columns: int, *, shown: int) -> int:
     return columns if one.groups == 1 else max(columns + byte_count(one.source) // one.groups, shown)
 
 
-def _input_pass(one: _Convolution, gradient: Tensor) -> int:
+def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
     """The gradient of the input, its copies, and before it those of what it is made of."""
-    source = one.source
+    source = byte_count(one.source)
     if one.channels_last_inside and not one.transposed:
-        return max(byte_count(gradient) + byte_count(one.weight) + byte_count(source), 3 * byte_count(source))
-    made_of = _blocked(gradient) + _blocked_weight(one.weight)
-    return _blocked(source) + max(made_of, byte_count(source))
+        return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]
+    copy = _blocked(one.source)
+    return [(copy, _blocked(gradient), _blocked_weight(one.weight)), (source, copy)]
 
 
-def _weight_pass(one: _Convolution, gradient: Tensor) -> int:
+def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
     """Copies of both operands and the weight; in half precision the sums in float32."""
     channels = one.source.shape[1]
     few = one.few and (one.half or channels < _FEWEST)
     block = _HALF_BLOCK if channels <= _HALF_BLOCK and one.groups == 1 and not (one.point or one.half) else _BLOCK
     weight = _blocked_weight(one.weight, few=few, block=block)
-    operands = _blocked(gradient) + (0 if few else _blocked(one.source, block=block))
-    sums = 2 * weight + (one.image if one.point else _images(one)) if one.half else one.image
-    return operands + weight + sums
+    sums = 2 * weight + (0 if one.point else _images(one)) if one.half else 0
+    return weight, _blocked(gradient), 0 if few else _blocked(one.source, block=block), sums, one.image
 
 
 def _images(one: _Convolution) -> int:
