@@ -8,9 +8,9 @@ to behave like the device's; on CUDA once more by fake tensors of the GPU itself
 MemTracker under fake tensors.
 
 The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved from the
-second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in a fourth process
-without a profiler the growth of `ru_maxrss`. A cell that fails is a row with its error. The record is written after each cell, and a run
-takes up one that is there.
+second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in two more processes
+without a profiler the growth of `ru_maxrss`: with the C library as it is, and told to map blocks of 64 KiB and more one by one. A cell
+that fails is a row with its error. The record is written after each cell, and a run takes up one that is there.
 """
 
 import sys
@@ -36,7 +36,10 @@ BARS = {
     "cpu": {"transformers": {"p95_absolute": 0.02}, "all": {"p95_absolute": 0.07}},
 }
 RESERVED_BAR = {"cuda": 0.05}
+THRESHOLD = 64 * 2**10  # of blocks that are mapped one by one, where the C library is told so
+RESIDENT_SHARE, RESIDENT_BAR = 1.05, 48.0  # of what lives, and MB above it, with that threshold
 SECONDS_BAR = 10.0
+_RESIDENT = "resident with the threshold, MB above"
 SAYERS = ("planner", "native fakes", "MemTracker", "MemTracker + workspace")
 
 
@@ -53,7 +56,7 @@ class Progress:
         self._record, self._device = record, device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        others = {"process"} if device == "cpu" else {"native"}
+        others = {"process", "threshold"} if device == "cpu" else {"native"}
         self._parts = ({"predicted", "rival", "truth"} | others).difference(skip)
 
     def begin(self, cell: Cell) -> list[Task]:
@@ -75,8 +78,8 @@ class Progress:
             return []
         weight = int(1.1 * (result.get("reserved") or UNKNOWN)) + CONTEXT
         next_tasks = [self._task(cell, "truth", true_peak(self._device), weight=weight)]
-        if "process" in self._parts:
-            next_tasks.append(self._task(cell, "process", grown))
+        resident = {"process": (grown,), "threshold": (grown, THRESHOLD)}
+        next_tasks += [self._task(cell, part, *call) for part, call in resident.items() if part in self._parts]
         return next_tasks
 
     @staticmethod
@@ -104,6 +107,12 @@ def reserved_error(rows: list[dict[str, Any]]) -> list[float]:
     return errors_of(
         trusted, lambda row: row["predicted"].get("reserved"), lambda row: row.get(part, {}).get("reserved")
     )
+
+
+def above_live(rows: list[dict[str, Any]]) -> list[float]:
+    """Return by how many MB each process with the threshold grew beyond that share of what lives at most."""
+    pairs = [(row.get("threshold", {}).get("reserved"), true(row)) for row in rows]
+    return [(taken - RESIDENT_SHARE * live) / 1e6 for taken, live in pairs if taken and live]
 
 
 def groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -151,6 +160,8 @@ def bars(rows: list[dict[str, Any]], figures: dict[str, Any]) -> list[dict[str, 
     ]
     if device in RESERVED_BAR:
         found.append(("reserved: p95 absolute", figures["all"]["reserved"]["p95_absolute"], RESERVED_BAR[device]))
+    if device == "cpu":
+        found.append((f"{_RESIDENT} {RESIDENT_SHARE} of live", max(above_live(rows), default=None), RESIDENT_BAR))
     seconds = [row["predicted"]["seconds"] for row in rows if "seconds" in row.get("predicted", {})]
     found.append(("seconds to plan, longest", max(seconds, default=None), SECONDS_BAR))
     return [
@@ -200,6 +211,8 @@ def _told(figures: dict[str, Any]) -> list[Any]:
 def _bar(bar: dict[str, Any]) -> tuple[str, str]:
     if bar["bar"].startswith("seconds"):
         return f"{bar['wanted']:.0f} s", "–" if bar["found"] is None else f"{bar['found']:.1f} s"
+    if bar["bar"].startswith(_RESIDENT):
+        return f"≤ {bar['wanted']:.0f} MB", "–" if bar["found"] is None else f"{bar['found']:.1f} MB"
     return f"≤ {percent(bar['wanted'])}", percent(bar["found"])
 
 
@@ -253,7 +266,7 @@ def by_parameters(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     arguments = parser(__doc__, name="planner_accuracy", jobs=12)
     arguments.add_argument(
-        "--skip", nargs="*", default=(), choices=("native", "rival", "process"), help="parts to leave out"
+        "--skip", nargs="*", default=(), choices=("native", "rival", "process", "threshold"), help="parts to leave out"
     )
     options = arguments.parse_args()
     what = "predicted against true peaks of memory, bytes"

@@ -11,7 +11,7 @@ from planner.modules import Kind, available
 
 __all__ = ["Cell", "select"]
 
-_PRECISIONS = {"cpu": ("32-true", "bf16-mixed"), "cuda": ("32-true", "bf16-mixed", "16-mixed")}
+_PRECISIONS = {"cpu": ("32-true", "bf16-mixed", "bf16-true"), "cuda": ("32-true", "bf16-mixed", "16-mixed")}
 _EACH = {
     "cpu": 4,
     "cuda": 6,

@@ -11,7 +11,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_unified import UnifiedStrategy
 from planner.cells import Cell
@@ -21,6 +23,7 @@ __all__ = ["fit", "grown", "live", "on_gpu", "true_peak", "warm_up"]
 
 STEPS = 4
 _STEADY = "steady state begins"
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def fit(
@@ -33,7 +36,7 @@ def fit(
     callbacks: Iterable[L.Callback] = (),
     steps: int = STEPS,
 ) -> L.Trainer:
-    """Train `module` on one batch, `steps` times."""
+    """Train `module` on one batch, `steps` times; on `steps` batches of a dataset, if that is what is given."""
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else device,
         devices=1,
@@ -46,8 +49,22 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, torch.utils.data.DataLoader([batch] * steps, batch_size=None))
+    batches = batch if isinstance(batch, Dataset) else [batch] * steps
+    trainer.fit(module, DataLoader(batches, batch_size=None))
     return trainer
+
+
+class _Made(Dataset):
+    """Batches that are made when they are asked for, as those of a loader are: a step's batch is one, whatever it is converted to."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._batch.items()}
 
 
 class _Peaks(L.Callback):
@@ -85,21 +102,25 @@ class _Marks(L.Callback):
                 pass
 
 
-def _trained(cell: Cell, callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
-    """Train the cell's module uncut."""
+def _trained(cell: Cell, batch: dict[str, Tensor], callbacks: Iterable[L.Callback] = ()) -> L.Trainer:
+    """Train the cell's module uncut on copies of `batch`, which is there before anything is counted."""
     module = cell.kind.build(cell.device, optimizer=cell.optimizer)
-    batch = cell.kind.batch(cell.device, cell.rows)
     recompute = cell.recompute if cell.kind.has_blocks else "auto"
     strategy = UnifiedStrategy(
         micro_batch_size=cell.rows, recompute=recompute, budget="90%", recover=False, predict=False
     )
-    return fit(module, batch, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks)
+    data = _Made(batch)
+    return fit(module, data, device=cell.device, precision=cell.precision, strategy=strategy, callbacks=callbacks)
+
+
+def _batch(cell: Cell) -> dict[str, Tensor]:
+    return cell.kind.batch(cell.device, cell.rows)
 
 
 def on_gpu(cell: Cell) -> dict[str, Any]:
     """Return the GPU's peaks, over the steady state and over all."""
     peaks = _Peaks()
-    trainer = _trained(cell, [peaks])
+    trainer = _trained(cell, _batch(cell), [peaks])
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "allocated": peaks.steady[0],
@@ -116,8 +137,9 @@ def on_gpu(cell: Cell) -> dict[str, Any]:
 
 def live(cell: Cell) -> dict[str, Any]:
     """Return the most bytes that tensors took on the CPU: all that the allocator reports to the profiler, added up in the order of time."""
+    batch = _batch(cell)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _trained(cell, [_Marks()])
+        _trained(cell, batch, [_Marks()])
         gc.collect()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     begins = next(event.start_ns() for event in events if event.name() == _STEADY)
@@ -131,10 +153,19 @@ def live(cell: Cell) -> dict[str, Any]:
     return {"allocated": steady, "allocated_over_all": max(first, steady)}
 
 
-def grown(cell: Cell) -> dict[str, Any]:
-    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before."""
+def grown(cell: Cell, threshold: int | None = None) -> dict[str, Any]:
+    """Return by how much the process grew in a fit, as the system counts its memory; a fit of two rows has gone before.
+
+    Args:
+        cell: What is fitted.
+        threshold: Bytes from which the C library is to map blocks one by one, and so to give them back; None leaves it its own, which
+            moves.
+    """
+    if threshold is not None:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold)
+    batch = _batch(cell)
     before = warm_up(cell.module, cell.precision)
-    _trained(cell)
+    _trained(cell, batch)
     return {"reserved": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
 
 

@@ -62,9 +62,9 @@ class Recorder(TorchDispatchMode):
     knows them; what a forward pass made and its backward pass finds is an activation, or logits if one of its dimensions is a
     vocabulary; the rest is temporary.
 
-    Autograd adds gradients that meet in place, and not so under a mode like this one (`can_accumulate_inplace` in
-    torch/csrc/autograd/input_buffer.cpp); neither does it write gradients of indexed entries in place (`index_backward` in
-    torch/csrc/autograd/FunctionsManual.cpp). Both are noted as they run without it.
+    Autograd adds gradients that meet in place, unless the first is a view (as one from the product of a tied table is), and never
+    under a mode like this one (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp); neither does it then write gradients
+    of indexed entries in place (`index_backward` in torch/csrc/autograd/FunctionsManual.cpp). Both are noted as they run without it.
 
     Args:
         backend: Whose kernels the step is for.
@@ -239,9 +239,11 @@ class Recorder(TorchDispatchMode):
     def _note_sum(self, result: _Storage, args: Any) -> None:
         """Note a sum of gradients that the engine itself forms: if its first term ends with it, it was added in place."""
         term = args[0]
-        key = term.untyped_storage()._cdata if isinstance(term, Tensor) else None
-        known = self._live.get(key) if key is not None else None
-        if known is None or key is None or known is result or known.bytes != result.bytes:
+        if not isinstance(term, Tensor) or term._is_view():
+            return  # what a view is of holds its memory too, and the engine adds in place what is held once
+        key = term.untyped_storage()._cdata
+        known = self._live.get(key)
+        if known is None or known is result or known.bytes != result.bytes:
             return
         if self._raw is not None and not torch.is_grad_enabled() and _called_by_engine():
             taken = next(at for at in range(len(self._raw) - 1, -1, -1) if self._raw[at] is result)

@@ -1,8 +1,7 @@
 """What CPU kernels take unseen: copies of operands in another dtype or layout.
 
 Every figure here was measured with torch's profiler on one AVX-512 machine (torch 2.13, one thread), and is measured again by the tests.
-Left out because it stays below a few MiB whatever the sizes: bfloat16 matrix products (0.1 to 1.4 MiB of packed blocks), attention's
-buffers a thread, statistics of normalisations.
+Left out because it stays below a few MiB whatever the sizes: attention's buffers a thread, statistics of normalisations.
 """
 
 from collections.abc import Mapping
@@ -12,12 +11,22 @@ import torch
 from torch import Tensor
 
 from lightning_unified.planning.backends.calls import Call, Repair, byte_count
-from lightning_unified.planning.backends.convolution import cpu_convolution, cpu_convolution_backward
+from lightning_unified.planning.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
+from lightning_unified.planning.backends.packed_products import packed_product
 
-__all__ = ["CPU_TEMPORARIES", "mixed_operands"]
+__all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = 4
+_MEAN = 1  # torch's number of a loss's reduction
+_REDUCTIONS = {
+    "aten.mse_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}  # which argument says it
 _CHOOSES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")  # their mask is no operand of the arithmetic
 
 
@@ -33,6 +42,13 @@ def mixed_operands(name: str, call: Call) -> int:
     copied = sum(each.numel() for each in operands if each.dtype is not common)
     in_place = name.endswith("_") and call.args[0].dtype is not common
     return (copied + in_place * call.args[0].numel()) * common.itemsize
+
+
+def averaged_losses(name: str, call: Call) -> int:
+    """Return the float32 copy of half-precision losses that a loss makes where it averages them."""
+    reduction = _REDUCTIONS.get(name)
+    averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in _HALF
+    return call.args[0].numel() * _FLOAT if averages else 0
 
 
 def _mean(call: Call) -> int:
@@ -61,6 +77,10 @@ def _upsample(call: Call) -> int:
 CPU_TEMPORARIES: Mapping[str, Repair] = {
     "aten.convolution": cpu_convolution,
     "aten.convolution_backward": cpu_convolution_backward,
+    "aten.mm": packed_product,
+    "aten.bmm": packed_product,
+    "aten.addmm": packed_product,
+    "aten.baddbmm": packed_product,
     "aten.native_batch_norm_backward": _batch_norm_backward,
     "aten.mean": _mean,
     "aten.sum": _sum,

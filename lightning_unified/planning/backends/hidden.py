@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_unified.planning.backends.calls import Call, Kept, Repair, byte_count
-from lightning_unified.planning.backends.cpu_kernels import CPU_TEMPORARIES, mixed_operands
+from lightning_unified.planning.backends.chunked_loss import chunk_of_gradients, chunk_of_losses
+from lightning_unified.planning.backends.cpu_kernels import CPU_TEMPORARIES, averaged_losses, mixed_operands
 from lightning_unified.planning.backends.cuda_kernels import CUDA_TEMPORARIES
 from lightning_unified.planning.backends.mkldnn import lstm_temporary, lstm_workspace
 
@@ -37,6 +38,7 @@ class Hidden:
 
 _NOTHING = Hidden()
 _LSTM = "aten.mkldnn_rnn_layer"
+_CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"
 
 
 def _probabilities_are_tested(call: Call) -> int:
@@ -80,6 +82,8 @@ _ANYWHERE: Mapping[str, Repair] = {
     "aten.smooth_l1_loss": _losses,
     "aten.huber_loss": _losses,
     "aten.binary_cross_entropy_with_logits": _logistic_losses,
+    _CHUNKED: chunk_of_gradients,
+    f"{_CHUNKED}_no_reduction": chunk_of_losses,
 }
 
 # Results that are made as large as the input and then shrunk to a scalar, whose memory stays as large as it was.
@@ -97,6 +101,8 @@ _FIRST = (
     "aten.native_layer_norm_backward",
     "aten.convolution",
     "aten.convolution_backward",
+    _CHUNKED,
+    f"{_CHUNKED}_no_reduction",
 )
 
 REPAIRS: Mapping[str, Mapping[str, Repair]] = {
@@ -136,7 +142,10 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
     if temporary is None and saved is None:
         return Hidden(_blocks(mixed_operands(name, call)))
-    return Hidden(_blocks(temporary(call) if temporary else 0), saved(call) if saved else 0, first=name in _FIRST)
+    blocks = _blocks(temporary(call) if temporary else 0)
+    if backend == "cpu":
+        blocks += _blocks(averaged_losses(name, call))
+    return Hidden(blocks, saved(call) if saved else 0, first=name in _FIRST)
 
 
 def _blocks(found: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 
@@ -5,6 +7,9 @@ from lightning_unified.planning.backends import Hidden, hidden_bytes
 from lightning_unified.planning.backends.hidden import REPAIRS, SAVED
 
 aten = torch.ops.aten
+HAS_CHUNKED_LOSS = hasattr(torch.nn.functional, "linear_cross_entropy")  # torch 2.13
+if HAS_CHUNKED_LOSS:
+    importlib.import_module("torch.nn.modules.linear_cross_entropy")  # which registers its operations
 
 
 def hidden(func, *args, backend="cpu", results=None):
@@ -12,14 +17,14 @@ def hidden(func, *args, backend="cpu", results=None):
 
 
 def convolution(
-    rows, channels, out, side, kernel, *, stride=1, groups=1, dtype=torch.float32, transposed=False, last=False
+    rows, channels, out, side, kernel, *, stride=1, groups=1, dtype=torch.float32, transposed=False, last=False, dims=2
 ):
-    source = torch.zeros(rows, channels, side, side, dtype=dtype)
-    weight = torch.zeros(*((channels, out) if transposed else (out, channels // groups)), kernel, kernel, dtype=dtype)
+    source = torch.zeros(rows, channels, *[side] * dims, dtype=dtype)
+    weight = torch.zeros(*((channels, out) if transposed else (out, channels // groups)), *[kernel] * dims, dtype=dtype)
     if last:
         source, weight = source.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
     padding = 0 if transposed else kernel // 2
-    settings = ([stride] * 2, [padding] * 2, [1, 1], transposed, [0, 0], groups)
+    settings = ([stride] * dims, [padding] * dims, [1] * dims, transposed, [0] * dims, groups)
     forward = (source, weight, None, *settings)
     output = aten.convolution(*forward)
     return [
@@ -52,6 +57,10 @@ def mixed():
         (aten.native_layer_norm_backward.default, (*normalised(single, single), [True, False, False])),
         (aten.mse_loss.default, (single, single, 1)),
         (aten.mse_loss.default, (single, single, 0)),
+        (aten.mse_loss.default, (half, half, 1)),
+        (aten.mse_loss.default, (half, half, 2)),
+        (aten.binary_cross_entropy.default, (half, half, None, 1)),
+        (aten.binary_cross_entropy_with_logits.default, (half, half, None, None, 1)),
         (aten.huber_loss.default, (single, single, 1, 1.0)),
         (aten.smooth_l1_loss.default, (single, single, 1, 1.0)),
         (aten.binary_cross_entropy_with_logits.default, (single, single, None, None, 1)),
@@ -85,6 +94,20 @@ CONVOLUTIONS = [
     convolution(8, 64, 64, 16, 3),
     convolution(8, 20, 24, 16, 3),
     convolution(8, 64, 128, 16, 3, stride=2),
+    convolution(8, 20, 24, 32, 3, stride=3),
+    convolution(8, 32, 32, 16, 7, stride=2),
+    convolution(8, 32, 32, 64, 3, stride=2, dims=1),
+    convolution(2, 32, 64, 12, 3, stride=2, dims=3),
+    convolution(8, 64, 64, 16, 1, stride=2),
+    convolution(16, 32, 64, 16, 1),
+    convolution(1, 32, 64, 8, 3),
+    convolution(8, 3, 32, 32, 3),
+    convolution(8, 12, 32, 16, 3, stride=2),
+    convolution(8, 8, 32, 16, 3),
+    convolution(8, 32, 3, 16, 3),
+    convolution(8, 32, 64, 16, 3, stride=2, groups=2),
+    convolution(4, 32, 64, 16, 3, dtype=torch.float64),
+    convolution(4, 32, 64, 16, 3, stride=2, groups=4, dtype=torch.float64),
     convolution(8, 64, 64, 16, 3, groups=64),
     convolution(8, 64, 64, 16, 1),
     convolution(8, 32, 16, 16, 2, stride=2, transposed=True),
@@ -109,12 +132,47 @@ def test_what_a_convolution_takes_unseen_is_what_it_takes(taken):
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="measured on a processor without matrix tiles")
-def test_a_convolution_in_bfloat16_takes_what_it_takes_within_128_kib(taken):
-    calls = [call for channels in (64, 128) for call in convolution(8, channels, 64, 16, 3, dtype=torch.bfloat16)]
+def test_a_convolution_in_bfloat16_takes_what_it_takes_within_48_kib(taken):
+    shapes = [
+        (8, 64, 64, 16, 3, 1),
+        (8, 128, 64, 16, 3, 1),
+        (8, 32, 32, 64, 3, 2),
+        (8, 64, 64, 32, 1, 1),
+        (8, 3, 32, 32, 3, 1),
+    ]
+    calls = [call for *sizes, stride in shapes for call in convolution(*sizes, stride=stride, dtype=torch.bfloat16)]
     for (func, args), real in zip(calls, taken(calls), strict=True):
-        assert hidden(func, *args, results=real.result).temporary == pytest.approx(
-            real.hidden, rel=0.02, abs=128 * 1024
-        )
+        said = hidden(func, *args, results=real.result).temporary
+        assert said == pytest.approx(real.hidden, rel=0.02, abs=48 * 1024), (func, args[0].shape, args[1].shape)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="measured on a processor without matrix tiles")
+def test_a_product_in_bfloat16_takes_the_blocks_it_takes(taken):
+    shapes = [(960, 256, 1024), (96, 256, 4000), (250, 700, 512), (128, 1500, 1100), (8, 8, 8)]
+    half = torch.bfloat16
+    pairs = [(torch.zeros(m, k, dtype=half), torch.zeros(k, n, dtype=half)) for m, k, n in shapes]
+    pairs += [(left.t().contiguous().t(), right) for left, right in pairs]
+    calls = [(aten.mm.default, pair) for pair in pairs]
+    for (func, args), real in zip(calls, taken(calls), strict=True):
+        said = hidden(func, *args, results=real.result).temporary
+        assert said == pytest.approx(real.hidden, rel=0.02, abs=4096), (args[0].shape, args[1].shape, args[0].stride())
+
+
+@pytest.mark.skipif(not HAS_CHUNKED_LOSS, reason="new in torch 2.13")
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("policy", ["compact", "balanced"])
+def test_what_a_chunked_loss_takes_unseen_is_what_it_takes(taken, reduction, policy):
+    loss = torch.ops.torch_nn._linear_cross_entropy_batch_chunked
+    hidden_states, weight = torch.randn(100, 32), torch.randn(500, 32)
+    args = (hidden_states, weight, torch.randint(500, (100,)), None, None)
+    if reduction == "sum":
+        call = loss.default, (*args, "sum", -100, 0.0, 64, policy, torch.float32, True, True, True, False)
+    else:
+        loss = torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction
+        call = loss.default, (*args, -100, 64, policy, torch.float32)
+    (real,) = taken([call])
+    assert hidden(*call[:1], *call[1], results=real.result).temporary == pytest.approx(real.hidden, rel=0.02)
 
 
 def lstm(steps, rows, width, size):
@@ -237,7 +295,8 @@ def test_operands_of_two_dtypes_are_not_copied_on_cuda(fake):
 
 @pytest.mark.parametrize("backend", REPAIRS)
 def test_every_repair_names_an_operation_of_torch(backend):
-    assert all(hasattr(aten, name.removeprefix("aten.")) for name in {**REPAIRS[backend], **SAVED[backend]})
+    for space, _, name in (one.partition(".") for one in {**REPAIRS[backend], **SAVED[backend]}):
+        assert hasattr(getattr(torch.ops, space), name) or (space == "torch_nn" and not HAS_CHUNKED_LOSS), name
 
 
 @pytest.mark.parametrize(
