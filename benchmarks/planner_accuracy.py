@@ -4,8 +4,7 @@
     python benchmarks/planner_accuracy.py --summary benchmarks/results/planner_accuracy_cuda.json
 
 Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
-to behave like the device's; on CUDA once more by fake tensors of the GPU itself. Beside it, in another process, the rival: torch's
-MemTracker under fake tensors.
+to behave like the device's. Beside it, in another process, the rival: torch's MemTracker under fake tensors.
 
 The truth, in a third: a fit of four steps by `strategy="unified"`, uncut; on CUDA the most that was allocated and reserved from the
 second step on (and over all, beside it), on a CPU the live bytes that the allocator reports to the profiler, and in two more processes
@@ -40,7 +39,7 @@ THRESHOLD = 64 * 2**10  # of blocks that are mapped one by one, where the C libr
 RESIDENT_SHARE, RESIDENT_BAR = 1.05, 48.0  # of what lives, and MB above it, with that threshold
 SECONDS_BAR = 10.0
 _RESIDENT = "resident with the threshold, MB above"
-SAYERS = ("planner", "native fakes", "MemTracker", "MemTracker + workspace")
+SAYERS = ("planner", "MemTracker", "MemTracker + workspace")
 
 
 class Progress:
@@ -56,7 +55,7 @@ class Progress:
         self._record, self._device = record, device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        others = {"process", "threshold"} if device == "cpu" else {"native"}
+        others = {"process", "threshold"} if device == "cpu" else set()
         self._parts = ({"predicted", "rival", "truth"} | others).difference(skip)
 
     def begin(self, cell: Cell) -> list[Task]:
@@ -64,8 +63,8 @@ class Progress:
         self._cells[cell.key] = cell
         kind = cell.kind
         self._rows[cell.key] = {**cell.to_dict(), "is_transformer": kind.is_transformer}
-        work = {"predicted": (predicted,), "rival": (tracked,), "native": (predicted, True)}
-        return [self._task(cell, part, *call) for part, call in work.items() if part in self._parts]
+        work = {"predicted": predicted, "rival": tracked}
+        return [self._task(cell, part, call) for part, call in work.items() if part in self._parts]
 
     def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
         """Keep a part; return what comes next, and finish the row when all are there."""
@@ -89,7 +88,7 @@ class Progress:
 
 def said(row: dict[str, Any], who: str) -> float | None:
     """Return the peak that `who` said; None where it said nothing, or that it is not to be trusted."""
-    part = row.get({"planner": "predicted", "native fakes": "native"}.get(who, "rival"), {})
+    part = row.get("predicted" if who == "planner" else "rival", {})
     if part.get("confidence") == "low" or "allocated" not in part:
         return None
     workspace = WORKSPACE if who.endswith("workspace") and row["device"] == "cuda" else 0
@@ -141,7 +140,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _sayers(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return whose figures there are; workspaces are of CUDA."""
-    return SAYERS if rows and rows[0]["device"] == "cuda" else (SAYERS[0], SAYERS[2])
+    return SAYERS if rows and rows[0]["device"] == "cuda" else SAYERS[:2]
 
 
 def _errors(rows: list[dict[str, Any]], who: str) -> list[float]:
@@ -266,7 +265,7 @@ def by_parameters(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     arguments = parser(__doc__, name="planner_accuracy", jobs=12)
     arguments.add_argument(
-        "--skip", nargs="*", default=(), choices=("native", "rival", "process", "threshold"), help="parts to leave out"
+        "--skip", nargs="*", default=(), choices=("rival", "process", "threshold"), help="parts to leave out"
     )
     options = arguments.parse_args()
     what = "predicted against true peaks of memory, bytes"

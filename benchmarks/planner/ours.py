@@ -31,12 +31,11 @@ def uninitialised() -> Iterator[None]:
             setattr(nn.init, name, fill)
 
 
-def predicted(cell: Cell, native: bool = False) -> dict[str, Any]:
+def predicted(cell: Cell) -> dict[str, Any]:
     """Return what `lightning_unified.predict` says of the cell.
 
     Args:
         cell: What is to be predicted.
-        native: Whether fake tensors are of the device itself, which must be here, not of a CPU made to behave like it.
     """
     with uninitialised():
         module = cell.kind.build(cell.device, optimizer=cell.optimizer)
@@ -48,7 +47,6 @@ def predicted(cell: Cell, native: bool = False) -> dict[str, Any]:
         device=cell.device,
         precision=cell.precision,
         recompute=cell.recompute or None,
-        native=native,
     )
     seconds = time.perf_counter() - began
     return {

@@ -69,7 +69,6 @@ class Recorder(TorchDispatchMode):
     Args:
         backend: Whose kernels the step is for.
         place: Tells the module that runs.
-        native: Whether the operations run as on that backend, so that nothing of theirs is hidden behind another's.
         widths: Dimensions that are vocabularies.
 
     Attributes:
@@ -81,12 +80,11 @@ class Recorder(TorchDispatchMode):
         *,
         backend: str,
         place: Callable[[], str] = str,
-        native: bool = False,
         widths: Iterable[int] = (),
     ) -> None:
         super().__init__()
         self.phase: Phase = "setup"
-        self._backend, self._place, self._native = backend, place, native
+        self._backend, self._place = backend, place
         self._widths = frozenset(widths)
         self._live: dict[int, _Storage] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -148,7 +146,7 @@ class Recorder(TorchDispatchMode):
             return result
         if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
-        hidden = None if self._native else hidden_bytes(func, args, kwargs, result, backend=self._backend)
+        hidden = hidden_bytes(func, args, kwargs, result, backend=self._backend)
         inside = [self._take(size) for size in hidden.blocks] if hidden is not None and hidden.first else []
         first = None
         for tensor in reversed(outputs) if func is _DROPOUT else outputs:

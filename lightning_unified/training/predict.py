@@ -38,7 +38,6 @@ def predict(
     loss_chunk: int | None = None,
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
-    native: bool = False,
 ) -> Prediction:
     """Return what a training step of `module` takes on `device`, which need not be here; nothing is allocated or run.
 
@@ -57,7 +56,6 @@ def predict(
         loss_chunk: Rows of logits at once, for a module that offers it.
         rates: Speeds of the machine, for the predicted seconds; None leaves them unknown.
         trainer: The Trainer that it is about, with its callbacks, clipping and accumulation; None for a plain one.
-        native: Rehearse with fake tensors of a CUDA device that is here, instead of with those of a CPU made to behave like it.
 
     Raises:
         RehearsalError: If the step cannot be rehearsed.
@@ -66,7 +64,7 @@ def predict(
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
     planner = Planner(
-        module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step, native=native
+        module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step
     )
     return planner.predict(setting, micro_batch_size=micro_batch_size)
 

@@ -75,7 +75,6 @@ class Planner:
         least: Rows that every micro-batch needs.
         most: The largest micro-batch that is allowed.
         updates: Whether the step writes weights; else what its optimizer takes is left out.
-        native: Whether fake tensors are to be of the backend's own device, which must be here.
         workspaces: Whether what the backend's libraries take for themselves is counted; a simulated machine has none.
 
     Attributes:
@@ -95,7 +94,6 @@ class Planner:
         least: int = 1,
         most: int | None = None,
         updates: bool = True,
-        native: bool = False,
         workspaces: bool = True,
     ) -> None:
         shape = Cutter(module).shape(batch)
@@ -106,7 +104,7 @@ class Planner:
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer, native=native)
+        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer)
         self._updates, self._workspaces = updates, workspaces
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}

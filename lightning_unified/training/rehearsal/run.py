@@ -1,7 +1,6 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +27,8 @@ from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, avera
 
 __all__ = ["rehearse", "rehearse_validation"]
 
+_DEVICE = torch.device("cpu")  # of the fakes, whatever the backend: those of other devices fail in the backward pass
+
 
 def rehearse(
     module: L.LightningModule,
@@ -37,7 +38,6 @@ def rehearse(
     parts: int = 1,
     length: int | None = None,
     backend: str = "cpu",
-    native: bool = False,
     precision: str | None = None,
     recompute: RecomputePolicy | bool | None = None,
     optimizer_kernel: str | None = None,
@@ -59,7 +59,6 @@ def rehearse(
         parts: Micro-batches of the batch.
         length: Entries of a row; None for as many as in `batch`.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`: whose kernels are meant.
-        native: Whether that backend is here, so that fakes can be on its device.
         precision: Lightning's name of one; None for the Trainer's, `"32-true"` without one.
         recompute: None leaves the module as it is, True has all its blocks recompute, a policy as it says.
         optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for what the optimizers would choose there.
@@ -78,7 +77,6 @@ def rehearse(
         parts=parts,
         length=length,
         backend=backend,
-        native=native,
         precision=precision or precision_of(trainer),
         recompute=recompute,
         kernel=optimizer_kernel,
@@ -95,7 +93,6 @@ def rehearse_validation(
     rows: int,
     length: int | None = None,
     backend: str = "cpu",
-    native: bool = False,
     precision: str | None = None,
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
@@ -108,7 +105,6 @@ def rehearse_validation(
         rows: Of the batch.
         length: As for `rehearse`.
         backend: As for `rehearse`.
-        native: As for `rehearse`.
         precision: As for `rehearse`.
         trainer: As for `rehearse`.
         train_batch: As its `training_step` gets it, where that is another kind of batch; it has run before.
@@ -123,7 +119,6 @@ def rehearse_validation(
         parts=1,
         length=length,
         backend=backend,
-        native=native,
         precision=precision or precision_of(trainer),
         recompute=None,
         kernel=None,
@@ -145,7 +140,6 @@ class _Rehearsal:
         parts: int,
         length: int | None,
         backend: str,
-        native: bool,
         precision: str,
         recompute: RecomputePolicy | bool | None,
         kernel: str | None,
@@ -158,9 +152,8 @@ class _Rehearsal:
             raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
         self._module, self._batch, self._live = module, batch, live
         self._rows, self._parts, self._length = rows, parts, length
-        self._backend, self._native = backend, native
+        self._backend = backend
         self._precision, self._recompute, self._kernel, self._loss_chunk = precision, recompute, kernel, loss_chunk
-        self._device = torch.device("cuda", torch.cuda.current_device()) if native else torch.device("cpu")
         self._notes: list[str] = []
 
     def run(
@@ -213,11 +206,11 @@ class _Rehearsal:
             copy = self._shadow()
             spot.append(Places(copy))
             recorder = Recorder(
-                backend=self._backend, native=self._native, place=spot[0].here, widths=_vocabularies(copy)
+                backend=self._backend, place=spot[0].here, widths=_vocabularies(copy)
             )
             cut = None if self._parts == 1 else self._rows
             strategy = RehearsalStrategy(
-                recorder, micro_batch_size=cut, kernel=self._kernel, backend=self._backend, device=self._device
+                recorder, micro_batch_size=cut, kernel=self._kernel, backend=self._backend, device=_DEVICE
             )
             conductor = Conductor(
                 recorder,
@@ -258,9 +251,9 @@ class _Rehearsal:
     ) -> None:
         on_host = self._backend == "cpu"
         held = list(tensors_held(self._live, on_host=on_host))
-        conductor.held = [fake_tensor(one, device=self._device) for one in held]
+        conductor.held = [fake_tensor(one, device=_DEVICE) for one in held]
         conductor.averages = [
-            shadow(one, device=self._device, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
+            shadow(one, device=_DEVICE, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
         ]
         trainer = RehearsalTrainer(
             strategy,
@@ -271,26 +264,26 @@ class _Rehearsal:
         loaders: dict[str, Any] = {"train_dataloaders": conductor.loader()}
         if validates:
             loaders["val_dataloaders"] = conductor.loader(validation=True)
-        with places.followed(), recorder, nullcontext() if self._native else mimic(self._backend):
+        with places.followed(), recorder, mimic(self._backend):
             trainer.fit(copy, **loaders)
 
     def _shadow(self) -> L.LightningModule:
         """Return the shadow, in the dtype and with the levers asked for."""
         module = self._module
-        self._plugin, dtype = shadow_precision(self._precision, device_type=self._device.type)
+        self._plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
-        copy = shadow(module, device=self._device, cast=cast, shared=self._shared())
+        copy = shadow(module, device=_DEVICE, cast=cast, shared=self._shared())
         copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
         copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
         for child in copy.modules():
             if "_device" in vars(child):
-                child._device = self._device  # type: ignore[assignment]
+                child._device = _DEVICE  # type: ignore[assignment]
         _pull(copy, self._recompute, self._loss_chunk)
         return copy
 
     def _batch_of(self, template: Template, *, parts: int) -> Any:
-        return template.of(self._rows * parts, length=self._length, device=self._device)
+        return template.of(self._rows * parts, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:
         live = self._live

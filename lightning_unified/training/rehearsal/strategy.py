@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import precision as stock
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import RehearsalError
 from lightning_unified.planning.recorder import Recorder
+from lightning_unified.precision import MixedPrecision
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.loop import UnifiedOptimization
@@ -212,7 +212,7 @@ def shadow_precision(precision: str, *, device_type: str) -> tuple[stock.Precisi
         RehearsalError: If it is none that can be rehearsed.
     """
     if precision in ("16-mixed", "bf16-mixed"):
-        return _Mixed(precision, device=device_type), None  # pyright: ignore[reportArgumentType]
+        return MixedPrecision(precision, device_type=device_type), None
     if precision in ("bf16-true", "16-true"):
         return _Half(precision), _CASTS[precision]  # pyright: ignore[reportArgumentType]
     if precision == "64-true":
@@ -222,20 +222,6 @@ def shadow_precision(precision: str, *, device_type: str) -> tuple[stock.Precisi
     raise RehearsalError(
         f"precision {precision!r} cannot be rehearsed; what can: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
     )
-
-
-class _Mixed(stock.MixedPrecision):
-    """Clips fused optimizers without a scaler too, as the plugin that trains does."""
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        plugin = stock.MixedPrecision if self.scaler is not None else stock.Precision
-        plugin.clip_gradients(self, optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
 
 
 class _Half(stock.HalfPrecision):
