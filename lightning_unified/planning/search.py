@@ -13,6 +13,8 @@ from lightning_unified.units import format_bytes
 
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
 
+_EQUAL = 1 + 1e-9  # sums of the same seconds in another order
+
 
 class Sizes(Protocol):
     """The step under one setting of the levers, at any size, as `planning.lines.Lines` gives it."""
@@ -122,7 +124,7 @@ def search(
     """Return the plan that is predicted to take least time within the budget.
 
     Every option is cut into as few micro-batches as fit: fewer are never slower, as each costs its launches and what does not
-    depend on its rows anew. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
+    depend on its rows anew. So an option whose fewest do not fit and would be slower than another's is not cut at all. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
     are looked at too. Which ways of cutting there are, and what each takes and lasts, does not depend on the budget; a larger budget
     only adds ways, and so never gives a slower plan.
 
@@ -148,6 +150,8 @@ def search(
     for option in options:
         first = first or option
         if any(_outdone(option, by, plan) for by, plan in fitting):
+            continue
+        if fitting and measure.is_beaten(option, ways, by=min(plan.seconds for _, plan in fitting)):
             continue
         plans = measure.best_plans(option, ways)
         fitting += [(option, plan) for plan in plans if plan.fits]
@@ -196,11 +200,21 @@ class _Measure:
         aligned = all(rows % multiple == 0 for rows in smallest)
         return found or [self._timed(self._plan(option, smallest), option, smallest, aligned=aligned)]
 
+    def is_beaten(self, option: Option, ways: list[tuple[int, ...]], *, by: float) -> bool:
+        """Return whether an option's fewest parts do not fit, and would last longer than `by` if they did: more parts only last longer.
+
+        What is left unasked then is most of what there is to ask of an option: how it is cut.
+        """
+        fewest = ways[0]
+        if len(ways) == 1 or self._seconds(option, fewest, self.rates) <= by * _EQUAL:
+            return False
+        return _peak(option, fewest) > self.budget_bytes or not self._plan(option, fewest).fits
+
     def _rows_that_align(self, option: Option, ways: list[tuple[int, ...]]) -> int:
         """Return the multiple of rows that pays: a row of the batch is as many rows of a product as it is long."""
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
-        length = option.lines.at(ways[-1][0], parts=len(ways[-1])).length or 1
+        length = option.lines.at(ways[0][0], parts=len(ways[0])).length or 1
         return self.alignment.multiple // math.gcd(self.alignment.multiple, length)
 
     def _plan(self, option: Option, way: tuple[int, ...]) -> Candidate:
@@ -221,7 +235,11 @@ class _Measure:
 
     def _timed(self, plan: Candidate, option: Option, way: tuple[int, ...], *, aligned: bool) -> Candidate:
         rates = self.rates if aligned or self.alignment is None else self.rates.slowed(self.alignment.gain)
-        return replace(plan, seconds=cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates))
+        return replace(plan, seconds=self._seconds(option, way, rates))
+
+    @staticmethod
+    def _seconds(option: Option, way: tuple[int, ...], rates: Rates) -> float:
+        return cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates)
 
 
 def _peak(option: Option, way: tuple[int, ...]) -> int:

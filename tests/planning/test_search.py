@@ -41,6 +41,14 @@ def test_options_that_the_whole_batch_outdoes_are_not_traced():
     assert slower.lines.asked == []
 
 
+def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
+    slower = recomputing(9, per_row=60)
+    choice = find([recomputing(0), slower], 1000 + 100 * 8)
+
+    assert (choice.best.parts, choice.best.recompute) == (2, "none")
+    assert set(slower.lines.asked) == {(16, 1)}
+
+
 def test_the_micro_batch_is_the_largest_that_fits():
     choice = find([recomputing(0)], 1000 + 100 * 6)
 

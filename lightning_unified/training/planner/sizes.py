@@ -37,6 +37,7 @@ class RehearsedSizes:
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int], Trace] = {}
+        self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Lines | None] = {}
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
@@ -54,21 +55,48 @@ class RehearsedSizes:
         """Return the same trace, rehearsed at that size and on no line; `at` gives it from now on."""
         parts = min(parts, 2)
         self._traces[rows, parts] = self._complete(self._by_itself(rows, parts))
+        self._peaks.pop((rows, parts), None)
         return self._traces[rows, parts]
 
     def distrust_lines(self) -> None:
         """Rehearse every size by itself from now on: the step is not on the lines that were laid."""
         self._lines = {1: None, 2: None}
-        self._traces = {}
+        self._traces, self._peaks = {}, {}
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the most bytes that live at once in that step."""
-        return peak(self.at(rows, parts=parts)).bytes
+        """Return the most bytes that live at once in that step; where that must be rehearsed, what it takes at least.
+
+        A peak is the largest of straight lines: more rows take no less than fewer do, and no less than the line through two smaller
+        sizes says. So most of what is too much is known without a rehearsal, and `at` tells the rest.
+        """
+        parts = min(parts, 2)
+        if parts > 1 and (rows, parts) not in self._traces and self._lines_at(rows, parts) is None:
+            return self._least_bytes(rows, parts)
+        return self._peak(rows, parts)
+
+    def _least_bytes(self, rows: int, parts: int) -> int:
+        known = sorted(size for size, of in self._own if of == parts and size < rows)[-2:]
+        if not known:
+            return 0
+        taken = [self._peak(size, parts) for size in known]
+        more = 0.0
+        if len(known) > 1 and known[0] >= _FIT[0] * self._unit:
+            more = (taken[1] - taken[0]) / (known[1] - known[0]) * (rows - known[1])
+        return taken[-1] + max(int(more), 0)
+
+    def _peak(self, rows: int, parts: int) -> int:
+        if (rows, parts) not in self._peaks:
+            self._peaks[rows, parts] = peak(self.at(rows, parts=parts)).bytes
+        return self._peaks[rows, parts]
 
     def _made(self, rows: int, parts: int) -> Trace:
-        whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
-        lines = None if whole or small else self._lines_of(parts)
+        lines = self._lines_at(rows, parts)
         return self._by_itself(rows, parts) if lines is None else lines.at(rows, parts=parts)
+
+    def _lines_at(self, rows: int, parts: int) -> Lines | None:
+        """Return the lines that a size lies on; None for one that is rehearsed by itself."""
+        whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
+        return None if whole or small else self._lines_of(parts)
 
     def _lines_of(self, parts: int) -> Lines | None:
         if parts not in self._lines:

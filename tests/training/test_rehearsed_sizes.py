@@ -1,0 +1,54 @@
+"""Sizes are rehearsed when their bytes decide something, and not when others tell them."""
+
+from lightning_unified.planning.rates import Rates
+from lightning_unified.planning.reserve import reserved_bytes
+from lightning_unified.planning.search import Option, search
+from lightning_unified.planning.trace import Give, Take, Trace, Work
+from lightning_unified.training.planner.sizes import RehearsedSizes
+
+MIB = 1 << 20
+ROWS = 64
+
+
+def sizes_of(*, aligned):
+    """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was rehearsed of it."""
+    asked = []
+
+    def rehearse(rows, parts):
+        asked.append((rows, parts))
+        op = "aten.mm.default" if aligned else f"aten.mm.of_{rows}"
+        events = [Work("", "setup"), Take(0, 10 * MIB, "weights")]
+        for part in range(1, parts + 1):
+            events += [Work(op, "forward", flops=rows), Take(part, rows * MIB, "activations"), Give(part)]
+        return Trace(events=tuple(events), rows=rows, parts=parts, backend="cpu")
+
+    return RehearsedSizes(rehearse, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
+
+
+def found(sizes, budget):
+    rates = Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=1e-5, kernel=1e-6, part=0.0, sources={})
+    return search([Option(lines=sizes)], budget_bytes=budget, reserve=reserved_bytes, rows=ROWS, rates=rates).best
+
+
+def test_a_step_that_is_the_same_at_every_size_is_rehearsed_at_three():
+    sizes, asked = sizes_of(aligned=True)
+
+    assert found(sizes, 25 * MIB).micro_batch_size == 13
+    assert asked == [(64, 1), (2, 2), (4, 2)]
+
+
+def test_sizes_that_smaller_ones_show_to_be_too_much_are_not_rehearsed():
+    sizes, asked = sizes_of(aligned=False)
+
+    assert found(sizes, 25 * MIB).micro_batch_size == 13
+    assert asked == [(64, 1), (2, 2), (4, 2), (13, 2)]
+
+
+def test_what_a_size_takes_at_least_is_never_more_than_it_takes():
+    sizes, _ = sizes_of(aligned=False)
+    sizes.peak_bytes(4, parts=2)
+
+    for rows in (3, 4, 8, 32):
+        least = sizes.peak_bytes(rows, parts=2)
+        sizes.at(rows, parts=2)
+        assert least <= sizes.peak_bytes(rows, parts=2)
