@@ -13,27 +13,39 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_unified.planning.values import Answers, array_of, value_of
 
-__all__ = ["fake_world"]
+__all__ = ["World", "fake_world"]
 
 _ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for one `.numpy()`
 
 
+class World:
+    """What makes tensors fake, and what answers reads of their values; tensors of one world are no use in another.
+
+    Args:
+        place: Tells the module that runs, for what is noted of reads.
+        other: Whether reads that can decide a shape are answered otherwise than by default.
+    """
+
+    def __init__(self, *, place: Callable[[], str] = str, other: bool = False) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.answers = Answers(place, other=other)
+
+
 @contextmanager
-def fake_world(*, place: Callable[[], str] = str, other: bool = False) -> Iterator[tuple[FakeTensorMode, Answers]]:
+def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
     """Make every tensor that is created inside the block a fake one, of the device asked for, and answer reads of its values.
 
     What torch's mode leaves open is closed here: copies (`copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes them
     in `self.log`), formatting and conversion to NumPy.
 
     Args:
-        place: Tells the module that runs, for what is noted of reads.
-        other: Whether reads that can decide a shape are answered otherwise than by default.
+        world: One that was entered before, to go on in it; None for a new one.
 
     Yields:
         The mode, and what answers reads.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    answers = Answers(place, other=other)
+    world = World() if world is None else world
+    mode, answers = world.mode, world.answers
     replaced: Mapping[str, Any] = {
         "__deepcopy__": _deep_copy,
         "__format__": _format,

@@ -2,9 +2,10 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ from lightning_unified.planning.flops import own_flops
 from lightning_unified.planning.trace import Category, Event, Give, Phase, Take, Work
 from lightning_unified.planning.values import tensors_among
 
-__all__ = ["Recorder"]
+__all__ = ["Lives", "Recorder", "alike"]
+
+_OF_A_STEP = ("activations", "logits", "temporaries")  # by which a step tells what it makes; what it leaves is one as the other
+
+Lives = tuple[Category | None, int]
+_One = TypeVar("_One")
 
 aten = torch.ops.aten
 _IN_PLACE = (aten.add.Tensor, aten.index_put.default)  # when the backward engine itself runs them on real tensors
@@ -94,9 +100,30 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self._sum: tuple[_Storage, int, int] | None = None
 
-    def begin(self) -> None:
-        """Begin the trace here: what lives now is taken first."""
-        self._raw = [Work(op="", phase="setup"), *self._live.values()]
+    @property
+    def lives(self) -> list[Lives]:
+        """What lives now: of what category, and how many bytes."""
+        return [(storage.category, storage.bytes) for storage in self._live.values()]
+
+    def begin(self, *, order: Sequence[Lives] | None = None) -> None:
+        """Begin the trace here: what lives now is taken first.
+
+        Args:
+            order: What lived at the beginning of another trace, by whose order and categories this one is to begin; None for the
+                order in which it began to live.
+
+        Raises:
+            ValueError: If something else lives than `order` says.
+        """
+        living = list(self._live.values())
+        if order is not None:
+            if not alike(self.lives, order):
+                raise ValueError("something else lives now than what lived before")
+            waiting = {kind: deque(kept) for kind, kept in _by_kind(living, lambda one: one.category).items()}
+            living = [waiting[_kind(category)].popleft() for category, _ in order]
+            for storage, (category, _) in zip(living, order, strict=True):
+                storage.category = category
+        self._raw = [Work(op="", phase="setup"), *living]
         self._sum = None
 
     def stop(self) -> tuple[Event, ...]:
@@ -256,6 +283,25 @@ class Recorder(TorchDispatchMode):
         del self._raw[index]
         key = next(key for key, storage in self._live.items() if storage is result)
         self._live[key] = term
+
+
+def alike(some: Iterable[Lives], others: Iterable[Lives]) -> bool:
+    """Return whether the same lives: of each kind storages of the same sizes, in the same order; what a step left over is of one kind."""
+    first, second = (_by_kind(lives, lambda one: one[0]) for lives in (some, others))
+    return {kind: [count for _, count in lives] for kind, lives in first.items()} == {
+        kind: [count for _, count in lives] for kind, lives in second.items()
+    }
+
+
+def _by_kind(living: Iterable[_One], category: Callable[[_One], Category | None]) -> dict[Any, list[_One]]:
+    found: dict[Any, list[_One]] = {}
+    for one in living:
+        found.setdefault(_kind(category(one)), []).append(one)
+    return found
+
+
+def _kind(category: Category | None) -> Category | None:
+    return None if category in _OF_A_STEP else category
 
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -85,18 +85,21 @@ class Answers(TorchDispatchMode):
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         tensors = list(tensors_among((*args, *kwargs.values())))
-        values = [self._known(tensor) for tensor in tensors]
+        values = [self.known(tensor) for tensor in tensors]
         known = all(value is not None for value in values)
         if func in _READS or (func is aten.index.Tensor and any(map(_is_mask, args[1]))):
             return (self._answered if known else self._made_up)(func, args, kwargs)
         result = func(*args, **kwargs)
+        if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
+            result = func(*args, **kwargs)  # torch keeps such a result as of two tensors: the first time is to be as all others
         if known and _is_small(result) and not _has_no_value(func):
             self._carry(func, args, kwargs, result)
         elif func._schema.is_mutable and any(value is not None for value in values):
             self._forget_written(func, args, kwargs)
         return result
 
-    def _known(self, tensor: Tensor) -> Tensor | None:
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return what `tensor` holds; None where that is not known, or no longer."""
         value = value_of(tensor)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
@@ -238,6 +241,12 @@ def _is_mask(index: Any) -> bool:
 
 def _is_small(result: Any) -> bool:
     return sum(tensor.numel() for tensor in tensors_among((result,))) <= _ENTRIES
+
+
+def _has_twins(results: tuple[Any, ...]) -> bool:
+    """Return whether an operation gives one tensor twice."""
+    tensors = [id(one) for one in results if isinstance(one, Tensor)]
+    return len(set(tensors)) < len(tensors)
 
 
 def _has_no_value(func: Any) -> bool:

@@ -20,7 +20,7 @@ from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Event, Take, Trace, Work
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.planner.sizes import RehearsedSizes
-from lightning_unified.training.rehearsal import rehearse
+from lightning_unified.training.rehearsal import Rehearsals, Step
 from lightning_unified.training.split import tensors_in
 
 __all__ = ["Planner", "Setting"]
@@ -104,7 +104,7 @@ class Planner:
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearse = partial(rehearse, module, batch, backend=backend, trainer=trainer)
+        self._rehearsals = Rehearsals(module, batch, backend=backend, trainer=trainer)
         self._updates, self._workspaces = updates, workspaces
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
@@ -220,14 +220,8 @@ class Planner:
         return self._of(setting).exactly(rows, parts=parts), parts
 
     def _trace(self, setting: Setting, rows: int, parts: int) -> Trace:
-        trace = self._rehearse(
-            rows=rows,
-            parts=parts,
-            precision=setting.precision,
-            recompute=setting.recompute,
-            optimizer_kernel=setting.optimizer_kernel,
-            loss_chunk=setting.loss_chunk,
-        )
+        step = Step(rows=rows, parts=parts, recompute=setting.recompute, loss_chunk=setting.loss_chunk)
+        trace = self._rehearsals.step(step, precision=setting.precision, optimizer_kernel=setting.optimizer_kernel)
         return trace if self._updates else _without_optimizer(trace)
 
     def _needed(self, trace: Trace, *, limit: int) -> int:

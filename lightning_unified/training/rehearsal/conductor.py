@@ -10,10 +10,11 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.planning.recorder import Recorder
+from lightning_unified.planning.recorder import Lives, Recorder, alike
 from lightning_unified.planning.trace import Event
 from lightning_unified.planning.values import Answers
 from lightning_unified.training.logs import metrics_of
+from lightning_unified.training.rehearsal.counters import Counters
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 
 __all__ = ["Conductor"]
@@ -36,6 +37,9 @@ class Conductor(Callback):
         events: What was recorded; None before that.
         wrote: Whether the recorded step wrote weights.
         held: What other callbacks hold.
+        averages: Callbacks that average weights.
+        counters: What is set back before a further step.
+        is_steady: Whether what lives after the recorded step is what lived before it.
     """
 
     def __init__(
@@ -57,7 +61,19 @@ class Conductor(Callback):
         self.wrote = False
         self.held: list[Tensor] = []
         self.averages: list[Callback] = []
+        self.counters: Counters | None = None
+        self.is_steady = False
+        self._lives: list[Lives] = []
+        self._goes_on = False
         answers.silent = True
+
+    def go_on(self) -> None:
+        """Have one more step recorded, as the one that followed the first was."""
+        assert self.counters is not None
+        self.counters.restore()
+        self._goes_on, self._records = True, False
+        self._seen = 0
+        self.events, self.wrote = None, False
 
     def loader(self, *, validation: bool = False) -> "_Loader":
         """Return what the Trainer takes for its data."""
@@ -98,13 +114,18 @@ class Conductor(Callback):
         self._mark()
         self._answers.silent = False
         self._answers.reads.clear()
-        self._recorder.begin()
+        if not self._goes_on:
+            assert self.counters is not None
+            self.counters.keep()
+            self._lives = self._recorder.lives
+        self._recorder.begin(order=self._lives)
 
     def _look(self) -> None:
         self.wrote = self._strategy.steps > self._steps
         if self.wrote or self._validates or self._seen > _LIMIT:
             self._mark()
             self.events = self._recorder.stop()
+            self.is_steady = alike(self._recorder.lives, self._lives)
             raise _TunerExitException
 
     def _mark(self) -> None:
@@ -121,7 +142,7 @@ class Conductor(Callback):
 
 
 class _Loader:
-    """Batches without end; an epoch of them is never over before the rehearsal is."""
+    """Batches without end; an epoch of them is never over before the rehearsal is, and it goes on after it has ended a fit."""
 
     def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
         self._conductor, self._validation, self._count = conductor, validation, count
@@ -130,8 +151,10 @@ class _Loader:
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._conductor.next_batch(validation=self._validation)
+        return self
+
+    def __next__(self) -> Any:
+        return self._conductor.next_batch(validation=self._validation)
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:

@@ -1,33 +1,15 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
-from torch import nn
 
-from lightning_unified.errors import LightningUnifiedError, RehearsalError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planning.backends import mimic
-from lightning_unified.planning.fake import fake_world
-from lightning_unified.planning.places import Places
-from lightning_unified.planning.recorder import Recorder
-from lightning_unified.planning.shadow import fake_tensor, shadow
-from lightning_unified.planning.trace import Take, Trace
-from lightning_unified.training.levers import LossChunk, RecomputedBlocks
-from lightning_unified.training.rehearsal.batch import Template
-from lightning_unified.training.rehearsal.conductor import Conductor
-from lightning_unified.training.rehearsal.kernels import KERNELS
-from lightning_unified.training.rehearsal.stage import untouched
-from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, precision_of, shadow_precision
-from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
+from lightning_unified.planning.trace import Trace
+from lightning_unified.training.rehearsal.rehearsal import Rehearsal, Step
+from lightning_unified.training.rehearsal.strategy import precision_of
 
-__all__ = ["rehearse", "rehearse_validation"]
-
-_DEVICE = torch.device("cpu")  # of the fakes, whatever the backend: those of other devices fail in the backward pass
+__all__ = ["Rehearsals", "rehearse", "rehearse_validation"]
 
 
 def rehearse(
@@ -70,20 +52,18 @@ def rehearse(
     Raises:
         RehearsalError: If the step cannot be run without values; the message says where and why.
     """
-    rehearsal = _Rehearsal(
+    rehearsal = Rehearsal(
         module,
         batch,
-        rows=rows,
-        parts=parts,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
-        recompute=recompute,
         kernel=optimizer_kernel,
-        loss_chunk=loss_chunk,
         live=trainer,
+        accumulate=accumulate,
+        clip=clip,
     )
-    return rehearsal.run(accumulate=accumulate, clip=clip)
+    return rehearsal.run(Step(rows=rows, parts=parts, recompute=recompute, loss_chunk=loss_chunk))
 
 
 def rehearse_validation(
@@ -112,231 +92,61 @@ def rehearse_validation(
     Raises:
         RehearsalError: As for `rehearse`.
     """
-    rehearsal = _Rehearsal(
+    rehearsal = Rehearsal(
         module,
         batch,
-        rows=rows,
-        parts=1,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
-        recompute=None,
         kernel=None,
-        loss_chunk=None,
         live=trainer,
+        accumulate=1,
+        clip=None,
+        validates=True,
+        train_batch=train_batch,
     )
-    return rehearsal.run(accumulate=1, clip=None, validates=True, train_batch=train_batch)
+    return rehearsal.run(Step(rows=rows))
 
 
-class _Rehearsal:
-    """One rehearsal; the arguments are those of `rehearse`."""
+class Rehearsals:
+    """Steps of one module at many sizes and settings, each as `rehearse` would tell it, for less than half of the time.
 
-    def __init__(
-        self,
-        module: L.LightningModule,
-        batch: Any,
-        *,
-        rows: int,
-        parts: int,
-        length: int | None,
-        backend: str,
-        precision: str,
-        recompute: RecomputePolicy | bool | None,
-        kernel: str | None,
-        loss_chunk: int | None,
-        live: L.Trainer | None,
-    ) -> None:
-        if kernel is not None and kernel not in KERNELS:
-            raise RehearsalError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
-        if rows < 1 or parts < 1:
-            raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
-        self._module, self._batch, self._live = module, batch, live
-        self._rows, self._parts, self._length = rows, parts, length
-        self._backend = backend
-        self._precision, self._recompute, self._kernel, self._loss_chunk = precision, recompute, kernel, loss_chunk
-        self._notes: list[str] = []
+    A rehearsal runs a step before the one that it follows, for what that one finds: optimizer state and gradients. Where further
+    steps find the same, they are followed on the same shadow, one after the other; what shows that they do is said at
+    `Rehearsal.go_on`. Elsewhere every step is rehearsed by itself.
 
-    def run(
-        self, *, accumulate: int | None, clip: float | None, validates: bool = False, train_batch: Any = None
-    ) -> Trace:
-        """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape."""
-        settings = self._settings(accumulate, clip, validates=validates)
-        template = Template(self._module, self._batch)
-        before = template if train_batch is None else Template(self._module, train_batch)
-        traced = partial(self._traced, template, settings, validates=validates, before=before)
-        trace = self._guarded(traced)
-        if trace.confidence != "low":
+    Args:
+        module: As for `rehearse`.
+        batch: As for `rehearse`.
+        backend: As for `rehearse`.
+        trainer: As for `rehearse`.
+    """
+
+    def __init__(self, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None) -> None:
+        self._module, self._batch, self._backend, self._trainer = module, batch, backend, trainer
+        self._open: dict[tuple[str, str | None], Rehearsal] = {}
+
+    def step(self, step: Step, *, precision: str, optimizer_kernel: str | None) -> Trace:
+        """Return what a step does to memory.
+
+        Args:
+            step: Its size, and what is set on the module.
+            precision: As for `rehearse`.
+            optimizer_kernel: As for `rehearse`.
+
+        Raises:
+            RehearsalError: As for `rehearse`.
+        """
+        key = precision, optimizer_kernel
+        trace = self._open[key].go_on(step) if key in self._open else None
+        if trace is not None:
             return trace
-        try:
-            again = self._guarded(partial(traced, other=True))
-        except RehearsalError:
-            return trace
-        if _sizes(again) != _sizes(trace):
-            return trace
-        return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
-
-    def _guarded(self, traced: Callable[[], Trace]) -> Trace:
-        """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
-        self._notes = []
-        name = type(self._module).__name__
-        try:
-            with untouched():
-                return traced()
-        except RehearsalError:
-            raise
-        except LightningUnifiedError as error:
-            raise RehearsalError(f"{name} cannot be rehearsed: {error}") from error
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise RehearsalError(
-                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
-            ) from error
-
-    def _traced(
-        self,
-        template: Template,
-        settings: Mapping[str, Any],
-        *,
-        validates: bool,
-        before: Template,
-        other: bool = False,
-    ) -> Trace:
-        spot: list[Places] = []
-        with fake_world(place=lambda: spot[0].here() if spot else "", other=other) as (_, answers):
-            copy = self._shadow()
-            spot.append(Places(copy))
-            recorder = Recorder(
-                backend=self._backend, place=spot[0].here, widths=_vocabularies(copy)
-            )
-            cut = None if self._parts == 1 else self._rows
-            strategy = RehearsalStrategy(
-                recorder, micro_batch_size=cut, kernel=self._kernel, backend=self._backend, device=_DEVICE
-            )
-            conductor = Conductor(
-                recorder,
-                answers,
-                strategy,
-                make_batch=lambda validation: self._batch_of(
-                    template if validation else before, parts=self._parts if strategy.steps else 1
-                ),
-                validates=validates,
-                batches=batches_of(self._live),
-            )
-            self._fit(copy, conductor, strategy, settings, validates=validates, places=spot[0], recorder=recorder)
-        if conductor.events is None:
-            raise RehearsalError(f"the fit of {type(self._module).__name__} ended before a step was over.")
-        if not conductor.wrote and not validates:
-            self._notes.append("no weights were written in the step that was followed")
-        return Trace(
-            events=conductor.events,
-            rows=self._rows,
-            parts=self._parts,
-            length=self._length or template.length,
+        self._open[key] = Rehearsal(
+            self._module,
+            self._batch,
             backend=self._backend,
-            reads=tuple(answers.reads),
-            notes=tuple(self._notes),
-            options=self._options(),
+            precision=precision,
+            kernel=optimizer_kernel,
+            live=self._trainer,
         )
-
-    def _fit(
-        self,
-        copy: L.LightningModule,
-        conductor: Conductor,
-        strategy: RehearsalStrategy,
-        settings: Mapping[str, Any],
-        *,
-        validates: bool,
-        places: Places,
-        recorder: Recorder,
-    ) -> None:
-        on_host = self._backend == "cpu"
-        held = list(tensors_held(self._live, on_host=on_host))
-        conductor.held = [fake_tensor(one, device=_DEVICE) for one in held]
-        conductor.averages = [
-            shadow(one, device=_DEVICE, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
-        ]
-        trainer = RehearsalTrainer(
-            strategy,
-            live=self._live,
-            callbacks=[conductor, *conductor.averages],
-            settings={**settings, "plugins": [self._plugin]},
-        )
-        loaders: dict[str, Any] = {"train_dataloaders": conductor.loader()}
-        if validates:
-            loaders["val_dataloaders"] = conductor.loader(validation=True)
-        with places.followed(), recorder, mimic(self._backend):
-            trainer.fit(copy, **loaders)
-
-    def _shadow(self) -> L.LightningModule:
-        """Return the shadow, in the dtype and with the levers asked for."""
-        module = self._module
-        self._plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
-        tensors = [*module.parameters(), *module.buffers()]
-        cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
-        copy = shadow(module, device=_DEVICE, cast=cast, shared=self._shared())
-        copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
-        copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
-        for child in copy.modules():
-            if "_device" in vars(child):
-                child._device = _DEVICE  # type: ignore[assignment]
-        _pull(copy, self._recompute, self._loss_chunk)
-        return copy
-
-    def _batch_of(self, template: Template, *, parts: int) -> Any:
-        return template.of(self._rows * parts, length=self._length, device=_DEVICE)
-
-    def _shared(self) -> list[Any]:
-        live = self._live
-        return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
-
-    def _settings(self, accumulate: int | None, clip: float | None, *, validates: bool) -> dict[str, Any]:
-        """Return what the Trainer of the rehearsal takes from what was asked for and from the live one."""
-        live = self._live
-        settings: dict[str, Any] = {"limit_val_batches": 0}
-        if validates:
-            settings = {"val_check_interval": 1}
-        if not self._module.automatic_optimization:
-            return settings
-        window = accumulate or (1 if live is None else live.accumulate_grad_batches)
-        settings["accumulate_grad_batches"] = min(window, 2)  # a third batch of a window is as its second
-        norm = clip if clip is not None else getattr(live, "gradient_clip_val", None)
-        if norm is not None:
-            settings["gradient_clip_val"] = norm
-            settings["gradient_clip_algorithm"] = getattr(live, "gradient_clip_algorithm", None)
-        return settings
-
-    def _options(self) -> dict[str, str]:
-        options = {
-            "precision": self._precision,
-            "recompute": self._recompute,
-            "optimizer_kernel": self._kernel,
-            "loss_chunk": self._loss_chunk,
-        }
-        return {name: str(value) for name, value in options.items() if value is not None}
-
-
-def _sizes(trace: Trace) -> list[int]:
-    return [event.bytes for event in trace.events if isinstance(event, Take)]
-
-
-def _pull(copy: L.LightningModule, recompute: RecomputePolicy | bool | None, loss_chunk: int | None) -> None:
-    """Set the shadow's levers as asked."""
-    if recompute is not None:
-        whole = RecomputePolicy(blocks="all" if recompute else 0)
-        RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole)
-    if loss_chunk is not None:
-        LossChunk(copy, loss_chunk)
-
-
-def _vocabularies(module: nn.Module) -> set[int]:
-    """Return the dimension that logits have: of the widest linear layer, where it is far wider than what it reads or as a table is long."""
-    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
-    widest = max(linear, key=lambda layer: layer.out_features, default=None)
-    longest = max(tables, key=lambda table: table.num_embeddings, default=None)
-    found: set[int] = set()
-    if longest is not None and longest.num_embeddings > 4 * longest.embedding_dim:
-        found.add(longest.num_embeddings)
-    if widest is not None and widest.out_features > 4 * widest.in_features:
-        found.add(widest.out_features)
-    return found
+        return self._open[key].run(step)

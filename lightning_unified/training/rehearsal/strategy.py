@@ -22,6 +22,7 @@ from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.parts import PartwiseBackward
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.rehearsal.kernels import choose_kernel, host_state
+from lightning_unified.training.sizes import MicroBatchSize
 
 __all__ = ["RehearsalStrategy", "precision_of", "shadow_precision"]
 
@@ -86,6 +87,12 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
         loop.automatic_optimization.optim_progress = progress
+
+    def cut(self, micro_batch_size: int | None) -> None:
+        """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches."""
+        assert self.lightning_module is not None
+        self.policy.sizes = MicroBatchSize(micro_batch_size or "auto")
+        self.policy.begin(self.lightning_module, self.optimizers, precision="")
 
     @override
     def setup_optimizers(self, trainer: L.Trainer) -> None:

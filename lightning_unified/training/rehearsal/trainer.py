@@ -1,13 +1,17 @@
 """The Trainer of a rehearsal: Lightning's own, with nothing that writes, asks or watches."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 
@@ -62,6 +66,21 @@ class RehearsalTrainer(L.Trainer):
         connector.prepare_data = lambda: None
         signals: Any = self._signal_connector
         signals.register_signal_handlers = signals.teardown = lambda: None
+
+    @override
+    def _teardown(self) -> None:
+        """Take nothing down: what there is weighs nothing, and a further step may follow."""
+
+    def go_on(self) -> None:
+        """Go on where the loader ended the fit, until it ends it again."""
+        self.state.status = TrainerStatus.RUNNING
+        self.training = True
+        loop, fetcher = self.fit_loop.epoch_loop, self.fit_loop._data_fetcher
+        assert fetcher is not None
+        with suppress(_TunerExitException):
+            while True:
+                loop.advance(fetcher)
+                loop.on_advance_end(fetcher)
 
     def adopt(self) -> None:
         """Let the module see the live Trainer's datamodule, and its hooks on batches."""

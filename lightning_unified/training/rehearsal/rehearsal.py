@@ -1,0 +1,340 @@
+"""One rehearsal: the shadow and its Trainer, set up once, and the steps of it that are followed."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planning.backends import mimic
+from lightning_unified.planning.fake import World, fake_world
+from lightning_unified.planning.places import Places
+from lightning_unified.planning.recorder import Recorder
+from lightning_unified.planning.shadow import fake_tensor, shadow
+from lightning_unified.planning.trace import Take, Trace
+from lightning_unified.training.levers import LossChunk, RecomputedBlocks
+from lightning_unified.training.rehearsal.batch import Template
+from lightning_unified.training.rehearsal.conductor import Conductor
+from lightning_unified.training.rehearsal.counters import Counters
+from lightning_unified.training.rehearsal.kernels import KERNELS
+from lightning_unified.training.rehearsal.stage import untouched
+from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, shadow_precision
+from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
+
+__all__ = ["Rehearsal", "Step"]
+
+_DEVICE = torch.device("cpu")  # of the fakes, whatever the backend: those of other devices fail in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What may differ between the steps of one rehearsal.
+
+    Attributes:
+        rows: Of a micro-batch.
+        parts: Micro-batches of the batch.
+        recompute: As for `rehearse`.
+        loss_chunk: As for `rehearse`.
+    """
+
+    rows: int
+    parts: int = 1
+    recompute: RecomputePolicy | bool | None = None
+    loss_chunk: int | None = None
+
+
+@dataclass(kw_only=True)
+class _Stage:
+    """What stands when a first step has been followed."""
+
+    world: World
+    copy: L.LightningModule
+    places: Places
+    recorder: Recorder
+    strategy: RehearsalStrategy
+    conductor: Conductor
+    trainer: RehearsalTrainer
+    step: Step
+    levers: list[RecomputedBlocks | LossChunk]
+
+
+class Rehearsal:
+    """A fit of a shadow; the arguments are those of `rehearse` and `rehearse_validation`."""
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        batch: Any,
+        *,
+        backend: str,
+        precision: str,
+        kernel: str | None,
+        live: L.Trainer | None,
+        length: int | None = None,
+        accumulate: int | None = None,
+        clip: float | None = None,
+        validates: bool = False,
+        train_batch: Any = None,
+    ) -> None:
+        if kernel is not None and kernel not in KERNELS:
+            raise RehearsalError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
+        self._module, self._live, self._length = module, live, length
+        self._backend, self._precision, self._kernel, self._validates = backend, precision, kernel, validates
+        self._template = Template(module, batch)
+        self._before = self._template if train_batch is None else Template(module, train_batch)
+        self._settings = self._settings_of(accumulate, clip)
+        self._stage: _Stage | None = None
+
+    def run(self, step: Step) -> Trace:
+        """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
+
+        Raises:
+            RehearsalError: As `rehearse`.
+        """
+        if step.rows < 1 or step.parts < 1:
+            raise RehearsalError(f"rows={step.rows}, parts={step.parts}: give 1 or more of each.")
+        trace = self._guarded(partial(self._first, step))
+        if trace.confidence != "low":
+            return trace
+        self._stage = None
+        try:
+            again = self._guarded(partial(self._first, step, other=True))
+        except RehearsalError:
+            return trace
+        finally:
+            self._stage = None
+        if _sizes(again) != _sizes(trace):
+            return trace
+        return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
+
+    def go_on(self, step: Step) -> Trace | None:
+        """Follow one more step where the last one ended, with every counter set back to what it was before the first one followed.
+
+        It is the step that a rehearsal of its own would follow, if that would find the same as this one does. So what lives before it
+        must be, byte for byte and in the same order within each category, what lived before the first step that was followed; and so
+        must be what lives after it, which shows that neither size nor setting of a step decides what the next one finds. States that
+        grow, tensors of a batch that are kept and gradients that come in another order all show there.
+
+        Returns:
+            Its trace; None if it is to be rehearsed by itself.
+        """
+        stage, self._stage = self._stage, None
+        if stage is None:
+            return None
+        with contextlib.suppress(RehearsalError):
+            trace = self._guarded(partial(self._further, stage, step))
+            if trace.confidence != "low" and stage.conductor.is_steady:
+                self._stage = stage
+                return trace
+        return None
+
+    def _guarded(self, traced: Callable[[], Trace]) -> Trace:
+        """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
+        name = type(self._module).__name__
+        try:
+            with untouched():
+                return traced()
+        except RehearsalError:
+            raise
+        except LightningUnifiedError as error:
+            raise RehearsalError(f"{name} cannot be rehearsed: {error}") from error
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise RehearsalError(
+                f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
+            ) from error
+
+    def _first(self, step: Step, *, other: bool = False) -> Trace:
+        spot: list[Places] = []
+        world = World(place=lambda: spot[0].here() if spot else "", other=other)
+        with fake_world(world):
+            stage = self._set_up(step, world, spot)
+            loaders: dict[str, Any] = {"train_dataloaders": stage.conductor.loader()}
+            if self._validates:
+                loaders["val_dataloaders"] = stage.conductor.loader(validation=True)
+            with self._followed(stage):
+                stage.trainer.fit(stage.copy, **loaders)
+        trace = self._trace(stage)
+        if self._can_go_on(stage):
+            self._stage = stage
+        return trace
+
+    def _further(self, stage: _Stage, step: Step) -> Trace:
+        with fake_world(stage.world):
+            stage.conductor.go_on()
+            for lever in reversed(stage.levers):
+                lever.undo()
+            stage.step, stage.levers = step, _pull(stage.copy, step)
+            stage.strategy.cut(_cut_of(step))
+            with self._followed(stage):
+                stage.trainer.go_on()
+        return self._trace(stage)
+
+    @contextlib.contextmanager
+    def _followed(self, stage: _Stage) -> Iterator[None]:
+        with stage.places.followed(), stage.recorder, mimic(self._backend):
+            yield
+
+    def _set_up(self, step: Step, world: World, spot: list[Places]) -> _Stage:
+        """Return the shadow and all that follows it; call it inside the world."""
+        plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
+        copy = self._shadow(dtype)
+        levers = _pull(copy, step)
+        spot.append(Places(copy))
+        recorder = Recorder(backend=self._backend, place=spot[0].here, widths=_vocabularies(copy))
+        strategy = RehearsalStrategy(
+            recorder, micro_batch_size=_cut_of(step), kernel=self._kernel, backend=self._backend, device=_DEVICE
+        )
+        conductor = Conductor(
+            recorder,
+            world.answers,
+            strategy,
+            make_batch=lambda validation: self._batch(stage, validation=validation),
+            validates=self._validates,
+            batches=batches_of(self._live),
+        )
+        self._bring_along(conductor)
+        trainer = RehearsalTrainer(
+            strategy,
+            live=self._live,
+            callbacks=[conductor, *conductor.averages],
+            settings={**self._settings, "plugins": [plugin]},
+        )
+        conductor.counters = Counters(copy, trainer, world.answers)
+        stage = _Stage(
+            world=world,
+            copy=copy,
+            places=spot[0],
+            recorder=recorder,
+            strategy=strategy,
+            conductor=conductor,
+            trainer=trainer,
+            step=step,
+            levers=levers,
+        )
+        return stage
+
+    def _bring_along(self, conductor: Conductor) -> None:
+        """Let the conductor have what the live Trainer's callbacks hold and average."""
+        on_host = self._backend == "cpu"
+        held = list(tensors_held(self._live, on_host=on_host))
+        conductor.held = [fake_tensor(one, device=_DEVICE) for one in held]
+        conductor.averages = [
+            shadow(one, device=_DEVICE, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
+        ]
+
+    def _shadow(self, dtype: torch.dtype | None) -> L.LightningModule:
+        """Return the shadow, in the dtype asked for."""
+        module = self._module
+        tensors = [*module.parameters(), *module.buffers()]
+        cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
+        copy = shadow(module, device=_DEVICE, cast=cast, shared=self._shared())
+        copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
+        copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
+        for child in copy.modules():
+            if "_device" in vars(child):
+                child._device = _DEVICE  # type: ignore[assignment]
+        return copy
+
+    def _batch(self, stage: _Stage, *, validation: bool) -> Any:
+        """Return the next batch: whole until weights have been written once."""
+        template = self._template if validation or not self._validates else self._before
+        parts = stage.step.parts if stage.strategy.steps else 1
+        return template.of(stage.step.rows * parts, length=self._length, device=_DEVICE)
+
+    def _shared(self) -> list[Any]:
+        live = self._live
+        return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
+
+    def _settings_of(self, accumulate: int | None, clip: float | None) -> dict[str, Any]:
+        """Return what the Trainer of the rehearsal takes from what was asked for and from the live one."""
+        live = self._live
+        settings: dict[str, Any] = {"val_check_interval": 1} if self._validates else {"limit_val_batches": 0}
+        if not self._module.automatic_optimization:
+            return settings
+        window = accumulate or (1 if live is None else live.accumulate_grad_batches)
+        settings["accumulate_grad_batches"] = min(window, 2)  # a third batch of a window is as its second
+        norm = clip if clip is not None else getattr(live, "gradient_clip_val", None)
+        if norm is not None:
+            settings["gradient_clip_val"] = norm
+            settings["gradient_clip_algorithm"] = getattr(live, "gradient_clip_algorithm", None)
+        return settings
+
+    def _can_go_on(self, stage: _Stage) -> bool:
+        """Return whether further steps may be followed: none of what happens in some steps only, or is to be taken down."""
+        datamodule = getattr(self._live, "datamodule", None)
+        return (
+            not self._validates
+            and stage.copy.automatic_optimization
+            and stage.conductor.wrote
+            and not stage.conductor.averages
+            and self._settings.get("accumulate_grad_batches", 1) == 1
+            and not is_overridden("teardown", stage.copy)
+            and (datamodule is None or not is_overridden("teardown", datamodule, L.LightningDataModule))
+            and stage.conductor.is_steady
+        )
+
+    def _trace(self, stage: _Stage) -> Trace:
+        conductor, step = stage.conductor, stage.step
+        if conductor.events is None:
+            raise RehearsalError(f"the fit of {type(self._module).__name__} ended before a step was over.")
+        unwritten = not conductor.wrote and not self._validates
+        return Trace(
+            events=conductor.events,
+            rows=step.rows,
+            parts=step.parts,
+            length=self._length or self._template.length,
+            backend=self._backend,
+            reads=tuple(stage.world.answers.reads),
+            notes=("no weights were written in the step that was followed",) if unwritten else (),
+            options=self._options(step),
+        )
+
+    def _options(self, step: Step) -> Mapping[str, str]:
+        options = {
+            "precision": self._precision,
+            "recompute": step.recompute,
+            "optimizer_kernel": self._kernel,
+            "loss_chunk": step.loss_chunk,
+        }
+        return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _cut_of(step: Step) -> int | None:
+    return None if step.parts == 1 else step.rows
+
+
+def _sizes(trace: Trace) -> list[int]:
+    return [event.bytes for event in trace.events if isinstance(event, Take)]
+
+
+def _pull(copy: L.LightningModule, step: Step) -> list[RecomputedBlocks | LossChunk]:
+    """Set the shadow's levers as asked, and return them."""
+    recompute, pulled = step.recompute, []
+    if recompute is not None:
+        whole = RecomputePolicy(blocks="all" if recompute else 0)
+        pulled.append(RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole))
+    if step.loss_chunk is not None:
+        pulled.append(LossChunk(copy, step.loss_chunk))
+    return pulled
+
+
+def _vocabularies(module: nn.Module) -> set[int]:
+    """Return the dimension that logits have: of the widest linear layer, where it is far wider than what it reads or as a table is long."""
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
+    widest = max(linear, key=lambda layer: layer.out_features, default=None)
+    longest = max(tables, key=lambda table: table.num_embeddings, default=None)
+    found: set[int] = set()
+    if longest is not None and longest.num_embeddings > 4 * longest.embedding_dim:
+        found.add(longest.num_embeddings)
+    if widest is not None and widest.out_features > 4 * widest.in_features:
+        found.add(widest.out_features)
+    return found
