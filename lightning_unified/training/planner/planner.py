@@ -1,7 +1,7 @@
 """What one step of a module needs, and the best way to run it: rehearsals, numbers and search brought together."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Event, Take, Trace, Work
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.planner.sizes import RehearsedSizes
-from lightning_unified.training.rehearsal import Rehearsals, Step
+from lightning_unified.training.rehearsal import Rehearsals
 from lightning_unified.training.split import tensors_in
 
 __all__ = ["Planner", "Setting"]
@@ -104,7 +104,7 @@ class Planner:
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearsals = Rehearsals(module, batch, backend=backend, trainer=trainer)
+        self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer)
         self._updates, self._workspaces = updates, workspaces
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
@@ -206,7 +206,7 @@ class Planner:
     def _of(self, setting: Setting) -> RehearsedSizes:
         if setting not in self._sizes:
             self._sizes[setting] = RehearsedSizes(
-                partial(self._trace, setting),
+                self._steps(setting),
                 rows=self.rows,
                 unit=self._unit,
                 row_bytes=self._row_bytes,
@@ -219,10 +219,14 @@ class Planner:
         parts = -(-self.rows // rows)
         return self._of(setting).exactly(rows, parts=parts), parts
 
-    def _trace(self, setting: Setting, rows: int, parts: int) -> Trace:
-        step = Step(rows=rows, parts=parts, recompute=setting.recompute, loss_chunk=setting.loss_chunk)
-        trace = self._rehearsals.step(step, precision=setting.precision, optimizer_kernel=setting.optimizer_kernel)
-        return trace if self._updates else _without_optimizer(trace)
+    def _steps(self, setting: Setting) -> Callable[[int, int], Trace]:
+        step = self._rehearsals(
+            precision=setting.precision,
+            recompute=setting.recompute,
+            optimizer_kernel=setting.optimizer_kernel,
+            loss_chunk=setting.loss_chunk,
+        ).step
+        return step if self._updates else lambda rows, parts: _without_optimizer(step(rows, parts))
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
         """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""

@@ -158,11 +158,12 @@ class _Loader:
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
-    """Yield what torchmetrics objects keep, which moves with the module though it is no buffer."""
+    """Yield what torchmetrics objects keep, and what they begin with; it moves with the module though it is no buffer."""
     for metric in metrics_of(module):
-        for name in metric._defaults:
+        for name, default in metric._defaults.items():
             state = getattr(metric, name)
             yield from [state] if isinstance(state, Tensor) else state
+            yield from [default] if isinstance(default, Tensor) else default
 
 
 def _all_of(module: nn.Module) -> Iterator[Tensor]:

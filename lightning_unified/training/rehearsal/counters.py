@@ -12,7 +12,6 @@ from lightning_unified.planning.values import Answers, set_value
 __all__ = ["Counters"]
 
 _PLAIN = (bool, int, float, str, type(None))
-_LEVERS = ("recompute", "loss_chunk_rows")  # attributes that are set from outside, differently for each step
 
 
 class Counters:
@@ -40,7 +39,7 @@ class Counters:
         self._progress = [progress.state_dict() for progress in self._all_progress()]
         self._fetched, self._stepped = self._fetcher.fetched, loop._batches_that_stepped
         self._plain = [
-            (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN) and name not in _LEVERS})
+            (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)})
             for owner in self._owners()
         ]
         known = ((tensor, self._answers.known(tensor)) for tensor in self._tensors())

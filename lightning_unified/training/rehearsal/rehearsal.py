@@ -28,31 +28,14 @@ from lightning_unified.training.rehearsal.stage import untouched
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, shadow_precision
 from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
 
-__all__ = ["Rehearsal", "Step"]
+__all__ = ["Rehearsal"]
 
 _DEVICE = torch.device("cpu")  # of the fakes, whatever the backend: those of other devices fail in the backward pass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What may differ between the steps of one rehearsal.
-
-    Attributes:
-        rows: Of a micro-batch.
-        parts: Micro-batches of the batch.
-        recompute: As for `rehearse`.
-        loss_chunk: As for `rehearse`.
-    """
-
-    rows: int
-    parts: int = 1
-    recompute: RecomputePolicy | bool | None = None
-    loss_chunk: int | None = None
-
-
 @dataclass(kw_only=True)
 class _Stage:
-    """What stands when a first step has been followed."""
+    """What stands when a first step has been followed, and the size of the step that was last."""
 
     world: World
     copy: L.LightningModule
@@ -61,8 +44,8 @@ class _Stage:
     strategy: RehearsalStrategy
     conductor: Conductor
     trainer: RehearsalTrainer
-    step: Step
-    levers: list[RecomputedBlocks | LossChunk]
+    rows: int
+    parts: int
 
 
 class Rehearsal:
@@ -75,8 +58,10 @@ class Rehearsal:
         *,
         backend: str,
         precision: str,
-        kernel: str | None,
         live: L.Trainer | None,
+        recompute: RecomputePolicy | bool | None = None,
+        kernel: str | None = None,
+        loss_chunk: int | None = None,
         length: int | None = None,
         accumulate: int | None = None,
         clip: float | None = None,
@@ -86,26 +71,27 @@ class Rehearsal:
         if kernel is not None and kernel not in KERNELS:
             raise RehearsalError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
         self._module, self._live, self._length = module, live, length
-        self._backend, self._precision, self._kernel, self._validates = backend, precision, kernel, validates
+        self._backend, self._precision, self._validates = backend, precision, validates
+        self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
         self._template = Template(module, batch)
         self._before = self._template if train_batch is None else Template(module, train_batch)
         self._settings = self._settings_of(accumulate, clip)
         self._stage: _Stage | None = None
 
-    def run(self, step: Step) -> Trace:
+    def run(self, rows: int, parts: int = 1) -> Trace:
         """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
 
         Raises:
             RehearsalError: As `rehearse`.
         """
-        if step.rows < 1 or step.parts < 1:
-            raise RehearsalError(f"rows={step.rows}, parts={step.parts}: give 1 or more of each.")
-        trace = self._guarded(partial(self._first, step))
+        if rows < 1 or parts < 1:
+            raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
+        trace = self._guarded(partial(self._first, rows, parts))
         if trace.confidence != "low":
             return trace
         self._stage = None
         try:
-            again = self._guarded(partial(self._first, step, other=True))
+            again = self._guarded(partial(self._first, rows, parts, other=True))
         except RehearsalError:
             return trace
         finally:
@@ -114,12 +100,12 @@ class Rehearsal:
             return trace
         return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
 
-    def go_on(self, step: Step) -> Trace | None:
+    def go_on(self, rows: int, parts: int) -> Trace | None:
         """Follow one more step where the last one ended, with every counter set back to what it was before the first one followed.
 
         It is the step that a rehearsal of its own would follow, if that would find the same as this one does. So what lives before it
         must be, byte for byte and in the same order within each category, what lived before the first step that was followed; and so
-        must be what lives after it, which shows that neither size nor setting of a step decides what the next one finds. States that
+        must be what lives after it, which shows that the size of a step does not decide what the next one finds. States that
         grow, tensors of a batch that are kept and gradients that come in another order all show there.
 
         Returns:
@@ -129,7 +115,7 @@ class Rehearsal:
         if stage is None:
             return None
         with contextlib.suppress(RehearsalError):
-            trace = self._guarded(partial(self._further, stage, step))
+            trace = self._guarded(partial(self._further, stage, rows, parts))
             if trace.confidence != "low" and stage.conductor.is_steady:
                 self._stage = stage
                 return trace
@@ -151,11 +137,11 @@ class Rehearsal:
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
 
-    def _first(self, step: Step, *, other: bool = False) -> Trace:
+    def _first(self, rows: int, parts: int, *, other: bool = False) -> Trace:
         spot: list[Places] = []
         world = World(place=lambda: spot[0].here() if spot else "", other=other)
         with fake_world(world):
-            stage = self._set_up(step, world, spot)
+            stage = self._set_up(rows, parts, world=world, spot=spot)
             loaders: dict[str, Any] = {"train_dataloaders": stage.conductor.loader()}
             if self._validates:
                 loaders["val_dataloaders"] = stage.conductor.loader(validation=True)
@@ -166,13 +152,11 @@ class Rehearsal:
             self._stage = stage
         return trace
 
-    def _further(self, stage: _Stage, step: Step) -> Trace:
+    def _further(self, stage: _Stage, rows: int, parts: int) -> Trace:
+        stage.rows, stage.parts = rows, parts
         with fake_world(stage.world):
             stage.conductor.go_on()
-            for lever in reversed(stage.levers):
-                lever.undo()
-            stage.step, stage.levers = step, _pull(stage.copy, step)
-            stage.strategy.cut(_cut_of(step))
+            stage.strategy.cut(None if parts == 1 else rows)
             with self._followed(stage):
                 stage.trainer.go_on()
         return self._trace(stage)
@@ -182,15 +166,18 @@ class Rehearsal:
         with stage.places.followed(), stage.recorder, mimic(self._backend):
             yield
 
-    def _set_up(self, step: Step, world: World, spot: list[Places]) -> _Stage:
+    def _set_up(self, rows: int, parts: int, *, world: World, spot: list[Places]) -> _Stage:
         """Return the shadow and all that follows it; call it inside the world."""
         plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
         copy = self._shadow(dtype)
-        levers = _pull(copy, step)
         spot.append(Places(copy))
         recorder = Recorder(backend=self._backend, place=spot[0].here, widths=_vocabularies(copy))
         strategy = RehearsalStrategy(
-            recorder, micro_batch_size=_cut_of(step), kernel=self._kernel, backend=self._backend, device=_DEVICE
+            recorder,
+            micro_batch_size=None if parts == 1 else rows,
+            kernel=self._kernel,
+            backend=self._backend,
+            device=_DEVICE,
         )
         conductor = Conductor(
             recorder,
@@ -216,8 +203,8 @@ class Rehearsal:
             strategy=strategy,
             conductor=conductor,
             trainer=trainer,
-            step=step,
-            levers=levers,
+            rows=rows,
+            parts=parts,
         )
         return stage
 
@@ -231,7 +218,7 @@ class Rehearsal:
         ]
 
     def _shadow(self, dtype: torch.dtype | None) -> L.LightningModule:
-        """Return the shadow, in the dtype asked for."""
+        """Return the shadow, in the dtype and with the levers asked for."""
         module = self._module
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
@@ -241,13 +228,14 @@ class Rehearsal:
         for child in copy.modules():
             if "_device" in vars(child):
                 child._device = _DEVICE  # type: ignore[assignment]
+        _pull(copy, self._recompute, self._loss_chunk)
         return copy
 
     def _batch(self, stage: _Stage, *, validation: bool) -> Any:
         """Return the next batch: whole until weights have been written once."""
         template = self._template if validation or not self._validates else self._before
-        parts = stage.step.parts if stage.strategy.steps else 1
-        return template.of(stage.step.rows * parts, length=self._length, device=_DEVICE)
+        parts = stage.parts if stage.strategy.steps else 1
+        return template.of(stage.rows * parts, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:
         live = self._live
@@ -282,48 +270,42 @@ class Rehearsal:
         )
 
     def _trace(self, stage: _Stage) -> Trace:
-        conductor, step = stage.conductor, stage.step
+        conductor = stage.conductor
         if conductor.events is None:
             raise RehearsalError(f"the fit of {type(self._module).__name__} ended before a step was over.")
         unwritten = not conductor.wrote and not self._validates
         return Trace(
             events=conductor.events,
-            rows=step.rows,
-            parts=step.parts,
+            rows=stage.rows,
+            parts=stage.parts,
             length=self._length or self._template.length,
             backend=self._backend,
             reads=tuple(stage.world.answers.reads),
             notes=("no weights were written in the step that was followed",) if unwritten else (),
-            options=self._options(step),
+            options=self._options(),
         )
 
-    def _options(self, step: Step) -> Mapping[str, str]:
+    def _options(self) -> Mapping[str, str]:
         options = {
             "precision": self._precision,
-            "recompute": step.recompute,
+            "recompute": self._recompute,
             "optimizer_kernel": self._kernel,
-            "loss_chunk": step.loss_chunk,
+            "loss_chunk": self._loss_chunk,
         }
         return {name: str(value) for name, value in options.items() if value is not None}
-
-
-def _cut_of(step: Step) -> int | None:
-    return None if step.parts == 1 else step.rows
 
 
 def _sizes(trace: Trace) -> list[int]:
     return [event.bytes for event in trace.events if isinstance(event, Take)]
 
 
-def _pull(copy: L.LightningModule, step: Step) -> list[RecomputedBlocks | LossChunk]:
-    """Set the shadow's levers as asked, and return them."""
-    recompute, pulled = step.recompute, []
+def _pull(copy: L.LightningModule, recompute: RecomputePolicy | bool | None, loss_chunk: int | None) -> None:
+    """Set the shadow's levers as asked."""
     if recompute is not None:
         whole = RecomputePolicy(blocks="all" if recompute else 0)
-        pulled.append(RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole))
-    if step.loss_chunk is not None:
-        pulled.append(LossChunk(copy, step.loss_chunk))
-    return pulled
+        RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole)
+    if loss_chunk is not None:
+        LossChunk(copy, loss_chunk)
 
 
 def _vocabularies(module: nn.Module) -> set[int]:

@@ -1,12 +1,13 @@
 """Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
+from functools import partial
 from typing import Any
 
 import lightning as L
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.trace import Trace
-from lightning_unified.training.rehearsal.rehearsal import Rehearsal, Step
+from lightning_unified.training.rehearsal.rehearsal import Rehearsal
 from lightning_unified.training.rehearsal.strategy import precision_of
 
 __all__ = ["Rehearsals", "rehearse", "rehearse_validation"]
@@ -58,12 +59,14 @@ def rehearse(
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
+        recompute=recompute,
         kernel=optimizer_kernel,
+        loss_chunk=loss_chunk,
         live=trainer,
         accumulate=accumulate,
         clip=clip,
     )
-    return rehearsal.run(Step(rows=rows, parts=parts, recompute=recompute, loss_chunk=loss_chunk))
+    return rehearsal.run(rows, parts)
 
 
 def rehearse_validation(
@@ -98,55 +101,69 @@ def rehearse_validation(
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
-        kernel=None,
         live=trainer,
         accumulate=1,
-        clip=None,
         validates=True,
         train_batch=train_batch,
     )
-    return rehearsal.run(Step(rows=rows))
+    return rehearsal.run(rows)
 
 
 class Rehearsals:
-    """Steps of one module at many sizes and settings, each as `rehearse` would tell it, for less than half of the time.
+    """Steps of one module under one setting at many sizes, each as `rehearse` would tell it, and in less time.
 
     A rehearsal runs a step before the one that it follows, for what that one finds: optimizer state and gradients. Where further
-    steps find the same, they are followed on the same shadow, one after the other; what shows that they do is said at
-    `Rehearsal.go_on`. Elsewhere every step is rehearsed by itself.
+    steps find the same, they are followed on the same shadow, one after the other; by what that shows is said at `Rehearsal.go_on`.
+    Elsewhere every step is rehearsed by itself.
 
     Args:
-        module: As for `rehearse`.
-        batch: As for `rehearse`.
-        backend: As for `rehearse`.
-        trainer: As for `rehearse`.
+        module: As for `rehearse`, like all others.
+        batch: A batch.
+        backend: Whose kernels are meant.
+        trainer: The live Trainer.
+        precision: Lightning's name of one.
+        recompute: What is recomputed.
+        optimizer_kernel: The optimizers' kernel.
+        loss_chunk: Rows of logits at once.
     """
 
-    def __init__(self, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None) -> None:
-        self._module, self._batch, self._backend, self._trainer = module, batch, backend, trainer
-        self._open: dict[tuple[str, str | None], Rehearsal] = {}
+    def __init__(
+        self,
+        module: L.LightningModule,
+        batch: Any,
+        *,
+        backend: str,
+        trainer: L.Trainer | None,
+        precision: str,
+        recompute: RecomputePolicy | bool | None = None,
+        optimizer_kernel: str | None = None,
+        loss_chunk: int | None = None,
+    ) -> None:
+        self._anew = partial(
+            Rehearsal,
+            module,
+            batch,
+            backend=backend,
+            precision=precision,
+            recompute=recompute,
+            kernel=optimizer_kernel,
+            loss_chunk=loss_chunk,
+            live=trainer,
+        )
+        self._last: Rehearsal | None = None
 
-    def step(self, step: Step, *, precision: str, optimizer_kernel: str | None) -> Trace:
+    def step(self, rows: int, parts: int = 1) -> Trace:
         """Return what a step does to memory.
 
         Args:
-            step: Its size, and what is set on the module.
-            precision: As for `rehearse`.
-            optimizer_kernel: As for `rehearse`.
+            rows: Of a micro-batch.
+            parts: Micro-batches of the batch.
 
         Raises:
-            RehearsalError: As for `rehearse`.
+            RehearsalError: As `rehearse`.
         """
-        key = precision, optimizer_kernel
-        trace = self._open[key].go_on(step) if key in self._open else None
-        if trace is not None:
-            return trace
-        self._open[key] = Rehearsal(
-            self._module,
-            self._batch,
-            backend=self._backend,
-            precision=precision,
-            kernel=optimizer_kernel,
-            live=self._trainer,
-        )
-        return self._open[key].run(step)
+        trace = None if self._last is None else self._last.go_on(rows, parts)
+        if trace is None:
+            self._last = self._anew()
+            trace = self._last.run(rows, parts)
+        return trace
