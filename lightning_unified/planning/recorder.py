@@ -5,7 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,9 @@ from lightning_unified.planning.values import tensors_among
 
 __all__ = ["Lives", "Recorder", "alike"]
 
-_OF_A_STEP = ("activations", "logits", "temporaries")  # by which a step tells what it makes; what it leaves is one as the other
+_OF_A_STEP = ("activations", "logits", "temporaries")  # what a step makes
 
 Lives = tuple[Category | None, int]
-_One = TypeVar("_One")
 
 aten = torch.ops.aten
 _IN_PLACE = (aten.add.Tensor, aten.index_put.default)  # when the backward engine itself runs them on real tensors
@@ -119,8 +118,10 @@ class Recorder(TorchDispatchMode):
         if order is not None:
             if not alike(self.lives, order):
                 raise ValueError("something else lives now than what lived before")
-            waiting = {kind: deque(kept) for kind, kept in _by_kind(living, lambda one: one.category).items()}
-            living = [waiting[_kind(category)].popleft() for category, _ in order]
+            waiting: dict[Any, deque[_Storage]] = {}
+            for storage in living:
+                waiting.setdefault(_kind((storage.category, storage.bytes)), deque()).append(storage)
+            living = [waiting[_kind(one)].popleft() for one in order]
             for storage, (category, _) in zip(living, order, strict=True):
                 storage.category = category
         self._raw = [Work(op="", phase="setup"), *living]
@@ -286,22 +287,24 @@ class Recorder(TorchDispatchMode):
 
 
 def alike(some: Iterable[Lives], others: Iterable[Lives]) -> bool:
-    """Return whether the same lives: of each kind storages of the same sizes, in the same order; what a step left over is of one kind."""
-    first, second = (_by_kind(lives, lambda one: one[0]) for lives in (some, others))
-    return {kind: [count for _, count in lives] for kind, lives in first.items()} == {
-        kind: [count for _, count in lives] for kind, lives in second.items()
-    }
+    """Return whether the same lives: in each category as many storages of the same sizes in the same order.
+
+    What a step left over has no category that lasts and no order that matters: of it there must be as many of each size.
+    """
+    first, second = (_sizes_by_kind(lives) for lives in (some, others))
+    return first == second
 
 
-def _by_kind(living: Iterable[_One], category: Callable[[_One], Category | None]) -> dict[Any, list[_One]]:
-    found: dict[Any, list[_One]] = {}
-    for one in living:
-        found.setdefault(_kind(category(one)), []).append(one)
+def _sizes_by_kind(lives: Iterable[Lives]) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
+    for one in lives:
+        found.setdefault(_kind(one), []).append(one[1])
     return found
 
 
-def _kind(category: Category | None) -> Category | None:
-    return None if category in _OF_A_STEP else category
+def _kind(one: Lives) -> Any:
+    category, count = one
+    return count if category is None or category in _OF_A_STEP else category
 
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:

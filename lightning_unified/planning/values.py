@@ -91,7 +91,7 @@ class Answers(TorchDispatchMode):
             return (self._answered if known else self._made_up)(func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
-            result = func(*args, **kwargs)  # torch keeps such a result as of two tensors: the first time is to be as all others
+            result = func(*args, **kwargs)  # torch's cache makes two of it: the first time is to be as all others
         if known and _is_small(result) and not _has_no_value(func):
             self._carry(func, args, kwargs, result)
         elif func._schema.is_mutable and any(value is not None for value in values):

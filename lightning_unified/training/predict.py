@@ -63,9 +63,7 @@ def predict(
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
-    planner = Planner(
-        module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step
-    )
+    planner = Planner(module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step)
     return planner.predict(setting, micro_batch_size=micro_batch_size)
 
 

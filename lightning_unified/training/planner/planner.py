@@ -25,7 +25,7 @@ from lightning_unified.training.split import tensors_in
 
 __all__ = ["Planner", "Setting"]
 
-_LONGEST = 8.0  # seconds after which no further setting is looked at, once nothing and everything recomputed have been
+_LONGEST = 4.0  # seconds after which no further setting is looked at, once nothing and everything recomputed have been
 _ATTEMPTS = 3  # searches, each without the lines that the one before was misled by
 _KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when its attention's output is kept
 

@@ -261,6 +261,7 @@ class Rehearsal:
         return (
             not self._validates
             and stage.copy.automatic_optimization
+            and self._precision != "16-mixed"  # its scaler counts steps too
             and stage.conductor.wrote
             and not stage.conductor.averages
             and self._settings.get("accumulate_grad_batches", 1) == 1

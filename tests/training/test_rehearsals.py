@@ -1,0 +1,114 @@
+"""Steps of further sizes, followed on the shadow of the first, are those that rehearsals of their own tell."""
+
+import pytest
+import torch
+from rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
+from torch.nn import functional as F
+
+from lightning_unified.planning.peak import peak
+from lightning_unified.planning.reserve import reserved_bytes
+from lightning_unified.planning.trace import Give, Take
+from lightning_unified.training.rehearsal import Rehearsals, rehearse
+
+SIZES = ((8, 1), (2, 2), (4, 2))
+
+
+def told(trace):
+    """The trace, its storages numbered as they come."""
+    numbers, events = {}, []
+    for event in trace.events:
+        if isinstance(event, Take):
+            numbers[event.storage] = len(numbers)
+            events.append((len(numbers) - 1, event.bytes, event.category))
+        else:
+            events.append(numbers[event.storage] if isinstance(event, Give) else event)
+    return events, trace.rows, trace.parts, trace.reads, trace.notes, trace.options
+
+
+def followed(module, batch, **setting):
+    """Traces of all sizes, and how many of them were followed on the shadow of the one before."""
+    setting = {"backend": "cpu", "trainer": None, "precision": "32-true"} | setting
+    rehearsals, traces, shared = Rehearsals(module, batch, **setting), [], 0
+    for rows, parts in SIZES:
+        before = rehearsals._last
+        traces.append(rehearsals.step(rows, parts))
+        shared += before is not None and rehearsals._last is before
+    return traces, shared
+
+
+def by_themselves(module, batch, **setting):
+    return [rehearse(module, batch, rows=rows, parts=parts, **setting) for rows, parts in SIZES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        (Convolutions, {"precision": "bf16-mixed"}),
+        (LowRank, {}),
+        (Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
+    ],
+)
+def test_steps_on_one_shadow_are_those_of_rehearsals_of_their_own(kind, setting):
+    module, batch = kind(), kind.batch(8)
+    traces, shared = followed(module, batch, **setting)
+
+    assert shared == 2
+    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch, **setting)))
+
+
+def test_with_metrics_steps_on_one_shadow_take_what_those_of_their_own_take():
+    module, batch = Perceptron(), Perceptron.batch(8)
+    traces, shared = followed(module, batch)
+
+    def taken(trace):
+        return peak(trace).bytes, peak(trace).categories, reserved_bytes(trace)
+
+    assert shared == 2
+    assert list(map(taken, traces)) == list(map(taken, by_themselves(module, batch)))
+
+
+class Keeps(Transformer):
+    """Keeps what its subclasses say, from one step to the next."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.head(self.blocks[0](self.tokens(batch["tokens"])))
+        self.keep(logits.detach())
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class KeepsRows(Keeps):
+    def keep(self, logits):
+        self.last = logits
+
+
+class KeepsAll(Keeps):
+    def keep(self, logits):
+        self.all = [*getattr(self, "all", ()), logits.mean()]
+
+
+@pytest.mark.parametrize("kind", [KeepsRows, KeepsAll, Adversaries])
+def test_where_a_step_finds_what_others_left_each_is_rehearsed_by_itself(kind):
+    module, batch = kind(), kind.batch(8)
+    traces, shared = followed(module, batch)
+
+    assert shared == 0
+    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch)))
+
+
+def test_a_step_that_counts_itself_finds_its_count_as_it_was():
+    class Alternates(Transformer):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            self.seen += 1
+            often = self.trainer.global_step + batch_idx + self.calls + int(self.seen)
+            return super().training_step(batch, batch_idx) * torch.ones(1000 * often).sum()
+
+    traces, shared = followed(Alternates(), Transformer.batch(8))
+
+    assert shared >= 1
+    assert list(map(told, traces)) == list(map(told, by_themselves(Alternates(), Transformer.batch(8))))
