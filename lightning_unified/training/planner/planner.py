@@ -221,10 +221,11 @@ class Planner:
         parts = -(-self.rows // rows)
         return self._of(setting).exactly(rows, parts=parts), parts
 
-    def _trace(self, setting: Setting, rows: int, parts: int) -> Trace:
+    def _trace(self, setting: Setting, rows: int, parts: int, second: int) -> Trace:
         trace = self._rehearse(
             rows=rows,
             parts=parts,
+            later_rows=second,
             precision=setting.precision,
             recompute=setting.recompute,
             optimizer_kernel=setting.optimizer_kernel,

@@ -35,6 +35,7 @@ def rehearse(
     *,
     rows: int,
     parts: int = 1,
+    later_rows: int | None = None,
     length: int | None = None,
     backend: str = "cpu",
     native: bool = False,
@@ -57,6 +58,7 @@ def rehearse(
         batch: As its `training_step` gets it.
         rows: Of a micro-batch.
         parts: Micro-batches of the batch.
+        later_rows: Of every micro-batch but the first, where the batch does not divide evenly; None for as many as of the first.
         length: Entries of a row; None for as many as in `batch`.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`: whose kernels are meant.
         native: Whether that backend is here, so that fakes can be on its device.
@@ -76,6 +78,7 @@ def rehearse(
         batch,
         rows=rows,
         parts=parts,
+        later_rows=later_rows,
         length=length,
         backend=backend,
         native=native,
@@ -143,6 +146,7 @@ class _Rehearsal:
         *,
         rows: int,
         parts: int,
+        later_rows: int | None = None,
         length: int | None,
         backend: str,
         native: bool,
@@ -158,6 +162,7 @@ class _Rehearsal:
             raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
         self._module, self._batch, self._live = module, batch, live
         self._rows, self._parts, self._length = rows, parts, length
+        self._later = rows if later_rows is None else later_rows
         self._backend, self._native = backend, native
         self._precision, self._recompute, self._kernel, self._loss_chunk = precision, recompute, kernel, loss_chunk
         self._device = torch.device("cuda", torch.cuda.current_device()) if native else torch.device("cpu")
@@ -290,7 +295,7 @@ class _Rehearsal:
         return copy
 
     def _batch_of(self, template: Template, *, parts: int) -> Any:
-        return template.of(self._rows * parts, length=self._length, device=self._device)
+        return template.of(self._rows + (parts - 1) * self._later, length=self._length, device=self._device)
 
     def _shared(self) -> list[Any]:
         live = self._live
