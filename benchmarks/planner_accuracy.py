@@ -13,13 +13,14 @@ that fails is a row with its error. The record is written after each cell, and a
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
 from planner.cells import Cell, select
 from planner.ours import predicted
-from planner.pool import Task, run_all
-from planner.recording import Record, begin, errors, parser
+from planner.pool import Task
+from planner.recording import Record, errors, measure, parser
 from planner.rival import WORKSPACE, tracked
 from planner.tables import errors_of, gib, percent, spread, table
 from planner.truth import grown, true_peak
@@ -47,18 +48,22 @@ class Progress:
 
     Args:
         record: Where finished rows go.
-        device: `"cpu"` or `"cuda"`.
-        skip: Parts that are left out.
+        options: Of the command line.
     """
 
-    def __init__(self, record: Record, device: str, skip: Sequence[str] = ()) -> None:
-        self._record, self._device = record, device
+    def __init__(self, record: Record, options: Namespace) -> None:
+        self._record, self._options, self._device = record, options, options.device
         self._rows: dict[str, dict[str, Any]] = {}
         self._cells: dict[str, Cell] = {}
-        others = {"process", "threshold"} if device == "cpu" else set()
-        self._parts = ({"predicted", "rival", "truth"} | others).difference(skip)
+        others = {"process", "threshold"} if self._device == "cpu" else set()
+        self._parts = ({"predicted", "rival", "truth"} | others).difference(options.skip)
 
-    def begin(self, cell: Cell) -> list[Task]:
+    def begin(self) -> list[Task]:
+        cells = [cell for cell in select(self._device) if self._options.only in cell.key][: self._options.limit]
+        lacking = [cell for cell in cells if self._record.lacks(cell.key, again=self._options.again)]
+        return [task for cell in lacking for task in self._before_truth(cell)]
+
+    def _before_truth(self, cell: Cell) -> list[Task]:
         """Return what can be done before the truth, whose weight is not known yet."""
         self._cells[cell.key] = cell
         kind = cell.kind
@@ -269,13 +274,7 @@ def main() -> int:
     )
     options = arguments.parse_args()
     what = "predicted against true peaks of memory, bytes"
-    record, device = begin(options, what=what, summarise=summarise, tables=tables)
-    cells = [cell for cell in select(options.device) if options.only in cell.key][: options.limit]
-    progress = Progress(record, options.device, options.skip)
-    tasks = [task for cell in cells if record.lacks(cell.key, again=options.again) for task in progress.begin(cell)]
-    run_all(tasks, jobs=options.jobs, done=progress.done, capacity=device["capacity"], start=device["start"])
-    print("\n\n".join(["", *tables(list(record.rows.values()))]))
-    return 0
+    return measure(options, what=what, summarise=summarise, tables=tables, progress=Progress)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,25 @@
     python benchmarks/planner_adherence.py [--device cuda] [--jobs 12] [--output FILE]
 
 On CUDA the allocator is held to the budget by `set_per_process_memory_fraction`, on a CPU the process by RLIMIT_AS. Each row: a fit by
-`UnifiedStrategy(budget=…, micro_batch_size="auto")`, whether it took more, how often it recovered, and which micro-batch it chose. The
-true maximum beside it, with the same recomputation, is looked for by bisection, each size tried in a fresh process without recovery,
-until it is found or known to be so near that the ratio meets its bar. Where the strategy refuses or dies, the smallest plan there is is
-tried: one row at a time, everything recomputed.
+`UnifiedStrategy(budget=…, micro_batch_size="auto")`, whether it took more, how often it recovered, and into how many parts it cut the
+batch. A batch is cut evenly, so what there is to choose is the number of parts: the true maximum of a micro-batch is the batch cut into
+the fewest parts that fit, with the same recomputation. It is looked for from the next fewer parts on, each tried in a fresh process
+without recovery; if those do not fit, fewer do not either. Where the strategy refuses or dies, the smallest plan there is is tried: one
+row at a time, everything recomputed.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
 from planner.limited import attempt, planned, told, unlimited
 from planner.modules import MODULES
-from planner.pool import Task, run_all
-from planner.recording import Record, begin, errors, parser
+from planner.pool import Task
+from planner.recording import Record, errors, measure, parser
 from planner.tables import gib, percent, table
+
+from lightning_unified.planning.cuts import cuts
 
 CHOSEN = {
     "cpu": ("mlp", "gearhead-small", "bert-like", "encoder-decoder"),
@@ -29,30 +33,71 @@ CONTEXT = 2**30
 NEAR = 0.97
 
 
+class FewestParts:
+    """Looks for the fewest parts of a batch that fit, below a number of them that does.
+
+    Args:
+        rows: Of the batch.
+        chosen: Rows at once that fit.
+    """
+
+    def __init__(self, rows: int, *, chosen: int) -> None:
+        self._ways = [(len(cut), cut[0]) for cut in cuts(rows)]
+        self._fits = next(index for index, (_, size) in enumerate(self._ways) if size <= chosen)
+        self._fails = -1
+        self._next = self._fits - 1
+
+    @property
+    def trying(self) -> int | None:
+        """Rows at once that are to be tried; None once it is found."""
+        return None if self._fits - self._fails == 1 else self._ways[self._next][1]
+
+    @property
+    def found(self) -> dict[str, int]:
+        parts, size = self._ways[self._fits]
+        return {"parts": parts, "micro_batch_size": size}
+
+    def tried(self, *, fits: bool) -> None:
+        """Note what came of it: the next fewer parts first, then halfway between what fits and what does not."""
+        if fits:
+            self._fits = self._next
+        else:
+            self._fails = self._next
+        self._next = (self._fits + self._fails) // 2
+
+
 class Progress:
     """Leads each row from the free fit by the planned one to the true maximum.
 
     Args:
         record: Where finished rows go.
-        device: `"cpu"` or `"cuda"`.
-        options: `only`, `limit` and `again` of the command line.
+        options: Of the command line.
     """
 
-    def __init__(self, record: Record, device: str, options: Any) -> None:
-        self._record, self._device, self._options = record, device, options
+    def __init__(self, record: Record, options: Namespace) -> None:
+        self._record, self._device, self._options = record, options.device, options
         self._rows: dict[str, dict[str, Any]] = {}
-        self._bounds: dict[str, tuple[int, int]] = {}
+        self._searches: dict[str, FewestParts] = {}
 
     def begin(self) -> list[Task]:
-        """Return the fits without a limit, of the modules that have rows to be done."""
-        names = [name for name in CHOSEN[self._device] if self._wanted(name)]
-        return [self._task("free", name, unlimited, self._rows_of(name), weight=16 * CONTEXT) for name in names]
+        """Return the fits without a limit of the modules that have rows to be done; what the record has of them is taken from there."""
+        tasks: list[Task] = []
+        for name in CHOSEN[self._device]:
+            known = next((row["free"] for row in self._record.rows.values() if self._is_of(row, name)), None)
+            if known is not None:
+                tasks += self._freed(name, known)
+            elif self._wanted(name):
+                tasks.append(self._task("free", name, unlimited, self._rows_of(name), weight=16 * CONTEXT))
+        return sorted(tasks, key=lambda task: not task.name.startswith("free"))
 
     def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
         step, _, key = task.name.partition(": ")
         if step == "free":
             return self._freed(key, result)
         return self._planned(key, result) if step == "planned" else self._attempted(key, result)
+
+    def _is_of(self, row: dict[str, Any], name: str) -> bool:
+        return row["module"] == name and row.get("rows") == self._rows_of(name)
 
     def _wanted(self, name: str) -> list[float]:
         keys = {share: self._key(name, share) for share in SHARES}
@@ -95,44 +140,43 @@ class Progress:
         if size is None:
             smallest = {"blocks": "all" if MODULES[row["module"]].has_blocks else 0, "keep_attention": False}
             return [self._limited("smallest", row, attempt, 1, smallest)]
-        self._bounds[key] = (size, row["rows"] + 1)
-        return self._look_on(key, min(row["rows"], int(size / NEAR) + 1))
+        search = self._searches[key] = FewestParts(row["rows"], chosen=size)
+        result["parts"] = search.found["parts"]
+        return self._look_on(key)
 
     def _attempted(self, key: str, result: dict[str, Any]) -> list[Task]:
         row = self._rows[key]
-        if key not in self._bounds:
+        if key not in self._searches:
             row["smallest"] = result
             self._record.add(row)
             return []
         if "error" in result:
             self._record.add({**row, "sweep": result})
             return []
-        low, high = self._bounds[key]
-        size = row.pop("trying")
-        low, high = (max(low, size), high) if result["fits"] else (low, min(high, size))
-        self._bounds[key] = low, high
-        return self._look_on(key, (low + high) // 2)
+        search = self._searches[key]
+        row["tried"] = [*row.get("tried", []), {"micro_batch_size": search.trying, **result}]
+        search.tried(fits=result["fits"])
+        return self._look_on(key)
 
-    def _look_on(self, key: str, size: int) -> list[Task]:
-        """Try `size` next, unless what is known of the maximum suffices: it is at least `low` and below `high`."""
-        row, (low, high) = self._rows[key], self._bounds[key]
-        if low < high - 1 and row["planned"]["micro_batch_size"] < NEAR * (high - 1):
-            row["trying"] = size
-            return [self._limited("sweep", row, attempt, size, row["planned"]["levers"])]
-        row["true_maximum"] = {"least": low, "most": high - 1}
+    def _look_on(self, key: str) -> list[Task]:
+        """Try the next number of parts, or note what was found."""
+        row, search = self._rows[key], self._searches[key]
+        if search.trying is not None:
+            return [self._limited("sweep", row, attempt, search.trying, row["planned"]["levers"])]
+        row["true_maximum"] = search.found
         self._record.add(row)
         return []
 
 
 def verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row says about the bars."""
+    """Return what a row says about the bars; the ratio is that of the rows in a part, on average."""
     plan, smallest = row.get("planned", {}), row.get("smallest", {})
-    trained, most = plan.get("outcome") == "trained", row.get("true_maximum", {}).get("most")
+    trained, fewest = plan.get("outcome") == "trained", row.get("true_maximum", {}).get("parts")
     return {
         "trained": trained,
         "exceeded": trained and plan["reserved"] > row["budget"],
         "recovered": trained and plan["recoveries"] > 0,
-        "ratio": plan["micro_batch_size"] / most if trained and most else None,
+        "ratio": fewest / plan["parts"] if trained and fewest else None,
         "failed": not trained and (smallest.get("fits", False) or plan.get("outcome") != "refused"),
     }
 
@@ -175,12 +219,6 @@ def _ratio(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
 
 
-def _between(maximum: dict[str, int] | None) -> str | None:
-    if maximum is None:
-        return None
-    return str(maximum["least"]) if maximum["least"] == maximum["most"] else f"{maximum['least']} … {maximum['most']}"
-
-
 def _by_row(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
@@ -192,23 +230,18 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 row["module"], f"{row['share']:.0%}", gib(row.get("budget")), outcome, gib(plan.get("reserved")),
-                plan.get("micro_batch_size"), _between(row.get("true_maximum")), _ratio(found["ratio"]), told(plan.get("levers")),
+                plan.get("parts"), row.get("true_maximum", {}).get("parts"), _ratio(found["ratio"]), told(plan.get("levers")),
                 plan.get("recoveries"),
             )
         )  # fmt: skip
-    heads = ("module", "budget", "GiB", "outcome", "taken, GiB", "micro-batch", "true maximum", "ratio", "activations")
+    heads = ("module", "budget", "GiB", "outcome", "taken, GiB", "parts", "fewest that fit", "ratio", "activations")
     return table((*heads, "recoveries"), lines)
 
 
 def main() -> int:
     options = parser(__doc__, name="planner_adherence", jobs=12).parse_args()
-    record, device = begin(
-        options, what="budgets enforced, and what is trained inside them, bytes", summarise=summarise, tables=tables
-    )
-    progress = Progress(record, options.device, options)
-    run_all(progress.begin(), jobs=options.jobs, done=progress.done, capacity=device["capacity"], start=device["start"])
-    print("\n\n".join(["", *tables(list(record.rows.values()))]))
-    return 0
+    what = "budgets enforced, and what is trained inside them, bytes"
+    return measure(options, what=what, summarise=summarise, tables=tables, progress=Progress)
 
 
 if __name__ == "__main__":

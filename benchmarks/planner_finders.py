@@ -1,6 +1,6 @@
 """How soon training begins inside a limit: seconds and samples from `fit()` to the first optimizer step that is kept, ours and the finders'.
 
-    python benchmarks/planner_finders.py [--device cuda] [--repeats 2] [--output FILE]
+    python benchmarks/planner_finders.py [--device cuda] [--repeats 1] [--output FILE]
 
 The same module, the same data, the same limit (60 % of what the undivided batch takes), each in a fresh process, one after the other:
 `UnifiedStrategy(micro_batch_size="auto")`, the same without a plan (its recovery alone), Lightning's `BatchSizeFinder` by powers and by
@@ -9,8 +9,10 @@ the others make the batch smaller. A step is kept if the run that it belongs to 
 attempts that run out of memory, count as samples and as time. Samples are rows that went through the network, of any kind of step.
 """
 
+import copy
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -20,14 +22,14 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from planner.limited import PRECISION, Limit, budget_of, limits_of_process, unlimited
 from planner.modules import MODULES
-from planner.pool import Task, run_all
-from planner.recording import begin, parser
+from planner.pool import Task
+from planner.recording import Record, measure, parser
 from planner.tables import gib, table
 
 from lightning_unified import UnifiedStrategy
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("mlp", "gearhead-34m", "bert-like")}
-BATCHES = 4  # times the larger of the module's two batch sizes
+BATCHES = 2  # times the larger of the module's two batch sizes
 SHARE = 0.6
 STEPS = 4
 METHODS = (
@@ -100,18 +102,17 @@ class Clock(L.Callback):
 
 
 def measured(name: str, device: str, rows: int, limit: int, method: str) -> dict[str, Any]:
-    """Return how long `method` takes to its first kept step, in the limit."""
+    """Return how long `method` takes to its first kept step, in the limit; the module is built before."""
     if method == METHODS[-1] and find_spec("accelerate") is None:
         return {"status": "not installed"}
-    kind, clock = MODULES[name], Clock()
-    batch = kind.batch(device, rows)
+    module, batch, clock = MODULES[name].build(device), MODULES[name].batch(device, rows), Clock()
     with limits_of_process(name, device, limit):
-        if device == "cuda" and not method.startswith(METHODS[:2]):
+        if device == "cuda" and method not in METHODS[:2]:
             torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        run = _by_accelerate if method == METHODS[-1] else _by_trainer
         began = time.perf_counter()
         try:
-            run = _by_accelerate if method == METHODS[-1] else _by_trainer
-            found = {"status": "trained", **run(name, device, batch, limit, method, clock)}
+            found = {"status": "trained", **run(module, device, batch, limit, method, clock)}
         except Exception as error:
             found = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
     if clock.first is not None and clock.samples is not None:
@@ -120,16 +121,14 @@ def measured(name: str, device: str, rows: int, limit: int, method: str) -> dict
 
 
 def _by_trainer(
-    name: str, device: str, batch: dict[str, torch.Tensor], limit: int, method: str, clock: Clock
+    module: L.LightningModule, device: str, batch: dict[str, torch.Tensor], limit: int, method: str, clock: Clock
 ) -> dict[str, Any]:
-    module = MODULES[name].build(device)
     clock.watch(_net(module))
     rows = len(next(iter(batch.values())))
-    budget = budget_of(device, limit)
     callbacks: list[L.Callback] = [clock]
     strategy, size = "auto", 2
     if method in METHODS[:2]:
-        strategy, size = UnifiedStrategy(budget=budget, predict=method == METHODS[0]), rows
+        strategy, size = UnifiedStrategy(budget=budget_of(device, limit), predict=method == METHODS[0]), rows
         callbacks.append(Limit(limit))
     else:
         callbacks.append(BatchSizeFinder(mode=method.rpartition(" ")[2]))
@@ -155,7 +154,7 @@ def _net(module: L.LightningModule) -> torch.nn.Module:
 
 
 def _by_accelerate(
-    name: str, device: str, batch: dict[str, torch.Tensor], _limit: int, _method: str, clock: Clock
+    built: L.LightningModule, device: str, batch: dict[str, torch.Tensor], _limit: int, _method: str, clock: Clock
 ) -> dict[str, Any]:
     from accelerate.utils import find_executable_batch_size
 
@@ -165,7 +164,7 @@ def _by_accelerate(
     def train(batch_size: int) -> int:
         tried.append(batch_size)
         clock.first = None
-        module = MODULES[name].build(device).to(device)
+        module = copy.deepcopy(built).to(device)
         clock.watch(_net(module))
         optimizer = module.configure_optimizers()
         loader = iter(Data(batch, batch_size).train_dataloader())
@@ -230,50 +229,63 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     return [table(heads, lines)]
 
 
-def main() -> int:
-    arguments = parser(__doc__, name="planner_finders", jobs=1)
-    arguments.add_argument("--repeats", type=int, default=2, help="runs of each method (default: 2)")
-    options = arguments.parse_args()
-    record, device = begin(
-        options, what="seconds and samples to the first kept optimizer step", summarise=summarise, tables=tables
-    )
-    keys = {
-        f"{options.device} | {name} | {method} | run {run}": (name, method)
-        for name in CHOSEN[options.device]
-        for run in range(1, options.repeats + 1)
-        for method in METHODS
-    }
-    wanted = [key for key in keys if options.only in key and record.lacks(key, again=options.again)][: options.limit]
-    rows: dict[str, dict[str, Any]] = {}
+class Progress:
+    """Lets each method begin in the limit of its module, once it is known what the module takes without one.
 
-    def done(task: Task, result: dict[str, Any]) -> Iterable[Task]:
-        if task.name not in rows:
-            return _limited(task.name, result, {key: keys[key] for key in wanted}, rows, options.device)
-        record.add({**rows[task.name], "result": result})
+    Args:
+        record: Where finished rows go.
+        options: Of the command line.
+    """
+
+    def __init__(self, record: Record, options: Namespace) -> None:
+        self._record, self._device = record, options.device
+        keys = {
+            f"{self._device} | {name} | {method} | run {run}": (name, method)
+            for run in range(1, options.repeats + 1)
+            for name in CHOSEN[self._device]
+            for method in METHODS
+        }
+        lacking = [key for key in keys if options.only in key and record.lacks(key, again=options.again)]
+        self._wanted = {key: keys[key] for key in lacking[: options.limit]}
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def begin(self) -> list[Task]:
+        """Return the fits without a limit of the modules whose limit the record does not tell."""
+        tasks: list[Task] = []
+        for name in dict.fromkeys(name for name, _ in self._wanted.values()):
+            known = next((row["budget"] for row in self._record.rows.values() if row["module"] == name), None)
+            if known is None:
+                tasks.append(Task(name=f"free: {name}", work=unlimited, args=(name, self._device, self._batch(name))))
+            else:
+                tasks += self._limited(name, known)
+        return tasks
+
+    def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
+        step, _, key = task.name.partition(": ")
+        if step == "free":
+            return [] if "error" in result else self._limited(key, int(SHARE * result["reserved"]))
+        self._record.add({**self._rows[key], "result": result})
         return []
 
-    names = dict.fromkeys(keys[key][0] for key in wanted)
-    free = [
-        Task(name=name, work=unlimited, args=(name, options.device, _batch(name, options.device))) for name in names
-    ]
-    run_all(free, jobs=options.jobs, done=done, capacity=device["capacity"], start=device["start"])
-    print("\n\n".join(["", *tables(list(record.rows.values()))]))
-    return 0
+    def _batch(self, name: str) -> int:
+        return BATCHES * MODULES[name].size(self._device).rows[1]
+
+    def _limited(self, name: str, budget: int) -> list[Task]:
+        tasks = []
+        for key, (module, method) in self._wanted.items():
+            if module == name:
+                row = {"cell": key, "module": name, "method": method, "device": self._device, "budget": budget}
+                self._rows[key] = row
+                args = (name, self._device, self._batch(name), budget, method)
+                tasks.append(Task(name=f"method: {key}", work=measured, args=args))
+        return tasks
 
 
-def _batch(name: str, device: str) -> int:
-    return BATCHES * MODULES[name].size(device).rows[1]
-
-
-def _limited(
-    name: str, free: dict[str, Any], keys: dict[str, tuple[str, str]], rows: dict[str, dict[str, Any]], device: str
-) -> Iterable[Task]:
-    """Yield the runs of the module `name`, now that it is known what it takes without a limit."""
-    for key, (module, method) in keys.items():
-        if module == name:
-            budget = int(SHARE * free["reserved"])
-            rows[key] = {"cell": key, "module": name, "method": method, "device": device, "budget": budget}
-            yield Task(name=key, work=measured, args=(name, device, _batch(name, device), budget, method))
+def main() -> int:
+    arguments = parser(__doc__, name="planner_finders", jobs=1)
+    arguments.add_argument("--repeats", type=int, default=1, help="runs of each method (default: 1)")
+    what = "seconds and samples to the first kept optimizer step"
+    return measure(arguments.parse_args(), what=what, summarise=summarise, tables=tables, progress=Progress)
 
 
 if __name__ == "__main__":

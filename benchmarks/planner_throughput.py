@@ -1,18 +1,20 @@
-"""How fast the chosen plan is beside the best of all plans that fit: micro-batch size by recomputation, at three budgets.
+"""How fast the chosen plan is beside the best of all plans that fit: micro-batch size by recomputation, at two budgets.
 
     python benchmarks/planner_throughput.py --device cuda [--output FILE]
 
 The batch stays the same; only how it is cut, and whether blocks are recomputed, differ. First every plan is measured without a budget:
-its seconds a step and what it takes. At each budget, a share of what the undivided batch takes, the best plan is the fastest of those
-that fit into it; then the strategy that is left to choose and the best plan take turns in one process, and their seconds are compared.
-One process at a time: it is their speed that counts.
+its seconds a step and what it takes. At each budget, a share of what the undivided batch takes, the best plan is the fastest that goes
+through with the budget enforced; it and the strategy that is left to choose run in one process, and their seconds are compared. One
+process at a time: it is their speed that counts.
 """
 
+import copy
 import gc
 import itertools
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +22,8 @@ import lightning as L
 import torch
 from planner.limited import FIXED, PRECISION, Limit, Pull, budget_of, levers_of, told
 from planner.modules import MODULES
-from planner.pool import Task, run_all
-from planner.recording import Record, begin, parser
+from planner.pool import Task
+from planner.recording import Record, measure, parser
 from planner.tables import gib, table
 from planner.truth import fit
 
@@ -30,9 +32,9 @@ from lightning_unified.training.levers import recompute_policies
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("gearhead-118m", "bert-like", "tied 150k vocabulary")}
 BATCHES = 2  # times the larger of the module's two batch sizes
-PARTS = (1, 2, 3, 4, 6, 8, 16)
-SHARES = (0.35, 0.6, 0.85)
-STEPS, WARM, TURNS = 8, 3, 1
+PARTS = (1, 2, 3, 4, 6, 8)
+SHARES = (0.4, 0.7)
+STEPS, WARM = 6, 2
 BAR = 0.95
 
 
@@ -52,153 +54,164 @@ class Steps(L.Callback):
         self.seconds.append(time.perf_counter() - self._end)
 
 
-def _timed(
-    name: str,
-    device: str,
-    rows: int,
-    strategy: UnifiedStrategy,
-    *,
-    levers: dict | None = None,
-    limit: int | None = None,
-) -> tuple[float, int | None]:
-    """Return the median seconds of a step after the first ones, and what was taken on a GPU."""
-    module, batch, steps = MODULES[name].build(device), MODULES[name].batch(device, rows), Steps()
-    if (
-        torch.cuda.is_initialized()
-    ):  # the first fit makes the allocator itself, after the strategy has written its settings
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    callbacks = [steps, Limit(limit), Pull(levers)]
-    fit(module, batch, device=device, precision=PRECISION[device], strategy=strategy, callbacks=callbacks, steps=STEPS)
-    taken = torch.cuda.max_memory_reserved() if device == "cuda" else None
-    del module
-    gc.collect()
-    return statistics.median(steps.seconds[WARM:]), taken
+class Bench:
+    """A module and a batch, built once, on which one plan after another is timed.
+
+    Args:
+        name: Of the module.
+        device: `"cpu"` or `"cuda"`.
+        rows: Of the batch.
+    """
+
+    def __init__(self, name: str, device: str, rows: int) -> None:
+        self.device = device
+        self._module, self._batch = MODULES[name].build(device), MODULES[name].batch(device, rows)
+
+    def time(
+        self, strategy: UnifiedStrategy, *, levers: dict[str, Any] | None = None, limit: int | None = None
+    ) -> dict[str, Any]:
+        """Return the median seconds of a step after the first ones, and what was taken on a GPU."""
+        gc.collect()
+        if (
+            torch.cuda.is_initialized()
+        ):  # else the first fit makes the allocator, after the strategy has written its settings
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        steps = Steps()
+        fit(
+            copy.deepcopy(self._module),
+            self._batch,
+            device=self.device,
+            precision=PRECISION[self.device],
+            strategy=strategy,
+            callbacks=[steps, Limit(limit), Pull(levers)],
+            steps=STEPS,
+        )
+        of_gpu = self.device == "cuda"
+        return {
+            "seconds": round(statistics.median(steps.seconds[WARM:]), 5),
+            "allocated": torch.cuda.max_memory_allocated() if of_gpu else None,
+            "reserved": torch.cuda.max_memory_reserved() if of_gpu else None,
+        }
+
+    def time_fixed(
+        self, plan: dict[str, Any], *, budget: str | int = "90%", limit: int | None = None
+    ) -> dict[str, Any]:
+        """Return the same of a plan that is given, or the error that it ends with."""
+        strategy = UnifiedStrategy(micro_batch_size=plan["micro_batch_size"], **{**FIXED, "budget": budget})
+        try:
+            return self.time(strategy, levers=plan["levers"], limit=limit)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:200]}
+
+    def levels(self) -> list[Any]:
+        """Return how many blocks are recomputed: none, half and all, as far as the module offers it."""
+        offered = [policy.blocks for policy in recompute_policies(self._module)]
+        counts = [blocks for blocks in offered if blocks not in (0, "all")]
+        return [0, *([counts[len(counts) // 2]] if counts else []), *(["all"] if "all" in offered else [])]
 
 
 def swept(name: str, device: str, rows: int) -> dict[str, Any]:
     """Return the seconds and the bytes of every plan."""
-    plans = []
-    for blocks, size in itertools.product(_levels(name, device), dict.fromkeys(-(-rows // parts) for parts in PARTS)):
-        levers = {"blocks": blocks, "keep_attention": False}
-        plan: dict[str, Any] = {"micro_batch_size": size, "levers": levers}
-        strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
-        try:
-            seconds, taken = _timed(name, device, rows, strategy, levers=levers)
-            plan |= {"seconds": round(seconds, 5), "reserved": taken}
-        except Exception as error:
-            plan["error"] = f"{type(error).__name__}: {error}"[:200]
-        plans.append(plan)
+    bench, plans = Bench(name, device, rows), []
+    for blocks, size in itertools.product(bench.levels(), dict.fromkeys(-(-rows // parts) for parts in PARTS)):
+        plan = {"micro_batch_size": size, "levers": {"blocks": blocks, "keep_attention": False}}
+        plans.append(plan | bench.time_fixed(plan))
     return {"plans": plans}
 
 
-def _levels(name: str, device: str) -> list[Any]:
-    """Return how many blocks are recomputed: none, half and all, as far as the module offers it."""
-    offered = [policy.blocks for policy in recompute_policies(MODULES[name].build(device))]
-    counts = [blocks for blocks in offered if blocks not in (0, "all")]
-    return [0, *([counts[len(counts) // 2]] if counts else []), *(["all"] if "all" in offered else [])]
+def duel(name: str, device: str, rows: int, budget: int | None, contenders: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the seconds of the plan that the strategy chooses, and of the first of `contenders` that goes through.
 
-
-def duel(name: str, device: str, rows: int, budget: int, best: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of the plan that the strategy chooses and of `best`, in turns, and what was chosen."""
-    seconds: dict[str, list[float]] = {"chosen": [], "best": []}
-    found: dict[str, Any] = {}
-    for turn in range(2 * TURNS):
-        who = ("chosen", "best")[turn % 2]
-        own = budget_of(device, budget)
-        strategy = (
-            UnifiedStrategy(budget=own, batch_norm="micro")
-            if who == "chosen"
-            else UnifiedStrategy(micro_batch_size=best["micro_batch_size"], **{**FIXED, "budget": own})
-        )
-        taken, reserved = _timed(
-            name,
-            device,
-            rows,
-            strategy,
-            levers=best["levers"] if who == "best" else None,
-            limit=budget if device == "cuda" else None,
-        )
-        seconds[who].append(taken)
-        if who == "chosen":
-            prediction = getattr(strategy.plan, "prediction", None)
-            found = {
-                "micro_batch_size": strategy.micro_batch_size,
-                "levers": levers_of(strategy),
-                "recoveries": strategy.recoveries,
-                "reserved": reserved,
-                "predicted_seconds": None if prediction is None else prediction.seconds,
-            }
-    chosen, other = (min(one) for one in seconds.values())
-    return found | {"seconds": round(chosen, 5), "best_seconds": round(other, 5), "ratio": round(other / chosen, 4)}
+    Args:
+        name: Of the module.
+        device: `"cpu"` or `"cuda"`.
+        rows: Of the batch.
+        budget: Bytes, enforced on a GPU; None gives plenty.
+        contenders: Plans, the fastest first.
+    """
+    bench = Bench(name, device, rows)
+    limit = budget if device == "cuda" else None
+    own = budget_of(device, budget or 2**33)
+    strategy = UnifiedStrategy(budget=own, batch_norm="micro")
+    chosen = bench.time(strategy, limit=limit)
+    prediction = getattr(strategy.plan, "prediction", None)
+    chosen |= {
+        "micro_batch_size": strategy.micro_batch_size,
+        "levers": levers_of(strategy),
+        "recoveries": strategy.recoveries,
+        "predicted_seconds": None if prediction is None else prediction.seconds,
+    }
+    del strategy  # and all that it holds
+    for plan in contenders:
+        best = bench.time_fixed(plan, budget=own, limit=limit)
+        if "seconds" in best:
+            return {"chosen": chosen, "best": {**plan, **best}, "ratio": round(best["seconds"] / chosen["seconds"], 4)}
+    return {"chosen": chosen, "error": "no plan of the sweep fits"}
 
 
 class Progress:
-    """Sweeps a module, then lets the chosen plan meet the best one at each budget.
+    """Sweeps a module, then lets the chosen plan meet the best one at each budget; sweeps are rows of the record too.
 
     Args:
         record: Where finished rows go.
-        device: `"cpu"` or `"cuda"`.
-        options: `only`, `limit` and `again` of the command line.
+        options: Of the command line.
     """
 
-    def __init__(self, record: Record, device: str, options: Any) -> None:
-        self._record, self._device, self._options = record, device, options
+    def __init__(self, record: Record, options: Namespace) -> None:
+        self._record, self._device, self._options = record, options.device, options
         self._rows: dict[str, dict[str, Any]] = {}
 
     def begin(self) -> list[Task]:
-        names = [name for name in CHOSEN[self._device] if self._wanted(name)]
-        return [
-            Task(name=f"sweep: {name}", work=swept, args=(name, self._device, self._batch(name)), seconds=500)
-            for name in names
-        ]
+        tasks: list[Task] = []
+        for name in CHOSEN[self._device]:
+            sweep = self._record.rows.get(self._key(name, "sweep"))
+            if sweep is not None and "plans" in sweep:
+                tasks += self._duels(name, sweep["plans"])
+            elif self._wanted(name):
+                args = (name, self._device, self._batch(name))
+                tasks.append(Task(name=f"sweep: {name}", work=swept, args=args, seconds=300))
+        return tasks
+
+    def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
+        step, _, key = task.name.partition(": ")
+        if step == "duel":
+            self._record.add({**self._rows[key], **result})
+            return []
+        self._record.add({"cell": self._key(key, "sweep"), "module": key, "device": self._device, **result})
+        return self._duels(key, result.get("plans", []))
+
+    def _key(self, name: str, what: str) -> str:
+        return f"{self._device} | {name} | {what}"
 
     def _batch(self, name: str) -> int:
         return BATCHES * MODULES[name].size(self._device).rows[1]
 
     def _wanted(self, name: str) -> dict[str, float]:
-        keys = {f"{self._device} | {name} | {share:.0%}": share for share in SHARES}
-        return {
-            key: share
-            for key, share in keys.items()
-            if self._options.only in key and self._record.lacks(key, again=self._options.again)
-        }
+        keys = {self._key(name, f"{share:.0%}"): share for share in SHARES}
+        lacking = [
+            key for key in keys if self._options.only in key and self._record.lacks(key, again=self._options.again)
+        ]
+        return {key: keys[key] for key in lacking[: self._options.limit]}
 
-    def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]:
-        step, _, key = task.name.partition(": ")
-        if step == "duel":
-            self._record.add({**self._rows[key], "chosen": result})
-            return []
-        return list(self._duels(key, result.get("plans", [])))
-
-    def _duels(self, name: str, plans: list[dict[str, Any]]) -> Iterable[Task]:
-        measured = [plan for plan in plans if "seconds" in plan]
+    def _duels(self, name: str, plans: list[dict[str, Any]]) -> list[Task]:
+        measured = sorted((plan for plan in plans if "seconds" in plan), key=lambda plan: plan["seconds"])
         whole = max((plan["reserved"] or 0 for plan in measured), default=0)
+        tasks = []
         for key, share in self._wanted(name).items():
             budget = int(share * whole)
-            row = {
-                "cell": key,
-                "module": name,
-                "device": self._device,
-                "share": share,
-                "budget": budget,
-                "plans": plans,
-            }
-            fitting = [plan for plan in measured if (plan["reserved"] or 0) <= budget]
-            if not fitting:
-                self._record.add({**row, "error": "no plan of the sweep fits"})
-                continue
-            best = min(fitting, key=lambda plan: plan["seconds"])
-            self._rows[key] = {**row, "rows": self._batch(name), "best": best}
-            yield Task(
-                name=f"duel: {key}", work=duel, args=(name, self._device, self._batch(name), budget or 2**33, best)
-            )
+            self._rows[key] = {"cell": key, "module": name, "device": self._device, "share": share, "budget": budget}
+            contenders = [plan for plan in measured if (plan["allocated"] or 0) <= budget]
+            args = (name, self._device, self._batch(name), budget or None, contenders)
+            tasks.append(Task(name=f"duel: {key}", work=duel, args=args))
+        return tasks
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ratios = [row["chosen"]["ratio"] for row in rows if "ratio" in row.get("chosen", {})]
+    duels = [row for row in rows if "share" in row]
+    ratios = [row["ratio"] for row in duels if "ratio" in row]
     return {
-        "rows": len(rows),
+        "rows": len(duels),
         "least_ratio": min(ratios, default=None),
         "median_ratio": statistics.median(ratios) if ratios else None,
         "met": sum(ratio >= BAR for ratio in ratios),
@@ -208,12 +221,13 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def tables(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
+        if "share" not in row:
+            continue
         best, chosen = row.get("best", {}), row.get("chosen", {})
-        failure = chosen.get("error", row.get("error"))
         lines.append(
             (
-                row["module"], gib(row["budget"]), _plan(best), _milliseconds(chosen.get("best_seconds")),
-                failure or _plan(chosen), _milliseconds(chosen.get("seconds")), chosen.get("ratio"),
+                row["module"], gib(row["budget"]), _plan(best), _milliseconds(best.get("seconds")),
+                row.get("error") or _plan(chosen), _milliseconds(chosen.get("seconds")), row.get("ratio"),
             )
         )  # fmt: skip
     heads = ("module", "budget, GiB", "best plan", "ms a step", "chosen plan", "ms a step", "chosen / best throughput")
@@ -233,13 +247,8 @@ def _milliseconds(seconds: float | None) -> str | None:
 
 def main() -> int:
     options = parser(__doc__, name="planner_throughput", jobs=1).parse_args()
-    record, device = begin(
-        options, what="seconds a step: the chosen plan, and the best of a sweep", summarise=summarise, tables=tables
-    )
-    progress = Progress(record, options.device, options)
-    run_all(progress.begin(), jobs=options.jobs, done=progress.done, capacity=device["capacity"], start=device["start"])
-    print("\n\n".join(["", *tables(list(record.rows.values()))]))
-    return 0
+    what = "seconds a step: the chosen plan, and the best of a sweep"
+    return measure(options, what=what, summarise=summarise, tables=tables, progress=Progress)
 
 
 if __name__ == "__main__":

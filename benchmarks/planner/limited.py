@@ -35,7 +35,8 @@ __all__ = [
 PRECISION = {"cpu": "32-true", "cuda": "bf16-mixed"}
 """What is trained in, by device."""
 
-STEPS = 5
+STEPS = 3
+"""Of a fit: the second is the first with an optimizer's state, the third the first that begins with what such a step left behind."""
 
 FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
 """Of a strategy that does as it is told and nothing else."""
@@ -135,13 +136,13 @@ def run(
     limit: int | None,
     levers: dict[str, Any] | None = None,
     steps: int = STEPS,
-) -> tuple[L.Trainer, int]:
-    """Train the module called `name` on a batch of `rows` rows; return the trainer, and the most that was taken."""
+) -> dict[str, Any]:
+    """Train the module called `name` on a batch of `rows` rows; return the most that was taken."""
     kind = MODULES[name]
     with limits_of_process(name, device, limit):
         began = _status("VmSize") if device == "cpu" else 0
         module, batch = kind.build(device), kind.batch(device, rows)
-        trainer = fit(
+        fit(
             module,
             batch,
             device=device,
@@ -150,13 +151,17 @@ def run(
             callbacks=[Limit(limit), Pull(levers)],
             steps=steps,
         )
-    return trainer, torch.cuda.max_memory_reserved() if device == "cuda" else _status("VmPeak") - began
+    if device == "cpu":
+        return {"reserved": _status("VmPeak") - began}
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    taken = {"reserved": torch.cuda.max_memory_reserved(), "allocated": torch.cuda.max_memory_allocated()}
+    return {**taken, "retries": retries}
 
 
 def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
     """Return what a fit takes that runs the whole batch at once, without a limit."""
     strategy = UnifiedStrategy(micro_batch_size=rows, **FIXED)
-    return {"reserved": run(name, device, rows, strategy, limit=None)[1]}
+    return run(name, device, rows, strategy, limit=None)
 
 
 def budget_of(device: str, limit: int) -> int:
@@ -174,7 +179,7 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"outcome": "trained"}
     try:
-        _, found["reserved"] = run(name, device, rows, strategy, limit=limit)
+        found |= run(name, device, rows, strategy, limit=limit, steps=STEPS + 1)
     except Exception as error:
         is_ours = isinstance(error, LightningUnifiedError)
         found = {"outcome": "refused" if is_ours else "died", "why": f"{type(error).__name__}: {error}"[:400]}
@@ -199,7 +204,6 @@ def attempt(name: str, device: str, rows: int, size: int, levers: dict[str, Any]
     """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
     strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
     try:
-        _, reserved = run(name, device, rows, strategy, limit=limit, levers=levers, steps=3)
+        return {"fits": True, **run(name, device, rows, strategy, limit=limit, levers=levers)}
     except Exception as error:
         return {"fits": False, "why": f"{type(error).__name__}: {error}"[:200]}
-    return {"fits": True, "reserved": reserved}

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from campaign.records import origin, write
@@ -18,7 +18,7 @@ from campaign.records import origin, write
 from planner.hub import has_peft, has_transformers
 from planner.pool import Task, look_at_gpu, run_all
 
-__all__ = ["Record", "begin", "parser"]
+__all__ = ["Progress", "Record", "errors", "measure", "parser"]
 
 
 def parser(doc: str, *, name: str, jobs: int) -> argparse.ArgumentParser:
@@ -74,36 +74,64 @@ def errors(row: dict[str, Any]) -> dict[str, str]:
     return found | ({"": row["error"]} if "error" in row else {})
 
 
-def begin(
+class Progress(Protocol):
+    """What a benchmark does with its record: which pieces of work it begins with, and what follows from each."""
+
+    def begin(self) -> Iterable[Task]: ...
+
+    def done(self, task: Task, result: dict[str, Any]) -> Iterable[Task]: ...
+
+
+def measure(
     options: argparse.Namespace,
     *,
     what: str,
     summarise: Callable[[list[dict]], Any],
     tables: Callable[[list[dict]], Iterable[str]],
-) -> tuple[Record, dict[str, Any]]:
-    """Return the record to fill and what is known of the device: how processes start on it, and its bytes.
+    progress: Callable[[Record, argparse.Namespace], Progress],
+) -> int:
+    """Run a benchmark from its command line to its tables, and return the exit status.
 
-    With `--summary` it prints the tables of that record, and ends the program.
+    With `--summary` it prints the tables of that record, and runs nothing.
+
+    Args:
+        options: As `parser` gives them.
+        what: Is measured, for the record's head.
+        summarise: Makes figures of the rows, for the record's head.
+        tables: Makes Markdown of the rows.
+        progress: Leads through the rows that the record lacks.
     """
     if options.summary is not None:
         print("\n\n".join(tables(_rows(options.summary))))
-        sys.exit(0)
+        return 0
+    about, start, capacity = _begin(options)
+    record = Record(_output(options), about={"what": what, **about}, summarise=summarise)
+    leader = progress(record, options)
+    run_all(leader.begin(), jobs=options.jobs, done=leader.done, capacity=capacity, start=start)
+    print("\n\n".join(["", *tables(list(record.rows.values()))]))
+    return 0
+
+
+def _output(options: argparse.Namespace) -> Path:
+    folder = Path(__file__).parents[1] / "results"
+    return (options.output or folder / f"{options.name}_{options.device}.json").absolute()
+
+
+def _begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None]:
+    """Return what a record says of the machine, how processes start on the device, and the bytes that they may take together."""
     _quieten()
-    device = {"start": "fork", "capacity": None}
-    about = {"what": what, **origin(" ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]))}
+    start, capacity = "fork", None
+    about = origin(" ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]))
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the thread that autograd keeps for a GPU would count as growth
     else:
-        gpu, device["start"] = _gpu()
+        gpu, start = _gpu()
         about["machine"]["gpu"] = gpu
-        device["total"] = gpu["bytes"]
-        device["capacity"] = int(0.9 * gpu["bytes"])
+        capacity = int(0.9 * gpu["bytes"])
     for library in ("transformers", "peft", "accelerate"):
         with_library = importlib.util.find_spec(library) is not None
         about["versions"][library] = importlib.metadata.version(library) if with_library else None
-    folder = Path(__file__).parents[1] / "results"
-    output = options.output or folder / f"{options.name}_{options.device}.json"
-    return Record(output.absolute(), about=about, summarise=summarise), device
+    return about, start, capacity
 
 
 def _gpu() -> tuple[dict[str, Any], str]:

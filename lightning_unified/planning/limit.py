@@ -1,5 +1,8 @@
 """Whether a step goes through where an allocator may take no more than so much, which is less than it takes where there is enough."""
 
+import itertools
+import math
+from collections.abc import Iterator
 from typing import cast
 
 from lightning_unified.hardware.simulated.pools import Block, Pools
@@ -10,11 +13,15 @@ from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]
 
+_STEP = 1.01  # between two limits that are tried, about as far as a prediction of what is reserved is off
+
 
 def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expandable_segments: bool = False) -> bool:
     """Return whether the steps of a run like `trace` go through with no more than `limit` bytes taken of the machine.
 
-    An allocator that comes to its limit gives back what nothing is in, and tries again.
+    An allocator that comes to its limit gives back what nothing is in, and tries again. When that happens decides how what follows is
+    cut up, and a few megabytes decide when: a step can go through within a limit and fail within a somewhat larger one. So it counts
+    as fitting only if it goes through within every larger limit too; the limits tried are a percent apart, the same ones for all.
 
     Args:
         trace: A step in steady state.
@@ -26,12 +33,26 @@ def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expanda
         ValueError: If there is no model of the backend's allocator.
     """
     backend = backend or trace.backend
-    pools = pools_of(backend, expandable_segments=expandable_segments)
-    try:
-        Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held()
-    except _FullError:
-        return False
-    return True
+
+    def reserved_within(limit: float) -> int | None:
+        pools = pools_of(backend, expandable_segments=expandable_segments)
+        try:
+            return Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held().reserved
+        except _FullError:
+            return None
+
+    found = reserved_within(limit)
+    unhindered = None if found is None else reserved_within(math.inf)
+    larger = _limits_from(limit)
+    while found not in (None, unhindered):
+        found = reserved_within(next(larger))
+    return found is not None
+
+
+def _limits_from(limit: float) -> Iterator[float]:
+    """Yield the powers of `_STEP`, from the last one that is no more than `limit`."""
+    first = math.floor(math.log(limit) / math.log(_STEP))
+    yield from (_STEP**exponent for exponent in itertools.count(first))
 
 
 class _FullError(Exception):
@@ -53,7 +74,7 @@ class _WithinLimit:
         As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`, MPSAllocator.mm `alloc_buffer_block`.
     """
 
-    def __init__(self, pools: Pools, limit: int, *, is_metal: bool) -> None:
+    def __init__(self, pools: Pools, limit: float, *, is_metal: bool) -> None:
         self._pools, self._limit, self._is_metal = pools, limit, is_metal
 
     @property

@@ -158,9 +158,10 @@ def adherence(part, *, fits_up_to, planned, rows=96):
     """Return the row that comes of a plan, where micro-batches fit up to a size; and which sizes were tried."""
     script, tried = part("planner_adherence"), []
     finished = []
-    record = type("Rows", (), {"lacks": lambda self, key, again: True, "add": lambda self, one: finished.append(one)})()
-    options = type("Options", (), {"only": "", "limit": 1, "again": False})()
-    progress = script.Progress(record, "cpu", options)
+    lacks, add = (lambda self, key, again: True), (lambda self, one: finished.append(one))
+    record = type("Rows", (), {"rows": {}, "lacks": lacks, "add": add})()
+    options = type("Options", (), {"only": "", "limit": 1, "again": False, "device": "cpu"})()
+    progress = script.Progress(record, options)
     progress._rows_of = lambda name: rows
     waiting = [progress.begin()[0]]
     while waiting:
@@ -185,19 +186,25 @@ def plan(size):
     }
 
 
-def test_the_true_maximum_is_found_by_bisection(part):
-    found, _, verdict = adherence(part, fits_up_to=41, planned=plan(20))
+def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halves(part):
+    found, tried, verdict = adherence(part, fits_up_to=41, planned=plan(10))
 
-    assert found["true_maximum"] == {"least": 41, "most": 41}
-    assert verdict["ratio"] == 20 / 41
+    assert found["planned"]["parts"] == 10
+    assert tried == [11, 24, 48, 32]
+    assert found["true_maximum"] == {"parts": 3, "micro_batch_size": 32}
+    assert verdict["ratio"] == 3 / 10
 
 
-def test_one_failure_just_above_what_was_chosen_is_enough(part):
-    found, tried, verdict = adherence(part, fits_up_to=64, planned=plan(64))
+def test_nothing_more_is_tried_once_the_next_fewer_parts_do_not_fit(part):
+    found, tried, verdict = adherence(part, fits_up_to=31, planned=plan(24))
 
-    assert tried == [66]
-    assert found["true_maximum"] == {"least": 64, "most": 65}
-    assert verdict["ratio"] >= 0.97
+    assert tried == [32]
+    assert found["true_maximum"] == {"parts": 4, "micro_batch_size": 24}
+    assert verdict["ratio"] == 1
+
+
+def test_a_size_that_cuts_the_batch_no_otherwise_is_not_tried(part):
+    assert adherence(part, fits_up_to=96, planned=plan(48))[1] == [96]
 
 
 def test_nothing_is_tried_beside_the_whole_batch(part):

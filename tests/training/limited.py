@@ -1,9 +1,9 @@
-"""Run as a program: trains under a real RLIMIT_AS in which the whole batch does not fit. Usage: limited.py auto|unified"""
+"""Run as a program: trains under a real RLIMIT_AS in which the whole batch does not fit, plainly in a fork, then by `unified`."""
 
 import json
 import logging
+import os
 import resource
-import sys
 import warnings
 
 import lightning as L
@@ -40,13 +40,12 @@ def address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def train(strategy: str) -> L.Trainer:
     torch.manual_seed(0)
     rows = torch.randn(128, 384, 64)
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=sys.argv[1],
+        strategy=strategy,
         max_steps=4,
         logger=False,
         enable_checkpointing=False,
@@ -55,15 +54,39 @@ if __name__ == "__main__":
     )
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + 160 * MIB,) * 2)
     trainer.fit(Wide(), torch.utils.data.DataLoader(rows, batch_size=32))
+    return trainer
+
+
+def death_of(strategy: str) -> str | None:
+    """Return the error that a fit ends with, in a process of its own; None if it ends well."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            train(strategy)
+        except Exception as error:
+            os.write(writing, f"{type(error).__name__}: {error}"[:4096].encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        words = told.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return words or (None if status == 0 else f"exit status {status}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    plain = death_of("auto")
+    trainer = train("unified")
     strategy = trainer.strategy
     print(
         json.dumps(
             {
+                "plain": plain,
                 "steps": trainer.global_step,
-                "loss": float(trainer.callback_metrics["loss"]),
-                "recoveries": getattr(strategy, "recoveries", None),
-                "micro_batch_size": getattr(strategy, "micro_batch_size", None),
-                "effective_batch_size": getattr(strategy, "effective_batch_size", None),
+                "recoveries": strategy.recoveries,
+                "micro_batch_size": strategy.micro_batch_size,
+                "effective_batch_size": strategy.effective_batch_size,
             }
         )
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from modules import MLP, weights
-from test_recovery import TEXT, Fails, ShrinksAt, Stateful, run
+from test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
 from torchmetrics import CatMetric, MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 
@@ -42,9 +42,8 @@ def assert_recovered_as_undisturbed(kind, failing, **options):
     np.random.seed(0)
     module, seen, trainer = run(kind, failing, **options)
     assert trainer.strategy.recoveries == failing.raised >= 1
-    random.seed(0)
-    np.random.seed(0)
-    twin, twin_seen, twin_trainer = run(kind, ShrinksAt(trainer.strategy.micro_batch_size, failing.batch), **options)
+    size = trainer.strategy.micro_batch_size
+    twin, twin_seen, twin_trainer = undisturbed(kind, size, failing.batch, **options)
 
     assert torch.equal(weights(module), weights(twin))
     assert seen.callback_metrics == twin_seen.callback_metrics

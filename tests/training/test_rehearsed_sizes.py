@@ -14,12 +14,16 @@ def sizes_of(*, aligned):
     """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was rehearsed of it."""
     asked = []
 
-    def rehearse(rows, parts):
+    def rehearse(rows, parts, later_rows):
         asked.append((rows, parts))
         op = "aten.mm.default" if aligned else f"aten.mm.of_{rows}"
         events = [Work("", "setup"), Take(0, 10 * MIB, "weights")]
         for part in range(1, parts + 1):
-            events += [Work(op, "forward", flops=rows), Take(part, rows * MIB, "activations"), Give(part)]
+            events += [
+                Work(op, "forward", flops=rows),
+                Take(part, (rows if part == 1 else later_rows) * MIB, "activations"),
+                Give(part),
+            ]
         return Trace(events=tuple(events), rows=rows, parts=parts, backend="cpu")
 
     return RehearsedSizes(rehearse, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked

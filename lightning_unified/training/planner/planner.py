@@ -219,14 +219,14 @@ class Planner:
         parts = -(-self.rows // rows)
         return self._of(setting).exactly(rows, parts=parts), parts
 
-    def _steps(self, setting: Setting) -> Callable[[int, int], Trace]:
+    def _steps(self, setting: Setting) -> Callable[[int, int, int], Trace]:
         step = self._rehearsals(
             precision=setting.precision,
             recompute=setting.recompute,
             optimizer_kernel=setting.optimizer_kernel,
             loss_chunk=setting.loss_chunk,
         ).step
-        return step if self._updates else lambda rows, parts: _without_optimizer(step(rows, parts))
+        return step if self._updates else lambda rows, parts, later: _without_optimizer(step(rows, parts, later))
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
         """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""

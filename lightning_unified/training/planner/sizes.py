@@ -5,13 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_unified.planning.backends import with_workspaces
+from lightning_unified.planning.cuts import cuts
 from lightning_unified.planning.lines import Lines, MisalignedError, fit
 from lightning_unified.planning.peak import peak
 from lightning_unified.planning.trace import Take, Trace, Work
 
 __all__ = ["RehearsedSizes"]
 
-_FEW = 8  # units of a batch up to which every size is rehearsed by itself
+_FEW = 8  # units of a batch up to which every size is rehearsed by itself, and of a micro-batch up to which one fewer in the next tells
 _FIT = (2, 4)  # units of a micro-batch that lines are laid through; one is no point of a line, for it broadcasts
 
 
@@ -22,8 +23,12 @@ class RehearsedSizes:
     and one for a step of two; where the step does something else at another size, so that there are no such lines, each size that is
     asked for is rehearsed by itself.
 
+    A batch of 10 rows in three parts runs as 4, 3 and 3, and blocks of four rows' activations then lie in the way of three's: what is
+    allocated is less than for 4, 4 and 4, what is reserved can be far more. So such sizes are rehearsed by themselves where they are
+    small, and `exactly` tells the second part as it is.
+
     Args:
-        rehearse: Rehearses a step by rows of a micro-batch and number of micro-batches.
+        rehearse: Rehearses a step by rows of its first micro-batch, number of micro-batches, and rows of the others.
         rows: Of the whole batch.
         unit: Rows that stay together.
         row_bytes: What a row of the batch takes.
@@ -31,12 +36,19 @@ class RehearsedSizes:
     """
 
     def __init__(
-        self, rehearse: Callable[[int, int], Trace], *, rows: int, unit: int, row_bytes: int, workspaces: bool = True
+        self,
+        rehearse: Callable[[int, int, int], Trace],
+        *,
+        rows: int,
+        unit: int,
+        row_bytes: int,
+        workspaces: bool = True,
     ) -> None:
         self._rehearse = rehearse
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
+        self._second = {cut[0]: cut[1] for cut in cuts(rows, unit=unit) if len(cut) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
-        self._own: dict[tuple[int, int], Trace] = {}
+        self._own: dict[tuple[int, int, int], Trace] = {}
         self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Lines | None] = {}
 
@@ -48,13 +60,13 @@ class RehearsedSizes:
         parts = min(parts, 2)
         key = rows, parts
         if key not in self._traces:
-            self._traces[key] = self._complete(self._made(rows, parts))
+            self._traces[key] = self._made(rows, parts)
         return self._traces[key]
 
     def exactly(self, rows: int, *, parts: int) -> Trace:
         """Return the same trace, rehearsed at that size and on no line; `at` gives it from now on."""
         parts = min(parts, 2)
-        self._traces[rows, parts] = self._complete(self._by_itself(rows, parts))
+        self._traces[rows, parts] = self._by_itself(rows, parts)
         self._peaks.pop((rows, parts), None)
         return self._traces[rows, parts]
 
@@ -75,7 +87,7 @@ class RehearsedSizes:
         return self._peak(rows, parts)
 
     def _least_bytes(self, rows: int, parts: int) -> int:
-        known = sorted(size for size, of in self._own if of == parts and size < rows)[-2:]
+        known = sorted({size for size, of, _ in self._own if of == parts and size < rows})[-2:]
         if not known:
             return 0
         taken = [self._peak(size, parts) for size in known]
@@ -91,33 +103,43 @@ class RehearsedSizes:
 
     def _made(self, rows: int, parts: int) -> Trace:
         lines = self._lines_at(rows, parts)
-        return self._by_itself(rows, parts) if lines is None else lines.at(rows, parts=parts)
+        if lines is None:
+            return self._by_itself(rows, parts)
+        return self._complete(lines.at(rows, parts=parts), rows=rows * parts)
 
     def _lines_at(self, rows: int, parts: int) -> Lines | None:
         """Return the lines that a size lies on; None for one that is rehearsed by itself."""
         whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
-        return None if whole or small else self._lines_of(parts)
+        uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
+        return None if whole or small or uneven else self._lines_of(parts)
 
     def _lines_of(self, parts: int) -> Lines | None:
         if parts not in self._lines:
             self._lines[parts] = None
             if self._rows >= _FEW * self._unit:
+                sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
-                    self._lines[parts] = fit([self._by_itself(count * self._unit, parts) for count in _FIT])
+                    self._lines[parts] = fit([self._rehearsed(size, parts, size) for size in sizes])
         return self._lines[parts]
 
     def _by_itself(self, rows: int, parts: int) -> Trace:
-        if (rows, parts) not in self._own:
-            self._own[rows, parts] = self._rehearse(rows, parts)
-        return self._own[rows, parts]
+        second = self._second.get(rows, rows) if parts > 1 else rows
+        return self._complete(self._rehearsed(rows, parts, second), rows=rows + (parts - 1) * second)
 
-    def _complete(self, trace: Trace) -> Trace:
-        whole = self._whole_batch(trace)
+    def _rehearsed(self, rows: int, parts: int, second: int) -> Trace:
+        key = rows, parts, second
+        if key not in self._own:
+            self._own[key] = self._rehearse(*key)
+        return self._own[key]
+
+    def _complete(self, trace: Trace, *, rows: int) -> Trace:
+        """Return the trace, which tells `rows` of the batch, with all of the batch and what libraries take."""
+        whole = self._whole_batch(trace, rows=rows)
         return with_workspaces(whole) if self._workspaces else whole
 
-    def _whole_batch(self, trace: Trace) -> Trace:
+    def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
         """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
-        missing = (self._rows - trace.rows * trace.parts) * self._row_bytes
+        missing = (self._rows - rows) * self._row_bytes
         if trace.parts == 1 or missing <= 0:
             return trace
         taken = {event.storage for event in trace.events if isinstance(event, Take)}

@@ -46,6 +46,7 @@ class _Stage:
     trainer: RehearsalTrainer
     rows: int
     parts: int
+    later_rows: int
 
 
 class Rehearsal:
@@ -78,7 +79,7 @@ class Rehearsal:
         self._settings = self._settings_of(accumulate, clip)
         self._stage: _Stage | None = None
 
-    def run(self, rows: int, parts: int = 1) -> Trace:
+    def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
 
         Raises:
@@ -86,12 +87,13 @@ class Rehearsal:
         """
         if rows < 1 or parts < 1:
             raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
-        trace = self._guarded(partial(self._first, rows, parts))
+        later = rows if later_rows is None else later_rows
+        trace = self._guarded(partial(self._first, rows, parts, later))
         if trace.confidence != "low":
             return trace
         self._stage = None
         try:
-            again = self._guarded(partial(self._first, rows, parts, other=True))
+            again = self._guarded(partial(self._first, rows, parts, later, other=True))
         except RehearsalError:
             return trace
         finally:
@@ -100,7 +102,7 @@ class Rehearsal:
             return trace
         return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
 
-    def go_on(self, rows: int, parts: int) -> Trace | None:
+    def go_on(self, rows: int, parts: int, later_rows: int | None = None) -> Trace | None:
         """Follow one more step where the last one ended, with every counter set back to what it was before the first one followed.
 
         It is the step that a rehearsal of its own would follow, if that would find the same as this one does. So what lives before it
@@ -115,7 +117,9 @@ class Rehearsal:
         if stage is None:
             return None
         with contextlib.suppress(RehearsalError):
-            trace = self._guarded(partial(self._further, stage, rows, parts))
+            trace = self._guarded(
+                partial(self._further, stage, rows, parts, rows if later_rows is None else later_rows)
+            )
             if trace.confidence != "low" and stage.conductor.is_steady:
                 self._stage = stage
                 return trace
@@ -137,11 +141,11 @@ class Rehearsal:
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
 
-    def _first(self, rows: int, parts: int, *, other: bool = False) -> Trace:
+    def _first(self, rows: int, parts: int, later: int, *, other: bool = False) -> Trace:
         spot: list[Places] = []
         world = World(place=lambda: spot[0].here() if spot else "", other=other)
         with fake_world(world):
-            stage = self._set_up(rows, parts, world=world, spot=spot)
+            stage = self._set_up(rows, parts, later, world=world, spot=spot)
             loaders: dict[str, Any] = {"train_dataloaders": stage.conductor.loader()}
             if self._validates:
                 loaders["val_dataloaders"] = stage.conductor.loader(validation=True)
@@ -152,8 +156,8 @@ class Rehearsal:
             self._stage = stage
         return trace
 
-    def _further(self, stage: _Stage, rows: int, parts: int) -> Trace:
-        stage.rows, stage.parts = rows, parts
+    def _further(self, stage: _Stage, rows: int, parts: int, later: int) -> Trace:
+        stage.rows, stage.parts, stage.later_rows = rows, parts, later
         with fake_world(stage.world):
             stage.conductor.go_on()
             stage.strategy.cut(None if parts == 1 else rows)
@@ -166,7 +170,7 @@ class Rehearsal:
         with stage.places.followed(), stage.recorder, mimic(self._backend):
             yield
 
-    def _set_up(self, rows: int, parts: int, *, world: World, spot: list[Places]) -> _Stage:
+    def _set_up(self, rows: int, parts: int, later: int, *, world: World, spot: list[Places]) -> _Stage:
         """Return the shadow and all that follows it; call it inside the world."""
         plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
         copy = self._shadow(dtype)
@@ -205,6 +209,7 @@ class Rehearsal:
             trainer=trainer,
             rows=rows,
             parts=parts,
+            later_rows=later,
         )
         return stage
 
@@ -235,7 +240,7 @@ class Rehearsal:
         """Return the next batch: whole until weights have been written once."""
         template = self._template if validation or not self._validates else self._before
         parts = stage.parts if stage.strategy.steps else 1
-        return template.of(stage.rows * parts, length=self._length, device=_DEVICE)
+        return template.of(stage.rows + (parts - 1) * stage.later_rows, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:
         live = self._live

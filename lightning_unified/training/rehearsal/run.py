@@ -19,6 +19,7 @@ def rehearse(
     *,
     rows: int,
     parts: int = 1,
+    later_rows: int | None = None,
     length: int | None = None,
     backend: str = "cpu",
     precision: str | None = None,
@@ -40,6 +41,7 @@ def rehearse(
         batch: As its `training_step` gets it.
         rows: Of a micro-batch.
         parts: Micro-batches of the batch.
+        later_rows: Of every micro-batch but the first, where the batch does not divide evenly; None for as many as of the first.
         length: Entries of a row; None for as many as in `batch`.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`: whose kernels are meant.
         precision: Lightning's name of one; None for the Trainer's, `"32-true"` without one.
@@ -66,7 +68,7 @@ def rehearse(
         accumulate=accumulate,
         clip=clip,
     )
-    return rehearsal.run(rows, parts)
+    return rehearsal.run(rows, parts, later_rows)
 
 
 def rehearse_validation(
@@ -152,18 +154,19 @@ class Rehearsals:
         )
         self._last: Rehearsal | None = None
 
-    def step(self, rows: int, parts: int = 1) -> Trace:
+    def step(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Return what a step does to memory.
 
         Args:
             rows: Of a micro-batch.
             parts: Micro-batches of the batch.
+            later_rows: Of every micro-batch but the first; None for as many.
 
         Raises:
             RehearsalError: As `rehearse`.
         """
-        trace = None if self._last is None else self._last.go_on(rows, parts)
+        trace = None if self._last is None else self._last.go_on(rows, parts, later_rows)
         if trace is None:
             self._last = self._anew()
-            trace = self._last.run(rows, parts)
+            trace = self._last.run(rows, parts, later_rows)
         return trace
