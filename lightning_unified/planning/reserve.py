@@ -1,7 +1,7 @@
 """From what lives to what the machine gives: a step's storages replayed through a model of its backend's allocator."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,12 +9,14 @@ from lightning_unified.hardware.simulated.expandable import ExpandableSegments
 from lightning_unified.hardware.simulated.host_heap import HostHeap
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.planning.trace import CATEGORIES, Category, Give, Take, Trace, Work
+from lightning_unified.units import MIB
 
 __all__ = ["Held", "Run", "held", "pools_of", "replay", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
 _GIVEN_BACK = ("segment_free", "segment_unmap")
+_CUBLAS_WORKSPACE = 32 * MIB  # of the generations that recordings are of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,9 @@ def held(
 ) -> Held:
     """Replay a run's first step and then steady ones, and return what the allocator handed out and held.
 
-    The first step begins with weights and buffers only: gradients come with its backward pass, and what an optimizer keeps is
-    taken when it first steps, out of what the activations left. That order decides how the pools are cut up afterwards.
+    The first step begins with weights and buffers only: gradients come with its backward pass, libraries take their workspaces at the first
+    operation that needs one, and what an optimizer keeps is taken when it first steps, out of what the activations left. That order
+    decides how the pools are cut up afterwards.
 
     Args:
         trace: A step in steady state.
@@ -110,27 +113,41 @@ class Run:
 
     def held(self) -> Held:
         """Replay the steps and return what was most."""
-        steps = any(isinstance(event, Work) and event.phase == "optimizer step" for event in self._step)
-        later = {"gradients", "optimizer state"} if steps else {"gradients"}
-        self._take_all(take for take in self._setup if take.category in _LASTING)
-        self._take_all(take for take in self._setup if take.category not in _LASTING and take.category not in later)
-        self._replay(kept=[take for take in self._setup if steps and take.category == "optimizer state"])
+        beginnings = self._beginnings()
+        later = {take.storage for takes in beginnings.values() for take in takes}
+        first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
+        self._take_all(take for take in first if take.category in _LASTING)
+        if isinstance(self._pools, CudaSegments):
+            self._pools.addresses.compute()
+        self._take_all(take for take in first if take.category not in _LASTING)
+        self._replay(beginnings)
         for _ in range(_STEADY_STEPS):
             self._carry_over()
-            self._replay(kept=[])
+            self._replay({})
         categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
         return Held(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
 
-    def _replay(self, *, kept: Iterable[Take]) -> None:
-        """Go through one step; `kept` begins to live where its optimizer first steps."""
-        for index, event in enumerate(self._step, self._first):
+    def _beginnings(self) -> dict[int, list[Take]]:
+        """Return what the first step is the first to take, by the event before which it does: an optimizer's state, libraries' workspaces."""
+        works = [index for index, event in enumerate(self._step) if isinstance(event, Work)]
+        found: dict[int, list[Take]] = defaultdict(list)
+        for take in self._setup:
+            if take.since is not None and take.since < len(works):
+                after = range(works[take.since] + 1, len(self._step))
+                found[next((at for at in after if not isinstance(self._step[at], Take)), len(self._step))].append(take)
+        steps = next((at for at in works if self._step[at].phase == "optimizer step"), None)  # type: ignore[union-attr]
+        if steps is not None:
+            found[steps] += [take for take in self._setup if take.category == "optimizer state"]
+        return found
+
+    def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
+        """Go through one step; `beginnings` begin to live before the events that they are named by."""
+        for at, event in enumerate(self._step):
+            self._take_all(beginnings.get(at, ()))
             if isinstance(event, Take):
-                self._take(event, index=index)
+                self._take(event, index=self._first + at)
             elif isinstance(event, Give):
                 self._give(event.storage)
-            elif kept and event.phase == "optimizer step":
-                self._take_all(kept)
-                kept = []
 
     def _carry_over(self) -> None:
         """Let what a step left be what the next begins with: the gradients it made are those of the step before."""
@@ -155,6 +172,8 @@ class Run:
     def _take(self, take: Take, *, index: int) -> None:
         if not take.bytes:
             return
+        if take.category == "workspaces" and isinstance(self._pools, CudaSegments):
+            self._pools.addresses.multiply()
         size = self._pools.rounded(take.bytes)
         block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
         self._blocks[take.storage] = block
@@ -171,13 +190,17 @@ class Run:
             self._pools.give_back(block)
 
 
-def replay(events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None) -> tuple[int, int]:
+def replay(
+    events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None, weights: int | None = None
+) -> tuple[int, int]:
     """Replay what `torch.cuda.memory._snapshot()["device_traces"]` recorded on one stream, from the first allocation on.
 
     Args:
         events: `action`, `addr` and `size` of each entry. Allocations and their ends are replayed; of what the allocator did
             itself, only that it gave free segments back.
         expandable_segments: Whether segments grew; None looks for an entry that says so.
+        weights: How many allocations there are before anything is computed; None for those before the first that ends. cuBLAS's first product
+            is taken to be where its workspace of 32 MiB is.
 
     Returns:
         The most allocated and the most reserved, in bytes, by the model of the allocator.
@@ -187,9 +210,13 @@ def replay(events: Iterable[tuple[str, int, int]], *, expandable_segments: bool 
         expandable_segments = any(action == "segment_map" for action, _, _ in entries)
     pools = ExpandableSegments() if expandable_segments else CudaSegments()
     blocks: dict[int, Block] = {}
-    allocated, most, reserved, before = 0, 0, 0, ""
+    allocated, most, reserved, count, before = 0, 0, 0, 0, ""
+    first = _first_that_ends(entries) if weights is None else weights
     for action, address, size in entries:
         if action == "alloc" and size:
+            if count >= first:
+                (pools.addresses.multiply if size == _CUBLAS_WORKSPACE else pools.addresses.compute)()
+            count += 1
             rounded = pools.rounded(size)
             block = blocks[address] = pools.reuse(rounded) or pools.place(rounded, pressed=False)
             allocated += block.size
@@ -202,3 +229,9 @@ def replay(events: Iterable[tuple[str, int, int]], *, expandable_segments: bool 
             pools.release()
         before = action
     return most, reserved
+
+
+def _first_that_ends(entries: Iterable[tuple[str, int, int]]) -> int:
+    """Return the number of allocations before the first block of all to end."""
+    actions = [action for action, _, size in entries if action == "free_requested" or (action == "alloc" and size)]
+    return max(actions.index("free_requested") - 1, 0) if "free_requested" in actions else len(actions)

@@ -47,11 +47,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A storage that begins to live. `bytes` are what was asked for, before any allocator rounds them."""
+    """A storage that begins to live.
+
+    Attributes:
+        storage: Its number in the trace.
+        bytes: What was asked for, before any allocator rounds it.
+        category: What it is for.
+        since: Of a storage that is there from the start in every step but the first: the operation that it first came with, in the order of
+            the step's operations; None where that is not said.
+    """
 
     storage: int
     bytes: int
     category: Category
+    since: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,22 @@ def test_optimizer_state_is_taken_out_of_what_the_first_step_left():
     assert reserved_bytes(Trace(events=events, rows=2, backend="cuda")) == 80 * MIB
 
 
+def test_a_workspace_is_taken_by_the_operation_that_first_needs_it():
+    """It lies in the segment that the activations left, so that these need another one in the next step."""
+    events = (
+        Take(0, 32 * MIB, "workspaces", since=1),
+        Work("a", "forward"),
+        Take(1, 40 * MIB, "activations"),
+        Give(1),
+        Work("b", "forward"),
+        Take(2, 2 * MIB, "temporaries"),
+        Give(2),
+    )
+    first, later = Take(0, 32 * MIB, "workspaces"), events[1:]
+    assert reserved_bytes(Trace(events=events, rows=2, backend="cuda")) == 80 * MIB
+    assert reserved_bytes(Trace(events=(first, *later), rows=2, backend="cuda")) == 72 * MIB
+
+
 def test_a_block_of_the_large_pool_keeps_a_rest_below_one_mebibyte():
     events = [Take(0, 20 * MIB, "logits"), Give(0), Take(1, 19 * MIB + 512, "logits"), Give(1)]
     found = held(step_of(*events, Take(2, 20 * MIB - 512, "logits"), Give(2)))

@@ -8,6 +8,7 @@ order in which a driver finishes commands, fragmentation inside a heap, graphs' 
 import bisect
 from typing import Protocol
 
+from lightning_unified.hardware.simulated.addresses import Addresses
 from lightning_unified.units import GIB, MIB
 
 __all__ = ["Block", "CudaSegments", "Freed", "Home", "MetalHeaps", "Pools", "round_up"]
@@ -188,13 +189,17 @@ class MetalHeaps:
 class CudaSegments:
     """CUDA and HIP: blocks of 512 bytes' multiples out of segments of 2 MiB (blocks to 1 MiB), 20 MiB (below 10 MiB), else of 2 MiB's multiples.
 
-    The smallest freed block that fits is taken and split where enough remains; freed neighbours are joined. Only whole
-    segments go back to the driver. New segments are taken to lie at ever higher addresses.
+    The smallest freed block that fits is taken, of equal ones that of the lowest address, and split where enough remains; freed
+    neighbours are joined. Only whole segments go back to the driver. Where a segment lies is up to `addresses`; something was computed at
+    the latest when a block is given back.
 
     Args:
         max_split: `max_split_size_mb` in bytes: blocks of this size and more are neither split nor given to smaller tensors;
             None is torch's default, no such size.
         divisions: `roundup_power2_divisions`: sizes are rounded up to that many steps between two powers of two; 0 for none.
+
+    Attributes:
+        addresses: Where segments lie.
 
     Source:
         torch's CUDACachingAllocator.cpp: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`.
@@ -207,7 +212,7 @@ class CudaSegments:
     def __init__(self, *, max_split: int | None = None, divisions: int = 0) -> None:
         self.reserved = 0
         self._max_split, self._divisions = max_split, divisions
-        self._next = 0
+        self.addresses = Addresses()
         self._freed = {True: Freed(), False: Freed()}
 
     def rounded(self, size: int) -> int:
@@ -245,10 +250,10 @@ class CudaSegments:
     def place(self, size: int, *, pressed: bool) -> Block:
         segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL)
         self.reserved += segment.size
-        self._next += segment.size
-        return self._cut(Block(segment.size, segment, self._next - segment.size), size)
+        return self._cut(Block(segment.size, segment, self.addresses.place(segment.size)), size)
 
     def give_back(self, block: Block) -> None:
+        self.addresses.compute()
         block.used = False
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:

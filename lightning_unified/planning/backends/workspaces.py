@@ -1,7 +1,8 @@
 """Workspaces of the matrix libraries: memory of the CUDA caching allocator that belongs to no tensor.
 
-A cuBLAS handle takes its workspace at its first product and keeps it; the thread that runs forward has one handle, the thread that runs
-backward another. cublasLt, which runs a product with a fused bias, keeps a small one of its own, shared by both.
+A cuBLAS handle takes its workspace at its first product, after the result, and keeps it; the thread that runs forward has one handle, the
+thread that runs backward another. cublasLt, which runs a product with a fused bias, keeps a small one of its own, again one a thread: the
+one that runs backward has such products where blocks are recomputed.
 
 Measured on an H200 with torch 2.11: 32 MiB a thread, 1 MiB for cublasLt; `CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8` makes it 8.1 MiB,
 `:16:8` 0.125 MiB, `:0:0` nothing. From torch's `CublasHandlePool.cpp` and `CUDABlas.cpp`, not run: other generations, and ROCm's 32 MiB
@@ -45,18 +46,24 @@ def with_workspaces(
     trace = with_sums(trace)
     environment = os.environ if environment is None else environment
     free = max((event.storage for event in trace.events if isinstance(event, Take)), default=-1) + 1
-    sizes = [size for size in _sizes(trace, environment, generation) if size]
-    taken: list[Event] = [Take(free + index, size, "workspaces") for index, size in enumerate(sizes)]
+    found = ((size, since) for size, since in _sizes(trace, environment, generation) if size)
+    taken: list[Event] = [
+        Take(free + index, size, "workspaces", since=since) for index, (size, since) in enumerate(found)
+    ]
     return replace(trace, events=(*taken, *trace.events)) if taken else trace
 
 
-def _sizes(trace: Trace, environment: Mapping[str, str], generation: int | None) -> Iterator[int]:
-    products = [event for event in trace.events if isinstance(event, Work) and _PRODUCTS.match(event.op)]
+def _sizes(trace: Trace, environment: Mapping[str, str], generation: int | None) -> Iterator[tuple[int, int]]:
+    """Yield each workspace's bytes with the operation of the step that first needs it."""
+    works = [event for event in trace.events if isinstance(event, Work) and event.phase != "setup"]
     for in_backward in (False, True):
-        if any((event.phase == "backward") is in_backward for event in products):
-            yield cublas_bytes(trace.backend, environment=environment, generation=generation)
-    if any(_WITH_BIAS.match(event.op) for event in products):
-        yield _lt_bytes(trace.backend, environment)
+        own = [(at, event.op) for at, event in enumerate(works) if (event.phase == "backward") is in_backward]
+        product = next((at for at, op in own if _PRODUCTS.match(op)), None)
+        with_bias = next((at for at, op in own if _WITH_BIAS.match(op)), None)
+        if product is not None:
+            yield cublas_bytes(trace.backend, environment=environment, generation=generation), product
+        if with_bias is not None:
+            yield _lt_bytes(trace.backend, environment), with_bias
 
 
 def cublas_bytes(backend: str, *, environment: Mapping[str, str], generation: int | None = None) -> int:

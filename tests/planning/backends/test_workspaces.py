@@ -30,7 +30,8 @@ def test_each_thread_that_multiplies_takes_32_mib_on_hopper():
 
 
 def test_a_product_with_a_fused_bias_takes_one_mib_more():
-    assert sizes(trace(FUSED, BACKWARD)) == [32 * MIB, 32 * MIB, MIB]
+    assert sizes(trace(FUSED, BACKWARD)) == [32 * MIB, MIB, 32 * MIB]
+    assert sizes(trace(FUSED, BACKWARD, Work("aten.addmm.default", "backward"))) == [32 * MIB, MIB] * 2
 
 
 def test_a_step_without_products_takes_none():
@@ -67,3 +68,8 @@ def test_rocm_takes_its_own_sizes():
 def test_the_workspaces_come_first_and_under_numbers_that_are_free():
     events = with_workspaces(trace(FORWARD, BACKWARD), environment={}, generation=9).events
     assert [event.storage for event in events[:3]] == [8, 9, 7]
+
+
+def test_a_workspace_names_the_operation_that_first_needs_it():
+    events = with_workspaces(trace(Work("aten.relu.default", "forward"), FUSED, BACKWARD), environment={}).events
+    assert [event.since for event in events if isinstance(event, Take) and event.category == "workspaces"] == [1, 1, 2]
