@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from lightning_unified.planning.backends import hidden_bytes
+from lightning_unified.planning.backends import Hidden, hidden_bytes
+from lightning_unified.planning.backends.calls import BACK, RESULT
 from lightning_unified.planning.flops import own_flops
 from lightning_unified.planning.trace import Category, Event, Give, Phase, Take, Work
 from lightning_unified.planning.values import tensors_among
@@ -175,20 +176,28 @@ class Recorder(TorchDispatchMode):
         if self._raw is not None and not facts.is_marker:
             self._raw.append(self._work(facts, args, kwargs, outputs, result))
         hidden = hidden_bytes(func, args, kwargs, result, backend=self._backend)
-        inside = [self._take(size) for size in hidden.blocks] if hidden is not None and hidden.first else []
-        first = None
-        for tensor in reversed(outputs) if func is _DROPOUT else outputs:
-            storage = self._enter(tensor)
-            first = first or storage
-        if hidden is not None and not hidden.first:
-            inside = [self._take(size) for size in hidden.blocks]
-        if hidden is not None and hidden.saved and outputs:
-            self._tie(hidden.saved, outputs)
-        for block in inside:
-            self._give(block)
+        first = self._follow(hidden, outputs[::-1] if func is _DROPOUT else outputs)
         if func in _IN_PLACE and self.phase == "backward" and first is not None:
             self._note_sum(first, args)
         return result
+
+    def _follow(self, hidden: Hidden, outputs: tuple[Tensor, ...]) -> _Storage | None:
+        """Take and give what a call does, results and hidden blocks in their order, and return the storage of the first result."""
+        waiting = list(reversed(outputs))
+        entered = [self._enter(waiting.pop()) for _ in range(len(waiting) - hidden.order.count(RESULT))]
+        inside: list[_Storage] = []
+        for step in hidden.order:
+            if step == BACK:
+                self._give(inside.pop())
+            elif step != RESULT:
+                inside.append(self._take(step))
+            elif waiting:
+                entered.append(self._enter(waiting.pop()))
+        if hidden.saved and outputs:
+            self._tie(hidden.saved, outputs)
+        for block in inside:
+            self._give(block)
+        return entered[0] if entered else None
 
     def _work(self, facts: _Facts, args: Any, kwargs: Any, outputs: tuple[Tensor, ...], result: Any) -> Work:
         moved, dtype = 0, ""

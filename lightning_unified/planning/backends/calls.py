@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Call", "Kept", "Repair", "byte_count"]
+__all__ = ["BACK", "RESULT", "Call", "Kept", "Order", "Repair", "byte_count"]
+
+RESULT, BACK = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,11 @@ class Call:
     results: Sequence[Tensor]
 
 
-Repair = Callable[[Call], int | tuple[int, ...]]
+Order = tuple[int, ...]
+"""What happens to memory in a call: bytes of a block that is taken (0 for none), `BACK` where the latest of them is given back, `RESULT` where
+the next result is taken. Results that are not named come first, blocks that are not given back end with the call."""
+
+Repair = Callable[[Call], int | Order]
 Kept = Callable[[Call], int]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_unified.planning.backends.calls import Call, Repair, byte_count
+from lightning_unified.planning.backends.calls import BACK, Call, Order, Repair, byte_count
 from lightning_unified.planning.backends.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
@@ -20,6 +20,9 @@ _LONG = 8
 _EMBEDDING_SORTS_ABOVE = 3072
 _EMBEDDING_ROWS_A_THREAD = 10
 _SORT_IN_PLACE_UP_TO = 4096
+_BESIDE = 256  # bytes; what cuDNN's workspace is larger than the accumulators in it
+_BLOCK = 64  # queries, and entries of a head, that a block of the efficient kernel's backward pass has
+_LOCK_BYTES = 16
 
 
 def _flash_backward(call: Call) -> int:
@@ -37,22 +40,23 @@ def _flash_backward(call: Call) -> int:
 def _cudnn_backward(call: Call) -> tuple[int, ...]:
     """The same as flash, without rounding; and a copy of the output's gradient where it does not lie in memory as the output does.
 
-    Source: an H200's allocations under torch 2.11, to 256 bytes; the copy from torch's `cudnn/MHA.cpp`.
+    Source: an H200's allocations under torch 2.11; the copy from torch's `cudnn/MHA.cpp`.
     """
     gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
     rows, heads, queries, size = query.shape
     accumulated = rows * heads * queries * _FLOAT * (size + 1)
     if key.shape[1] != heads:
         accumulated += 2 * rows * heads * key.shape[2] * size * query.element_size()
-    return 0 if gradient.stride() == output.stride() else byte_count(gradient), accumulated
+    return 0 if gradient.stride() == output.stride() else byte_count(gradient), accumulated + _BESIDE
 
 
-def _efficient_backward(call: Call) -> tuple[int, ...]:
-    """In half precision the queries' gradient in float32; in float32 the product of output and its gradient; a float32 a query in both.
+def _efficient_backward(call: Call) -> Order:
+    """The product of output and its gradient, given back once it is summed to a float32 a query; then the queries' gradient in blocks, each with a lock.
 
-    And a copy of the output's gradient where it does not lie position by position.
+    And a copy of the output's gradient where it does not lie position by position. In half precision there is no such product.
 
-    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`; in float32 an H200's allocations.
+    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`, `GradQTempStorage` in its
+    `mem_eff_attention/kernel_backward.h`; in float32 an H200's allocations under torch 2.11.
     """
     gradient, query, value = call.args[0], call.args[1], call.args[3]
     rows, heads, queries, size = query.shape
@@ -60,7 +64,9 @@ def _efficient_backward(call: Call) -> tuple[int, ...]:
     copied = 0 if gradient.transpose(1, 2).is_contiguous() else byte_count(gradient)
     if query.dtype in _HALF:
         return copied, a_query, rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
-    return copied, a_query * value.shape[-1], a_query, a_query
+    blocks = rows * heads * -(-queries // _BLOCK) * -(-size // _BLOCK)
+    product = (a_query * value.shape[-1], a_query, BACK, BACK)
+    return copied, a_query, *product, blocks * (_BLOCK * _BLOCK * _FLOAT + _LOCK_BYTES)
 
 
 def _embedding_backward(call: Call) -> tuple[int, ...]:
@@ -93,6 +99,11 @@ def _softmax_backward(call: Call) -> int:
     return max(byte_count(call.args[0]), byte_count(call.args[1]))
 
 
+def _in_a_row(call: Call) -> int:
+    """The gradient, where it does not lie in a row. Source: the backward passes of torch's `cuda/UpSample*.cu`."""
+    return 0 if call.args[0].is_contiguous() else byte_count(call.args[0])
+
+
 def _sort(call: Call) -> int:
     """Keys and indices once more in rows too long to sort in shared memory (judgement from `cuda/Sort.cpp`)."""
     source = call.args[0]
@@ -104,7 +115,10 @@ def _rounded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+_UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+
 CUDA_TEMPORARIES: Mapping[str, Repair] = {
+    **{f"aten.upsample_{name}_backward": _in_a_row for name in _UPSAMPLED},
     "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,

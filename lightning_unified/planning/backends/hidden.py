@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.planning.backends.calls import Call, Kept, Repair, byte_count
+from lightning_unified.planning.backends.calls import BACK, RESULT, Call, Kept, Order, Repair, byte_count
 from lightning_unified.planning.backends.chunked_loss import chunk_of_gradients, chunk_of_losses
 from lightning_unified.planning.backends.cpu_kernels import CPU_TEMPORARIES, averaged_losses, mixed_operands
 from lightning_unified.planning.backends.cuda_kernels import CUDA_TEMPORARIES
@@ -21,19 +21,24 @@ class Hidden:
     """What one call takes unseen.
 
     Attributes:
-        blocks: Bytes of each piece taken on top of the results and given back before the call ends.
+        order: What is taken and given back before the call ends, and where its results are taken in between.
         saved: Bytes that live as long as the results do, because the backward pass reads them or the results' memory is larger than they are.
-        first: Whether what is given back is taken before the results are.
     """
 
-    blocks: tuple[int, ...] = ()
+    order: Order = ()
     saved: int = 0
-    first: bool = False
 
     @property
     def temporary(self) -> int:
-        """All pieces together."""
-        return sum(self.blocks)
+        """The most that lives at once beside the results, in bytes."""
+        held, most = [], 0
+        for step in self.order:
+            if step == BACK:
+                held.pop()
+            elif step != RESULT:
+                held.append(step)
+            most = max(most, sum(held))
+        return most
 
 
 _NOTHING = Hidden()
@@ -94,8 +99,7 @@ _SHRUNK: Mapping[str, Kept] = {
     "aten.binary_cross_entropy": _weighted_losses,
 }
 
-# Operands are copied before there are results. Convolutions take their workspace after the result, as recorded on a GPU; but it is larger
-# than the formula says where images are large, and in this order the memory that is reserved comes nearer to what was measured.
+# Operands are copied before there are results, where a repair does not say when.
 _FIRST = (
     "aten.native_layer_norm",
     "aten.native_layer_norm_backward",
@@ -141,15 +145,21 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         return _NOTHING
     call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
     if temporary is None and saved is None:
-        return Hidden(_blocks(mixed_operands(name, call)))
-    blocks = _blocks(temporary(call) if temporary else 0)
+        return Hidden(_order(mixed_operands(name, call)))
+    order = _order(temporary(call)) if temporary else ()
     if backend == "cpu":
-        blocks += _blocks(averaged_losses(name, call))
-    return Hidden(blocks, saved(call) if saved else 0, first=name in _FIRST)
+        order += _order(averaged_losses(name, call))
+    if order and name in _FIRST and RESULT not in order:
+        order = (*order, *[RESULT] * len(call.results))
+    return Hidden(order, saved(call) if saved else 0)
 
 
-def _blocks(found: int | tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for size in (found if isinstance(found, tuple) else (found,)) if size)
+def _order(found: int | Order) -> Order:
+    """Return the order without blocks of no bytes, unless one may be given back in it; nothing where there is no other block."""
+    order = found if isinstance(found, tuple) else (found,)
+    if all(step <= 0 for step in order):
+        return ()
+    return order if BACK in order else tuple(step for step in order if step)
 
 
 def _sequence(result: Any) -> Sequence[Any]:
