@@ -1,10 +1,12 @@
-"""Records what CUDA's caching allocator is asked for in small training runs, as the truth that its model is tested against.
+"""Records what CUDA's caching allocator is asked for in training runs, as the truth that its model and predictions are tested against.
 
     python benchmarks/record_allocations.py [--output tests/planning/recorded] [--only gpt]
 
-On a CUDA machine, a minute. Each run is a fresh process, once with segments of fixed size and once with `expandable_segments`.
+On a CUDA machine, some minutes. Each run is a fresh process: small ones once with segments of fixed size and once with
+`expandable_segments`, cells of `planner_accuracy.py` (a whole fit each) with segments of fixed size.
 A file holds sizes and order only: a number of bytes begins a block, minus the block's number less one ends it, in the order in
-which the allocator got to know; beside them torch's own two peaks and, for whoever looks for a difference, the segments.
+which the allocator got to know; beside them torch's own two peaks, how many blocks there were before anything was computed, where that is
+known, and, for whoever looks for a difference, the segments.
 """
 
 import argparse
@@ -93,19 +95,45 @@ RUNS = {
     "lstm": (Recurrent, floats(64, 100, 512), False, {}),
 }
 
+CELLS = {
+    "cnn_fit": "cuda | cnn | bf16-mixed | kept | adamw fused | 64 rows",
+    "graph_fit": "cuda | graph scatter | 16-mixed | kept | adamw foreach | 4 rows",
+    "resnet_fit": "cuda | resnet | 32-true | kept | sgd momentum | 120 rows",
+    "moe_fit": "cuda | moe, fixed capacity | 32-true | recomputed | adamw foreach | 20 rows",
+    "unet_fit": "cuda | u-net | bf16-mixed | recomputed | adamw fused | 20 rows",
+}
+
+
+def fit(name):
+    """Train a cell as `planner_accuracy.py` does; how many blocks there are before anything is computed is not known."""
+    from planner.cells import select
+    from planner.truth import _trained
+
+    _trained(next(cell for cell in select("cuda") if cell.key == CELLS[name]))
+    torch.cuda.synchronize()
+    return {"cell": CELLS[name]}
+
 
 def train(name):
+    """Train one of the small runs."""
     build, batch, autocast, kernel = RUNS[name]
     module = build().to("cuda")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, **kernel)
+    weights = None
     for _ in range(STEPS):
         x, y = (part.to("cuda") for part in batch())
+        weights = weights or sum(entry["action"] == "alloc" for entry in recorded())
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
             loss = F.cross_entropy(module(x).flatten(0, -2), y.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     torch.cuda.synchronize()
+    return {"weights": weights}
+
+
+def recorded():
+    return torch.cuda.memory._snapshot()["device_traces"][0]
 
 
 def compact(entries):
@@ -134,16 +162,16 @@ def compact(entries):
 def record(name, path):
     torch.manual_seed(0)
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None)
-    train(name)
-    entries = torch.cuda.memory._snapshot()["device_traces"][0]
+    about = fit(name) if name in CELLS else train(name)
     found = {
         "name": name,
+        **about,
         "expandable_segments": "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "max_memory_allocated": torch.cuda.max_memory_allocated(),
         "max_memory_reserved": torch.cuda.max_memory_reserved(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
-        **compact(entries),
+        **compact(recorded()),
     }
     with gzip.GzipFile(path, "wb", mtime=0) as file:
         file.write(json.dumps(found, separators=(",", ":")).encode())
@@ -156,7 +184,7 @@ def record(name, path):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--only", choices=sorted(RUNS))
+    parser.add_argument("--only", choices=sorted({**RUNS, **CELLS}))
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -167,8 +195,8 @@ def main():
             "record_allocations.py records CUDA's allocator and there is no CUDA device here; run it on a machine with one."
         )
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for name in [arguments.only] if arguments.only else RUNS:
-        for kind, setting in (("fixed", "False"), ("expandable", "True")):
+    for name in [arguments.only] if arguments.only else [*RUNS, *CELLS]:
+        for kind, setting in (("fixed", "False"), ("expandable", "True"))[: 1 if name in CELLS else 2]:
             path = arguments.output / f"{name}_{kind}.json.gz"
             environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{setting}"}
             command = [sys.executable, __file__, "--only", name, "--child", str(path)]

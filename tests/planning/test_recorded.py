@@ -1,6 +1,7 @@
-"""The model of CUDA's allocator against what a GPU recorded: `benchmarks/record_allocations.py` made the files."""
+"""The model of CUDA's allocator, and predictions, against what a GPU recorded: `benchmarks/record_allocations.py` made the files."""
 
 import gzip
+import importlib
 import json
 from pathlib import Path
 
@@ -33,9 +34,21 @@ def read(file):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name.removesuffix(".json.gz"))
 def test_a_recorded_run_has_the_two_peaks_that_the_gpu_had(file):
     found = read(file)
-    allocated, reserved = replay(entries(found["events"]), expandable_segments=found["expandable_segments"])
+    allocated, reserved = replay(
+        entries(found["events"]), expandable_segments=found["expandable_segments"], weights=found.get("weights")
+    )
     assert allocated == pytest.approx(found["max_memory_allocated"], rel=0.001)
-    assert reserved == pytest.approx(found["max_memory_reserved"], rel=0.02)
+    assert reserved == pytest.approx(found["max_memory_reserved"], rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["cnn_fit", "graph_fit"])
+def test_what_is_predicted_of_a_fit_before_any_step_is_what_the_gpu_recorded(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    cells, ours = (importlib.import_module(f"planner.{part}") for part in ("cells", "ours"))
+    found = read(FOLDER / f"{name}_fixed.json.gz")
+    said = ours.predicted(next(cell for cell in cells.select("cuda") if cell.key == found["cell"]))
+    assert said["allocated"] == pytest.approx(found["max_memory_allocated"], rel=0.002)
+    assert said["reserved"] == pytest.approx(found["max_memory_reserved"], rel=0.02)
 
 
 @pytest.mark.skipif(not FILES, reason=MISSING)
