@@ -36,7 +36,20 @@ def cast(backend, operation, *, dtype=torch.bfloat16):
         lambda x: F.softplus(x),
         lambda x: torch.linalg.vector_norm(x),
     ],
-    ids="layer_norm softmax F.softmax log_softmax power exp sum cumsum logsumexp group_norm softplus vector_norm".split(),
+    ids=[
+        "layer_norm",
+        "softmax",
+        "F.softmax",
+        "log_softmax",
+        "power",
+        "exp",
+        "sum",
+        "cumsum",
+        "logsumexp",
+        "group_norm",
+        "softplus",
+        "vector_norm",
+    ],
 )
 def test_cuda_raises_to_float32_what_the_cpu_leaves(fake, operation):
     with torch.autocast("cpu", torch.bfloat16):
