@@ -143,8 +143,11 @@ class TextData(LightningDataModule):
 
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
-        names = ("input_ids", "labels", "error_code_ids", "diagnosis_labels")
-        return {name: torch.zeros(self.batch_size, self.sequence_length, dtype=torch.int64) for name in names}
+        return _zeros(self.batch_size, self.sequence_length)
+
+    def example_validation_batch(self) -> dict[str, Tensor]:
+        """Return the same for a batch of validation."""
+        return _zeros(self._val_batch_size, self.sequence_length)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -273,6 +276,11 @@ class TextData(LightningDataModule):
             return sys.maxsize
         # declared as the tracker's base class, which has no `processed` (lightning/pytorch/loops/progress.py, 2.6)
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _zeros(rows: int, length: int) -> dict[str, Tensor]:
+    names = ("input_ids", "labels", "error_code_ids", "diagnosis_labels")
+    return {name: torch.zeros(rows, length, dtype=torch.int64) for name in names}
 
 
 def _side(documents: list, rows: Rows) -> dict[str, Any]:

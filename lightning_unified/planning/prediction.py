@@ -25,6 +25,7 @@ class Prediction:
         parts: Micro-batches in the step.
         planning_seconds: What the prediction took.
         notes: What was assumed, and what could not be seen.
+        validation: What the validation step is predicted to take in the middle of such a fit; None where that was not asked.
     """
 
     peak_bytes: int
@@ -38,6 +39,7 @@ class Prediction:
     instants: tuple[tuple[str, int], ...] = ()
     planning_seconds: float = 0.0
     notes: tuple[str, ...] = field(default_factory=tuple)
+    validation: "Prediction | None" = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for `plan.json`."""

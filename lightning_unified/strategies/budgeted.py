@@ -111,11 +111,12 @@ class Budgeted(PartwiseBackward):
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
-        self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = self._optimization(trainer)
         loop.automatic_optimization.optim_progress = progress
+        trains = trainer.state.fn == TrainerFn.FITTING
+        self._evaluations = EvaluationSteps(trainer, self.policy, foresight=self.first_step if trains else None)
         self._status = RunStatus(runs_directory())
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
@@ -219,6 +220,7 @@ class Budgeted(PartwiseBackward):
                 "micro_batch_size": self.policy.size_reason,
                 "recompute": recomputation.reason,
                 "prediction": "not asked for" if first is None else first.reason,
+                **({} if first is None or not first.validation.reason else {"validation": first.validation.reason}),
                 **self.policy.levers.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,

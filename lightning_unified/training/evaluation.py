@@ -8,6 +8,7 @@ import lightning as L
 
 from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
 from lightning_unified.training.oom import caught
@@ -29,10 +30,11 @@ class EvaluationSteps:
     Args:
         trainer: Whose evaluations these are.
         policy: How to cut, and what to do when memory runs out.
+        foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
-        self._trainer, self._policy = trainer, policy
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
+        self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
         self._cutter = Cutter(self._module)
         self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
@@ -51,6 +53,8 @@ class EvaluationSteps:
         """
         batch, *rest = args
         shape = self._cutter.shape(batch)
+        if self._foresight is not None and phase == "validation":
+            self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         snapshot = self._snapshot()

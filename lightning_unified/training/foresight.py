@@ -16,5 +16,8 @@ class Foresight(Protocol):
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         """Plan for `batch`, if nothing like it has been planned for; `step` runs `training_step` on a batch."""
 
+    def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for a batch of validation in the middle of the fit, if nothing like it has been planned for."""
+
     def batch_done(self) -> None:
         """Learn from a batch that has run."""

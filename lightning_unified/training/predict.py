@@ -7,7 +7,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, RehearsalError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.plan import Plan
@@ -18,6 +18,7 @@ from lightning_unified.training.levers import KERNELS, recompute_policies
 from lightning_unified.training.levers.loss_chunk import chunk_choices
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
+from lightning_unified.training.planner.validation import foresee_validation
 
 __all__ = ["plan", "plan_many", "predict"]
 
@@ -38,6 +39,7 @@ def predict(
     loss_chunk: int | None = None,
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
+    validation_batch: Any = None,
 ) -> Prediction:
     """Return what a training step of `module` takes on `device`, which need not be here; nothing is allocated or run.
 
@@ -56,6 +58,7 @@ def predict(
         loss_chunk: Rows of logits at once, for a module that offers it.
         rates: Speeds of the machine, for the predicted seconds; None leaves them unknown.
         trainer: The Trainer that it is about, with its callbacks, clipping and accumulation; None for a plain one.
+        validation_batch: A whole batch as `validation_step` gets it, for `validation` of what is returned; None leaves that out.
 
     Raises:
         RehearsalError: If the step cannot be rehearsed.
@@ -64,7 +67,20 @@ def predict(
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
     planner = Planner(module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step)
-    return planner.predict(setting, micro_batch_size=micro_batch_size)
+    found = planner.predict(setting, micro_batch_size=micro_batch_size)
+    if validation_batch is None:
+        return found
+    foreseen = foresee_validation(
+        module,
+        validation_batch,
+        backend=planner.backend,
+        precision=precision,
+        limit=None,
+        trainer=trainer,
+        train_batch=batch,
+        loss_chunk=loss_chunk,
+    )
+    return replace(found, validation=foreseen.prediction)
 
 
 def plan(
@@ -79,6 +95,7 @@ def plan(
     optimizer_kernel: str = "keep",
     rates: Rates | None = None,
     trainer: L.Trainer | None = None,
+    validation_batch: Any = None,
 ) -> Plan:
     """Return the plan of least predicted step time that fits into `budget`.
 
@@ -93,6 +110,7 @@ def plan(
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
         rates: Speeds of the machine; None takes what is tabled for the device, and measures one that is here and in no table.
         trainer: As in `predict`.
+        validation_batch: A whole batch as `validation_step` gets it: the plan then says in how many parts it goes through.
 
     Returns:
         The plan; its `prediction` is None, and its `micro_batch_size` too, where nothing fits, and `reasons["micro_batch_size"]` says
@@ -108,7 +126,10 @@ def plan(
     planner = Planner(module, batch, backend=backend, trainer=trainer, most=micro_batch_size)
     settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     choice = planner.choose(settings, budget_bytes=count, rates=rates or _rates(device))
-    return _plan(planner, choice, precision=precision, budget_bytes=count)
+    found = _plan(planner, choice, precision=precision, budget_bytes=count)
+    if validation_batch is None or found.prediction is None:
+        return found
+    return _with_validation(found, module, validation_batch, backend=backend, trainer=trainer, train_batch=batch)
 
 
 def plan_many(
@@ -194,6 +215,28 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
         alternatives=choice.alternatives,
         reasons={"micro_batch_size": choice.reason},
     )
+
+
+def _with_validation(
+    found: Plan, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None, train_batch: Any
+) -> Plan:
+    """Return the plan with what the validation step takes under it; why not, where that cannot be rehearsed."""
+    assert found.prediction is not None
+    try:
+        foreseen = foresee_validation(
+            module,
+            batch,
+            backend=backend,
+            precision=found.precision,
+            limit=found.budget_bytes,
+            trainer=trainer,
+            train_batch=train_batch,
+            loss_chunk=found.loss_chunk,
+        )
+    except RehearsalError as error:
+        return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
+    prediction = replace(found.prediction, validation=foreseen.prediction)
+    return replace(found, prediction=prediction, reasons={**found.reasons, "validation": foreseen.reason})
 
 
 def _backend(device: str | torch.device) -> str:

@@ -115,7 +115,7 @@ def command(calls, capfd, tmp_path, monkeypatch):
 def usual(tmp_path_factory):
     """One plan, as it is asked for, passed on and printed."""
     calls, folder, out = Calls(), tmp_path_factory.mktemp("empty"), io.StringIO()
-    shapes = ("data.batch_size=24", "data.sequence_length=64")
+    shapes = ("data.batch_size=24", "data.sequence_length=64", "data.val_batch_size=48")
     steps = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5", "memory.budget=4GiB")
     with contextlib.chdir(folder), contextlib.redirect_stdout(out):
         code = main([*TINY, *shapes, *steps, "--fits-where"], backend=calls.backend, config_path=CONF)
@@ -133,6 +133,10 @@ def test_the_module_takes_no_memory_and_the_batch_is_the_whole_one(usual):
     assert {name: tuple(tensor.shape) for name, tensor in usual.call.batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "error_code_ids", "diagnosis_labels"), (24, 64)
     )
+
+
+def test_the_batch_of_validation_is_the_data_module_s_own(usual):
+    assert {tuple(tensor.shape) for tensor in usual.call.validation_batch.values()} == {(48, 64)}
 
 
 def test_the_trainer_is_that_of_the_run_without_what_watches_it(usual):

@@ -100,6 +100,13 @@ def test_the_bars_of_categories_are_stacked_and_end_at_the_peak():
     assert table.bars.marks == (0.75, 1.0)
 
 
+def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
+    table = categories_table(prediction(validation=prediction(reserved_bytes=10 * GIB)), budget_bytes=8 * GIB)
+
+    assert [row[0] for row in table.rows[-3:]] == ["taken by the allocator", "validation step", "budget"]
+    assert table.bars.spans[-3:] == ((0, 0.5), (0, 1.0), (0, 0.8))
+
+
 def test_bars_of_a_budget_far_above_the_need_are_scaled_by_the_need():
     table = categories_table(prediction(), budget_bytes=100 * GIB, watermarks=Watermarks(high=100 * GIB, low=85 * GIB))
 

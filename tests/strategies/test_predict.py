@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_unified.errors import BudgetError
+from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.planning.calibration import Calibration, calibrated_machines
 from lightning_unified.strategies import UnifiedStrategy
 
@@ -41,6 +41,16 @@ class ByValue(Deep):
         return super().training_step(batch[batch.sum((1, 2)) > -1e9], batch_idx)
 
 
+class Validates(Deep):
+    """Keeps what every block gives of a batch of validation."""
+
+    def validation_step(self, batch, batch_idx):
+        kept = [batch]
+        for block in self.blocks:
+            kept.append(kept[-1] + block(kept[-1]))
+        self.log("loss", (kept[-1] - batch).square().mean())
+
+
 class Batches(torch.utils.data.Dataset):
     """Makes a batch when it is asked for, so that only those in use are there."""
 
@@ -54,7 +64,7 @@ class Batches(torch.utils.data.Dataset):
         return torch.randn(self.rows, self.lengths[index], 64, generator=torch.Generator().manual_seed(index))
 
 
-def fit(strategy, *, kind=Deep, lengths=(128, 128), rows=32, **options):
+def fit(strategy, *, kind=Deep, lengths=(128, 128), rows=32, validation_rows=None, **options):
     torch.manual_seed(0)
     module = kind()
     trainer = L.Trainer(
@@ -66,7 +76,8 @@ def fit(strategy, *, kind=Deep, lengths=(128, 128), rows=32, **options):
         enable_model_summary=False,
         **({"max_epochs": 1} | options),
     )
-    trainer.fit(module, DataLoader(Batches(rows, lengths), batch_size=None))
+    validation = None if validation_rows is None else DataLoader(Batches(validation_rows, lengths), batch_size=None)
+    trainer.fit(module, DataLoader(Batches(rows, lengths), batch_size=None), validation)
     return module
 
 
@@ -218,3 +229,52 @@ def test_a_simulated_machine_teaches_nothing_about_this_one():
     fit(UnifiedStrategy(simulate="h200", budget="16MiB"), lengths=(128,) * 4)
 
     assert calibrated_machines() == []
+
+
+@pytest.mark.parametrize(("sanity_steps", "told"), [(1, 0), (0, 1)])
+def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, told):
+    strategy = UnifiedStrategy(simulate="h200", budget="48MiB")
+    module = fit(strategy, kind=Validates, rows=16, validation_rows=256, num_sanity_val_steps=sanity_steps)
+    validation = strategy.plan.prediction.validation
+
+    assert strategy.recoveries == 0
+    assert strategy.events[told].startswith("validation planned: 2 parts of up to 128 rows: ")
+    assert (validation.rows, validation.parts) == (128, 2)
+    assert validation.reserved_bytes <= 48 * MIB
+    assert strategy.plan.reasons["validation"].startswith("2 parts of up to 128 rows")
+    whole = fit("auto", kind=Validates, rows=16, validation_rows=256).trainer.callback_metrics["loss"]
+    assert torch.allclose(module.trainer.callback_metrics["loss"], whole)
+
+
+def test_the_predicted_peak_is_that_of_a_validation_that_takes_more_than_training():
+    strategy = UnifiedStrategy(simulate="h200", budget="100MiB")
+    fit(strategy, kind=Validates, rows=16, validation_rows=256)
+
+    assert strategy.plan.prediction.validation.rows == 256
+    assert strategy.plan.predicted_peak_bytes == pytest.approx(strategy.measured_peak().bytes, rel=0.001)
+
+
+def test_a_validation_that_fits_in_no_way_is_named_and_the_run_goes_on(caplog):
+    class Whole(Validates):
+        splittable = False
+
+    strategy = UnifiedStrategy(simulate="h200", budget="40MiB")
+    with caplog.at_level("WARNING", logger="lightning_unified"), pytest.raises(OutOfMemoryError, match="validation"):
+        fit(strategy, kind=Whole, rows=16, validation_rows=256, num_sanity_val_steps=0)
+
+    assert strategy.plan.reasons["validation"].startswith("does not fit: the whole batch of 256 rows at once needs ")
+    assert "The validation step is predicted not to fit." in caplog.text
+
+
+def test_a_validation_step_that_cannot_be_rehearsed_is_said_and_runs():
+    class Odd(Validates):
+        def validation_step(self, batch, batch_idx):
+            raise_if = batch.sum().item() > 1e9
+            if not raise_if and isinstance(batch, torch._subclasses.FakeTensor):
+                raise TypeError("no fakes")
+
+    strategy = UnifiedStrategy(simulate="h200", budget="48MiB")
+    fit(strategy, kind=Odd, rows=16, validation_rows=16)
+
+    assert strategy.plan.prediction.validation is None
+    assert "no fakes" in strategy.plan.reasons["validation"]

@@ -28,6 +28,9 @@ class Stack(L.LightningModule):
             batch = batch + block(batch)
         return batch.square().mean()
 
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
@@ -138,3 +141,24 @@ def test_settings_begin_with_the_users_own_and_the_one_that_needs_least():
     assert [str(one.recompute) for one in settings[:2]] == ["none", "all blocks"]
     assert settings[0].changes == 0
     assert len(settings) == len(set(settings)) < 20
+
+
+def test_a_validation_step_has_optimizer_state_and_no_gradients(module, whole):
+    found = lightning_unified.predict(module, BATCH, device="cuda", validation_batch=torch.zeros(64, 128, 64))
+
+    assert found.peak_bytes == whole.peak_bytes
+    assert (found.validation.rows, found.validation.parts) == (64, 1)
+    assert found.validation.categories["optimizer state"] == whole.categories["optimizer state"]
+    assert "gradients" not in found.validation.categories
+
+
+def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(module, whole):
+    batch = torch.zeros(512, 128, 64)
+    plan = lightning_unified.plan(
+        module, BATCH, budget=2 * whole.reserved_bytes, device="cuda", rates=RATES, validation_batch=batch
+    )
+
+    assert plan.micro_batch_size == 16
+    assert plan.prediction.validation.parts > 1
+    assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
+    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} parts of up to ")

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["batch_of_data", "batch_of_shapes", "describe_batch", "rows_of"]
+__all__ = ["batch_of_data", "batch_of_shapes", "describe_batch", "rows_of", "validation_batch_of_data"]
 
 _SHAPE = re.compile(r"(?:(?P<name>[^=:]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _DTYPES = {
@@ -80,6 +81,22 @@ def batch_of_data(data: LightningDataModule) -> tuple[Any, str]:
     if batch is None:
         raise ConfigurationError(f"data: {type(data).__name__} has no training batch to plan with.")
     return batch, "the first of the training data, longer ones take more"
+
+
+def validation_batch_of_data(data: LightningDataModule) -> Any:
+    """Return a batch of validation of a data module that `batch_of_data` was asked for before; None where it has none.
+
+    One that has `example_batch()` may have `example_validation_batch()` too, and is asked for nothing else. Of several loaders the
+    first is taken.
+    """
+    if hasattr(data, "example_batch"):
+        example = getattr(data, "example_validation_batch", None)
+        return None if example is None else example()
+    if not is_overridden("val_dataloader", data, LightningDataModule):
+        return None
+    loaders = data.val_dataloader()
+    first = next(iter(loaders), None) if isinstance(loaders, (list, tuple)) else loaders
+    return None if first is None else next(iter(first), None)
 
 
 def rows_of(batch: Any) -> int | None:

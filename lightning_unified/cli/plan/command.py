@@ -99,6 +99,7 @@ def _page(
         device=target.backend,
         rates=None if target.name is None else planner.rates(target.name),
         precision=target.precision.precision,
+        validation_batch=subject.validation_batch,
         **_options(config),
         **trainer,
     )

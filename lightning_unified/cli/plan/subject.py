@@ -11,10 +11,17 @@ from typing import Any
 
 import yaml
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_unified.cli.plan.arguments import Asked
-from lightning_unified.cli.plan.batches import batch_of_data, batch_of_shapes, describe_batch, rows_of
+from lightning_unified.cli.plan.batches import (
+    batch_of_data,
+    batch_of_shapes,
+    describe_batch,
+    rows_of,
+    validation_batch_of_data,
+)
 from lightning_unified.cli.plan.weightless import without_memory
 from lightning_unified.cli.request.binding import make
 from lightning_unified.cli.request.nearest import did_you_mean
@@ -34,6 +41,7 @@ class Subject:
         trainer: With the callbacks, the accumulation and the clipping of the run; it has no logger and no strategy of ours.
         batch: The whole batch, what the optimizer sees.
         batch_note: What is to be known about the batch; empty where nothing is.
+        validation_batch: A batch of validation; None where there is no such step or batch.
     """
 
     name: str
@@ -41,6 +49,7 @@ class Subject:
     trainer: Trainer
     batch: Any
     batch_note: str = ""
+    validation_batch: Any = None
 
     @property
     def parameters(self) -> int:
@@ -78,13 +87,22 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         module = without_memory(lambda: _made(target, arguments, f"--module {asked.module}"), what=asked.module)
         return Subject(name=asked.module.rpartition(":")[2], module=module, trainer=trainer, batch=batch)
     module = without_memory(lambda: make("model", planned.model), what=f"model={config.name}")
-    note = ""
+    note, validation = "", None
     if batch is None:
         data = make("data", planned.data)
         batch, note = batch_of_data(data)
+        if is_overridden("validation_step", module, LightningModule) and trainer.limit_val_batches:
+            validation = validation_batch_of_data(data)
         if not hasattr(data, "example_batch"):  # one that has it is not set up, and nobody may ask it for more
             setattr(trainer, "datamodule", data)  # noqa: B010 - where Lightning puts it, undeclared
-    return Subject(name=str(config.name), module=module, trainer=trainer, batch=batch, batch_note=note)
+    return Subject(
+        name=str(config.name),
+        module=module,
+        trainer=trainer,
+        batch=batch,
+        batch_note=note,
+        validation_batch=validation,
+    )
 
 
 def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:

@@ -48,6 +48,7 @@ def peak_bars(runs: Sequence[Run]) -> str:
 
 def _greatest(run: Run) -> float | None:
     sizes = [budget_bytes(run), predicted_peak(run), measured_peak(run), number(prediction(run), "reserved_bytes")]
+    sizes.append(number(prediction(run), "validation", "reserved_bytes"))
     return max((size for size in sizes if size is not None), default=None)
 
 
@@ -67,6 +68,9 @@ def _rows(run: Run, most: float) -> Iterable[str]:
     reserved = number(prediction(run), "reserved_bytes")
     if reserved is not None:
         yield _row("predicted, reserved", reserved, most, color="reserved")
+    validation = number(prediction(run), "validation", "reserved_bytes")
+    if validation is not None:
+        yield _row("validation step, reserved", validation, most, color="reserved")
     yield _row("measured peak", measured_peak(run), most, color="peak", note=peak_source(run))
     if counts_process(run) and predicted is not None:
         yield '<p class="note">The measured peak is the whole process: Python and libraries are in it, in the prediction they are not.</p>'

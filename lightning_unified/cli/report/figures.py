@@ -101,11 +101,14 @@ def counts_process(run: Run) -> bool:
 
 
 def peak_error(run: Run) -> float | None:
-    """Return how far the prediction is above what was measured, as a share; None where they do not count the same."""
+    """Return how far the prediction is above what was measured, as a share; None where they do not count the same.
+
+    Of training and validation, whichever is predicted to take more: what was measured is the most of both.
+    """
     predicted, measured = predicted_peak(run), measured_peak(run)
     if predicted is None or not measured or counts_process(run):
         return None
-    return predicted / measured - 1
+    return max(predicted, number(prediction(run), "validation", "peak_bytes") or 0) / measured - 1
 
 
 def budget_bytes(run: Run) -> float | None:

@@ -42,13 +42,15 @@ def categories_table(
     ends = list(accumulate(count for _, count in parts))
     spans = [(end - count, end) for (_, count), end in zip(parts, ends, strict=True)]
     compared = [("peak of tensors", prediction.peak_bytes), ("taken by the allocator", prediction.reserved_bytes)]
+    if prediction.validation is not None:
+        compared.append(("validation step", prediction.validation.reserved_bytes))
     if budget_bytes is not None:
         compared.append(("budget", budget_bytes))
     rows = [(name, format_bytes(count), format_share(count / max(prediction.peak_bytes, 1))) for name, count in parts]
     rows += [
         (name, format_bytes(count), format_share(count / max(prediction.peak_bytes, 1))) for name, count in compared
     ]
-    need = max(prediction.peak_bytes, prediction.reserved_bytes, 1)
+    need = max(1, *(count for name, count in compared if name != "budget"))
     scale = need if budget_bytes is None or budget_bytes > _FAR * need else max(need, budget_bytes)
     marks = () if watermarks is None else tuple(sorted({watermarks.low, watermarks.high}))
     every = [*spans, *((0, count) for _, count in compared)]

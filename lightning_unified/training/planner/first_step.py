@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
 from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
+from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.policy import MemoryPolicy
@@ -46,9 +48,10 @@ class FirstStep:
         precision: That the fit runs in, by Lightning's name.
 
     Attributes:
-        prediction: Of the step as it is set to run; None while there is none.
+        prediction: Of the step as it is set to run, with that of the validation step in it; None while there is none.
         alternatives: What else was looked at.
         reason: How the plan came about, in words.
+        validation: What is foreseen of the validation step.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> None:
@@ -56,9 +59,11 @@ class FirstStep:
         self._module = trainer.lightning_module
         self._longest = 0
         self._foreign = self._batches = 0
+        self._has_validated = False
         self._calibration: Calibration | None = None
         self._kind = ""
-        self.prediction: Prediction | None = None
+        self.validation = FirstValidation(trainer, policy, precision=precision)
+        self._prediction: Prediction | None = None
         self.alternatives: tuple[Candidate, ...] = ()
         self.reason = "no batch has run yet"
 
@@ -84,13 +89,28 @@ class FirstStep:
             return
         try:
             self._plan(batch, shape)
+            self.validation.training_planned(batch, limit=self._left(), factor=self._factor)
             self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
         except BudgetError:
             raise
         except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
             kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
-            self.prediction, self.reason = None, f"not predicted: {kind}{error}"
+            self._prediction, self.reason = None, f"not predicted: {kind}{error}"
             self._probe(batch, shape, step=step, why=f"{kind}{error}")
+
+    def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for a batch of validation, in the sanity check or later, if none as large has been planned for.
+
+        Args:
+            batch: Whole.
+            shape: Of it; None for one that has no rows to count.
+        """
+        self._has_validated = self._batches > 0
+        if self._longest == 0 and self._is_worth_it(batch):  # the sanity check
+            self._foreign = max((self._policy.watch.reading().allocated.bytes or 0) - self._held(batch), 0)
+        elif self._prediction is None:
+            return
+        self.validation.look(batch, shape, limit=self._left(), factor=self._factor)
 
     def _probe(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str) -> None:
         """Find on the device what fits, where it cannot be told without."""
@@ -114,8 +134,8 @@ class FirstStep:
 
     def batch_done(self) -> None:
         """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""
-        self._batches += self.prediction is not None
-        if self._batches != _STEADY or self.prediction is None or self._calibration is None:
+        self._batches += self._prediction is not None
+        if self._batches != _STEADY or self._calibration is None or self._has_validated:
             return
         measured = self._policy.watch.measured_peak().bytes
         predicted = self.predicted_peak_bytes
@@ -126,12 +146,26 @@ class FirstStep:
             )
 
     @property
+    def prediction(self) -> Prediction | None:
+        """What a step of training takes, and one of validation where there is one."""
+        return None if self._prediction is None else replace(self._prediction, validation=self.validation.prediction)
+
+    @property
     def predicted_peak_bytes(self) -> int | None:
-        """What the device's counter is to show at the peak, with what the process held before; None while nothing is predicted."""
-        if self.prediction is None:
+        """What the device's counter is to show at the peak of training or validation, with what the process held before.
+
+        None while nothing is predicted.
+        """
+        if self._prediction is None:
             return None
         of_process = self._policy.watch.device.type == "cpu"
-        return self._foreign + (self.prediction.reserved_bytes if of_process else self.prediction.peak_bytes)
+        steps = [one for one in (self._prediction, self.validation.prediction) if one is not None]
+        return self._foreign + max(one.reserved_bytes if of_process else one.peak_bytes for one in steps)
+
+    @property
+    def _factor(self) -> float:
+        """By what predictions of this kind were too low on this machine."""
+        return 1.0 if self._calibration is None else self._calibration.peak_factor(self._kind)
 
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
@@ -156,8 +190,7 @@ class FirstStep:
         policy, watch = self._policy, self._policy.watch
         reading = watch.reading()
         self._foreign = max((reading.allocated.bytes or 0) - self._held(batch), 0)
-        room = watch.room()
-        budget = (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign
+        budget = self._left()
         self._calibration = Calibration.load(
             machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
         )
@@ -197,6 +230,12 @@ class FirstStep:
         if shape is not None and best.parts > 1:
             refused = -(-shape.rows // (best.parts - 1))
             policy.sizes.plan(shape, rows=best.micro_batch_size, refused=refused, room_bytes=watch.bytes)
+
+    def _left(self) -> int:
+        """Return the bytes of the budget that the process did not hold before the fit."""
+        watch = self._policy.watch
+        room = watch.room()
+        return (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign
 
     def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
         """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""
@@ -238,7 +277,7 @@ class FirstStep:
             policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
             policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
-        self.prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
+        self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
         policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 

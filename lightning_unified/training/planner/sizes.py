@@ -140,7 +140,7 @@ class RehearsedSizes:
     def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
         """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
         missing = (self._rows - rows) * self._row_bytes
-        if trace.parts == 1 or missing <= 0:
+        if missing <= 0:
             return trace
         taken = {event.storage for event in trace.events if isinstance(event, Take)}
         waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")

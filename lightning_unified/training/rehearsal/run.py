@@ -81,6 +81,7 @@ def rehearse_validation(
     precision: str | None = None,
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
+    loss_chunk: int | None = None,
 ) -> Trace:
     """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
 
@@ -93,6 +94,7 @@ def rehearse_validation(
         precision: As for `rehearse`.
         trainer: As for `rehearse`.
         train_batch: As its `training_step` gets it, where that is another kind of batch; it has run before.
+        loss_chunk: As for `rehearse`.
 
     Raises:
         RehearsalError: As for `rehearse`.
@@ -103,6 +105,7 @@ def rehearse_validation(
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
+        loss_chunk=loss_chunk,
         live=trainer,
         accumulate=1,
         validates=True,
