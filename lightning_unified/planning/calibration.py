@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_unified.planning.rates import Alignment, Rates
+import torch
+
+from lightning_unified.planning.rates import Alignment, Rates, measure_alignment, measure_rates
 
 __all__ = [
     "CACHE_VARIABLE",
@@ -117,6 +119,19 @@ class Calibration:
         """Keep measured speeds, or what alignment gains; None leaves what there is."""
         self.rates, self.alignment = rates or self.rates, alignment or self.alignment
         self._write()
+
+    def speeds(self, device: torch.device | str) -> Rates:
+        """Return the measured speeds of this machine; the first time they are measured, with what alignment gains, and kept.
+
+        Takes two to four seconds then, and some memory of the device: do it before a peak is read.
+
+        Args:
+            device: The machine's own, which is here.
+        """
+        rates = self.rates or measure_rates(device)
+        if self.rates is None or self.alignment is None:
+            self.keep(rates=rates, alignment=self.alignment or measure_alignment(device))
+        return rates
 
     def record(
         self,

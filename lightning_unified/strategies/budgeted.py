@@ -220,7 +220,7 @@ class Budgeted(PartwiseBackward):
                 "micro_batch_size": self.policy.size_reason,
                 "recompute": recomputation.reason,
                 "prediction": "not asked for" if first is None else first.reason,
-                **({} if first is None or not first.validation.reason else {"validation": first.validation.reason}),
+                **({} if first is None else first.reasons),
                 **self.policy.levers.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,

@@ -10,9 +10,10 @@ import torch
 from lightning_unified.errors import ConfigurationError, RehearsalError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planning.calibration import Calibration, machine_key
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
+from lightning_unified.planning.rates import Rates, tabled_rates
 from lightning_unified.planning.search import Choice
 from lightning_unified.training.levers import KERNELS, recompute_policies
 from lightning_unified.training.levers.loss_chunk import chunk_choices
@@ -23,6 +24,7 @@ from lightning_unified.training.planner.validation import foresee_validation
 __all__ = ["plan", "plan_many", "predict"]
 
 _BACKENDS = ("cpu", "cuda", "rocm", "mps")
+_UNALIGNED = "not measured, for the machine is not this one; no size is preferred for being a multiple of something"
 _ALL, _NONE = RecomputePolicy(blocks="all"), RecomputePolicy(blocks=0)
 
 
@@ -108,7 +110,8 @@ def plan(
         precision: Lightning's name.
         recompute: Whether everything is recomputed; `"auto"` leaves it open.
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
-        rates: Speeds of the machine; None takes what is tabled for the device, and measures one that is here and in no table.
+        rates: Speeds of a machine that is not this one. None is this one: its speeds are measured once, kept in the user's cache, and
+            predictions corrected by what its steps have taken before, as a fit's are.
         trainer: As in `predict`.
         validation_batch: A whole batch as `validation_step` gets it: the plan then says in how many parts it goes through.
 
@@ -123,10 +126,16 @@ def plan(
     """
     backend = _backend(device)
     count = budget if isinstance(budget, int) else _bytes_of(budget, device)
-    planner = Planner(module, batch, backend=backend, trainer=trainer, most=micro_batch_size)
+    calibration = _calibration(device) if rates is None else None
+    planner = Planner(module, batch, backend=backend, trainer=trainer, most=micro_batch_size, calibration=calibration)
     settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
-    choice = planner.choose(settings, budget_bytes=count, rates=rates or _rates(device))
+    known = rates if calibration is None else calibration.rates
+    assert known is not None
+    choice = planner.choose(settings, budget_bytes=count, rates=known)
     found = _plan(planner, choice, precision=precision, budget_bytes=count)
+    alignment = None if calibration is None else calibration.alignment
+    told = _UNALIGNED if alignment is None else alignment.describe()
+    found = replace(found, reasons={**found.reasons, "alignment": told})
     if validation_batch is None or found.prediction is None:
         return found
     return _with_validation(found, module, validation_batch, backend=backend, trainer=trainer, train_batch=batch)
@@ -257,19 +266,19 @@ def _real(device: str | torch.device) -> torch.device:
     return torch.device(str(device).replace("rocm", "cuda"))
 
 
-def _rates(device: str | torch.device) -> Rates:
-    """Return what is tabled or can be measured of the device.
+def _calibration(device: str | torch.device) -> Calibration:
+    """Return what is known of the device, its speeds and what alignment gains among it; measured now if they never were.
 
     Raises:
-        ConfigurationError: If it is not here and in no table.
+        ConfigurationError: If the device is not here.
     """
     real = _real(device)
     here = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(real.type, lambda: True)()
-    known = tabled_rates(read(real).name) if here and real.type != "cpu" else None
-    if known is not None:
-        return known
     if not here:
         raise ConfigurationError(
             f"{device} is not here, so its speed cannot be measured; give rates, such as tabled_rates('m2-16gb')."
         )
-    return measure_rates(real)
+    now = read(real)
+    known = Calibration.load(machine_key(device=now.name, total_bytes=now.total.bytes, torch_version=torch.__version__))
+    known.speeds(real)
+    return known

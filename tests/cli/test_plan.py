@@ -20,7 +20,7 @@ from lightning_unified.hardware.simulated import PROFILES
 from lightning_unified.planning.calibration import CACHE_VARIABLE, Calibration
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.rates import tabled_rates
+from lightning_unified.planning.rates import Alignment, tabled_rates
 from lightning_unified.planning.search import Candidate
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
@@ -269,7 +269,10 @@ def corrections(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     kept = Calibration.load("a-gpu-80gib")
     kept.record("cuda bf16-mixed none", predicted_bytes=100, measured_bytes=103)
-    kept.keep(rates=tabled_rates("h200"))
+    gain = {"device": "a GPU", "dtype": "bfloat16", "seconds_per_row": {}, "without": {"multiple of 64": 1.2}}
+    kept.keep(
+        rates=tabled_rates("h200"), alignment=Alignment(**gain, multiple=64, gain=1.2, source="measured, made up")
+    )
     return kept.path
 
 
@@ -279,6 +282,7 @@ def test_what_was_learnt_of_a_machine_is_shown_with_its_sources(command, correct
     text = " ".join(done.out.split())
     assert done.code == 0 and "1 machine in" in text
     assert "peak, cuda bf16-mixed none 1.030 measured over predicted" in text and "TFLOP/s table:" in text
+    assert "alignment × 1.20 without on a GPU sizes that are multiples of 64 pay" in text
     assert list(json.loads(command("--calibration", "show", "--json").out)["machines"]) == ["a-gpu-80gib"]
 
 

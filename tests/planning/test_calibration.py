@@ -46,6 +46,21 @@ def test_what_was_learnt_is_there_in_the_next_run(kept):
     assert (kept().rates, kept().alignment) == (rates(), ALIGNMENT)
 
 
+def test_speeds_and_what_alignment_gains_are_measured_once_per_machine(kept, monkeypatch):
+    measured = []
+    for name, result in (("measure_rates", rates()), ("measure_alignment", ALIGNMENT)):
+        monkeypatch.setattr(
+            f"lightning_unified.planning.calibration.{name}",
+            lambda device, name=name, result=result: measured.append((name, device)) or result,
+        )
+    kept().keep(rates=rates())  # by a version that measured no alignment
+
+    assert [kept().speeds("cpu"), kept().speeds("cpu")] == [rates(), rates()]
+    assert kept().alignment == ALIGNMENT
+    assert kept("another").speeds("cpu") == rates()
+    assert measured == [("measure_alignment", "cpu"), ("measure_rates", "cpu"), ("measure_alignment", "cpu")]
+
+
 def test_a_correction_raises_by_the_worst_seen_and_never_lowers(kept):
     learn(kept(), 0.9, 0.95)
     assert kept().peak_factor(KIND) == 1.0

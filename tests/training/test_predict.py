@@ -7,7 +7,8 @@ import torch
 import lightning_unified
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planning.rates import Rates
+from lightning_unified.planning.calibration import Calibration, calibrated_machines
+from lightning_unified.planning.rates import Alignment, Rates
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.predict import plan_many
 
@@ -162,3 +163,19 @@ def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(mo
     assert plan.prediction.validation.parts > 1
     assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
     assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} parts of up to ")
+
+
+def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+    paid = {"device": "this CPU", "dtype": "float32", "seconds_per_row": {}, "without": {"multiple of 8": 1.5}}
+    alignment = Alignment(**paid, multiple=8, gain=1.5, source="made up")
+    monkeypatch.setattr("lightning_unified.planning.calibration.measure_rates", lambda _: RATES)
+    monkeypatch.setattr("lightning_unified.planning.calibration.measure_alignment", lambda _: alignment)
+    plan = lightning_unified.plan(module, BATCH, budget="1GiB", device="cpu")
+
+    assert plan.reasons["alignment"] == alignment.describe()
+    assert [Calibration.load(name).alignment for name in calibrated_machines()] == [alignment]
+
+
+def test_of_a_machine_that_is_not_this_one_no_alignment_is_known(tight):
+    assert tight.reasons["alignment"].startswith("not measured, for the machine is not this one")

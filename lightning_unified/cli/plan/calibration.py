@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lightning_unified.cli.plan.paper import page_console
 from lightning_unified.planning.calibration import Calibration, cache_directory, calibrated_machines, clear_calibrations
+from lightning_unified.planning.rates import Alignment
 from lightning_unified.planning.render.facts import format_seconds
 
 __all__ = ["clear_calibration", "show_calibration"]
@@ -61,6 +62,10 @@ def _table(name: str, figures: Mapping[str, Any]) -> Table:
     if rates:
         table.add_row("memory", f"{rates['bandwidth'] / 1e9:,.0f} GB/s", str(sources.get("bandwidth", "")))
         table.add_row("an operation", format_seconds(rates["launch"]), str(sources.get("launch", "")))
+    if figures.get("alignment"):
+        alignment = Alignment.from_dict(figures["alignment"])
+        pays = "pays nothing" if alignment.multiple == 1 else f"× {alignment.gain:.2f} without"
+        table.add_row("alignment", pays, f"{alignment.describe()}; {alignment.source}")
     for title, key in (("peak", "peaks"), ("step", "steps")):
         for kind, ratios in (figures.get(key) or {}).items():
             shown = ", ".join(f"{ratio:.3f}" for ratio in ratios[-4:])

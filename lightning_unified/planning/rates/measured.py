@@ -96,10 +96,15 @@ def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
     with _undisturbed(device):
         right = _filled((width, width), device, dtype)
         left = _filled((max(sizes), width), device, dtype)
-        for _ in range(_ROUNDS):  # all sizes in turn: what else the machine does meets each of them
+        for round_ in range(_ROUNDS):  # all sizes in turn: what else the machine does meets each of them
             for rows in sizes:
                 entries = left[:rows]
-                seconds = _seconds(lambda entries=entries: [entries @ right for _ in range(calls)], device, repeats=1)
+
+                def products(entries: Tensor = entries) -> None:
+                    for _ in range(calls):
+                        entries @ right  # pyright: ignore[reportUnusedExpression]
+
+                seconds = _seconds(products, device, repeats=1, warm=round_ == 0)
                 best[rows] = min(best[rows], seconds / calls / rows)
     return best
 
@@ -205,9 +210,10 @@ def _kernel(device: torch.device) -> float:
     return max(_seconds(both, device) - _seconds(backlog, device), 0.0) / _TINY
 
 
-def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS) -> float:
-    """Return the least time of a few calls, after one that is not timed."""
-    call()
+def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS, warm: bool = True) -> float:
+    """Return the least time of a few calls, after one that is not timed where the device is to be made `warm` for them."""
+    if warm:
+        call()
     best = float("inf")
     for _ in range(repeats):
         _wait(device)

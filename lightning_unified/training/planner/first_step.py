@@ -14,7 +14,7 @@ from lightning_unified.errors import BudgetError, RehearsalError
 from lightning_unified.planning.calibration import Calibration, machine_key
 from lightning_unified.planning.lines import MisalignedError
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.rates import Rates, measure_rates, tabled_rates
+from lightning_unified.planning.rates import Rates, tabled_rates, typical_rates
 from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
@@ -163,6 +163,13 @@ class FirstStep:
         return self._foreign + max(one.reserved_bytes if of_process else one.peak_bytes for one in steps)
 
     @property
+    def reasons(self) -> dict[str, str]:
+        """What else there is to say, by what it is about: the validation step, and sizes that are multiples of something."""
+        alignment = None if self._calibration is None or not self.alternatives else self._calibration.alignment
+        said = {"validation": self.validation.reason, "alignment": "" if alignment is None else alignment.describe()}
+        return {name: words for name, words in said.items() if words}
+
+    @property
     def _factor(self) -> float:
         """By what predictions of this kind were too low on this machine."""
         return 1.0 if self._calibration is None else self._calibration.peak_factor(self._kind)
@@ -262,11 +269,10 @@ class FirstStep:
     def _rates(self) -> Rates:
         assert self._calibration is not None
         watch = self._policy.watch
-        known = tabled_rates(watch.machine.profile.name) if watch.machine is not None else self._calibration.rates
-        if known is None:
-            known = measure_rates(watch.device)
-            self._calibration.keep(rates=known)
-        return known
+        if watch.machine is None:
+            return self._calibration.speeds(watch.device)
+        profile = watch.machine.profile
+        return tabled_rates(profile.name) or typical_rates(profile.backend)
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         policy, why = self._policy, "as planned"
