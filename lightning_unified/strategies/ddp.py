@@ -13,10 +13,12 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
+from lightning_unified.precision import plugin_precision
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.loop import UnifiedOptimization
+from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
 from lightning_unified.training.ranked import RankedOptimization
 from lightning_unified.training.ranked_policy import RankedPolicy
 from lightning_unified.training.ranks import Point, Ranks
@@ -45,6 +47,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         recompute: As for `UnifiedStrategy`.
         precision: As for `UnifiedStrategy`.
         optimizer_kernel: As for `UnifiedStrategy`.
+        predict: As for `UnifiedStrategy`; each rank rehearses its own batch, and all go on with one setting and the smallest size.
         recover: Repeat a step in smaller parts after an out-of-memory error on any rank.
         optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
             takes weights and state from another one.
@@ -80,6 +83,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         recompute: bool | Literal["auto"] = "auto",
         precision: str = "trainer",
         optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep",
+        predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,
         batch_norm: Literal["refuse", "micro"] = "refuse",
@@ -110,7 +114,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=False)
+        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None
@@ -223,12 +227,21 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         if self._replicas is None:  # no training, or manual optimization
             return super()._optimization(trainer)
+        if self._predicts:
+            self.first_step = RankedFirstStep(
+                trainer,
+                self._policy,
+                precision=plugin_precision(self.precision_plugin),
+                ranks=self.ranks,
+                reduction_bytes=self._replicas.scratch_bytes,
+            )
         return RankedOptimization(
             trainer,
             self._policy,
             ranks=self.ranks,
             replicas=self._replicas,
             broadcast_buffers=self._broadcast_buffers,
+            foresight=self.first_step,
         )
 
     @override

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import RankError
+from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.ranked_policy import RankedPolicy
@@ -49,12 +50,20 @@ class RankedOptimization(UnifiedOptimization):
         ranks: All of them.
         replicas: The module's copies.
         broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
+        foresight: What plans for a batch before it runs, with the other ranks; None where nothing is predicted.
     """
 
     def __init__(
-        self, trainer: L.Trainer, policy: RankedPolicy, *, ranks: Ranks, replicas: Replicas, broadcast_buffers: bool
+        self,
+        trainer: L.Trainer,
+        policy: RankedPolicy,
+        *,
+        ranks: Ranks,
+        replicas: Replicas,
+        broadcast_buffers: bool,
+        foresight: Foresight | None = None,
     ) -> None:
-        super().__init__(trainer, policy)
+        super().__init__(trainer, policy, foresight=foresight)
         self._ranks, self._replicas, self._ranked_policy = ranks, replicas, policy
         self._broadcast_buffers = broadcast_buffers
         self._next = Point.GRADIENTS

@@ -50,10 +50,14 @@ class RankedPolicy(MemoryPolicy):
     def batch_done(self, shape: BatchShape | None) -> None:
         super().batch_done(shape)
         if self._differ:
-            before = self.sizes.state_dict()
-            self._join()
-            if self._verdict is None and self._before_watch is None and self.sizes.state_dict() != before:
-                self._before_watch = before  # memory has not run out here: a batch that cannot be cut may go on whole
+            self.join_sizes()
+
+    def join_sizes(self) -> None:
+        """Go on with the most careful rank's sizes; all ranks call it together, and memory has run out on none of them."""
+        before = self.sizes.state_dict()
+        self._join()
+        if self._verdict is None and self._before_watch is None and self.sizes.state_dict() != before:
+            self._before_watch = before  # a batch that cannot be cut may go on whole
 
     @override
     def out_of_memory(
@@ -115,7 +119,11 @@ def most_careful(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
         good
         for good in proven
         if not any(failure.elements <= good[0] and failure.rows <= good[1] for failure in failures)
-        and not any(other != good and other[0] >= good[0] and other[1] >= good[1] for other in proven)
+    }
+    proven = {
+        good
+        for good in proven
+        if not any(other != good and other[0] >= good[0] and other[1] >= good[1] for other in proven)
     }
     return {
         "limit": min((state["limit"] for state in states if state["limit"] is not None), default=None),

@@ -35,6 +35,7 @@ class Point(IntEnum):
     TAKE_OVER = 8
     SIZES = 9
     DECISION = 10
+    PLAN = 11
 
 
 class Outcome(IntEnum):

@@ -55,6 +55,11 @@ class Replicas:
         self._plans: dict[object, list[_Bucket]] = {}
 
     @property
+    def scratch_bytes(self) -> int:
+        """What a reduction needs on the device beside the gradients, there from the start on."""
+        return self._scratch.numel()
+
+    @property
     def description(self) -> str:
         """Names, shapes, strides and types of all parameters and buffers: the same on all ranks, or they are no copies of one module."""
         held = (*self._parameters, *self._buffers)

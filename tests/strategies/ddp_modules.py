@@ -83,6 +83,27 @@ class RaggedNet(OwnData, Net):
         return DataLoader(Subset(Rows(44), own), batch_size=[8, 3][rank()])
 
 
+class Blocks(OwnData, L.LightningModule):
+    """Activations that outweigh the weights, in blocks that can be recomputed; a rank's rows are those of no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), *[nn.Tanh()] * 6) for _ in range(2))
+
+    def train_dataloader(self):
+        rows = torch.randn(32, 64, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        return DataLoader(rows[rank() :: 2], batch_size=16)
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch
+        for block in self.blocks:
+            hidden = (hidden + block(hidden)).tanh()
+        return hidden.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
 class ManualNet(Net):
     """Steps its optimizer itself."""
 

@@ -7,12 +7,19 @@ from typing import Any
 
 import lightning as L
 import torch
-from ddp_modules import REFUSED, TEXT, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
+from ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 from torch.utils.data import DataLoader
 
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
-from lightning_unified.errors import LightningUnifiedError
+from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.planning.rates import Rates
 from lightning_unified.training import reduction
+from lightning_unified.training.planner.first_step import FirstStep
+from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
+
+MIB, GIB = 2**20, 2**30
+SHORT = 5632 * 2**10
+RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
 
 
 class Fails(L.Callback):
@@ -212,6 +219,11 @@ def same_as_ddp() -> dict[str, dict[str, Any]]:
     }
 
 
+def unplanned(**options: Any) -> UnifiedDDPStrategy:
+    """A strategy that finds out by running, which is what is looked at here."""
+    return UnifiedDDPStrategy(predict=False, **options)
+
+
 STEPS = ("forward", "backward", "reduction", "hook")
 
 
@@ -222,20 +234,20 @@ def recovered() -> dict[str, dict[str, Any]]:
     """Fits in which one rank runs out of memory once, and their undisturbed twins."""
     step = {"gradient_clip_val": 0.3, "validates": True}
     windows = {**step, "accumulate_grad_batches": 2}
-    fits = {phase: fit(net(dropout=True), "unified_ddp", Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
+    fits = {phase: fit(net(dropout=True), unplanned(), Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
     for phase in ("backward", "reduction"):
-        fits[f"{phase}, windows"] = fit(net(dropout=True), "unified_ddp", Fails(phase, batch=3), **windows)
+        fits[f"{phase}, windows"] = fit(net(dropout=True), unplanned(), Fails(phase, batch=3), **windows)
     first = Fails("optimizer step", batch=0, on=0)
     both = [Fails("optimizer step", on=rank) for rank in range(2)]
     return fits | {
-        "first optimizer step": fit(net(dropout=True), "unified_ddp", first, **step),
-        "all optimizer steps": fit(net(dropout=True), "unified_ddp", *both, **step),
-        "undisturbed": fit(net(dropout=True), "unified_ddp", **step),
-        "smaller": fit(net(dropout=True), "unified_ddp", ShrinksAt(4), **step),
-        "smaller, windows": fit(net(dropout=True), "unified_ddp", ShrinksAt(4, batch=3), **windows),
-        "last backward": fit(net(), UnifiedDDPStrategy(micro_batch_size=4), Fails("last backward"), **step),
-        "smaller still": fit(net(), UnifiedDDPStrategy(micro_batch_size=4), ShrinksAt(2), **step),
-        "validation": fit(net(dropout=True), "unified_ddp", Fails("validation"), **step),
+        "first optimizer step": fit(net(dropout=True), unplanned(), first, **step),
+        "all optimizer steps": fit(net(dropout=True), unplanned(), *both, **step),
+        "undisturbed": fit(net(dropout=True), unplanned(), **step),
+        "smaller": fit(net(dropout=True), unplanned(), ShrinksAt(4), **step),
+        "smaller, windows": fit(net(dropout=True), unplanned(), ShrinksAt(4, batch=3), **windows),
+        "last backward": fit(net(), unplanned(micro_batch_size=4), Fails("last backward"), **step),
+        "smaller still": fit(net(), unplanned(micro_batch_size=4), ShrinksAt(2), **step),
+        "validation": fit(net(dropout=True), unplanned(), Fails("validation"), **step),
     }
 
 
@@ -254,7 +266,7 @@ class Presses(L.Callback):
 def sizes() -> dict[str, Any]:
     """What becomes of a size that all are asked to give up, and of one that fails on one rank only."""
     presses = Presses()
-    return {**fit(net(), "unified_ddp", presses), "pressed": presses.pressed, "after": presses.after}
+    return {**fit(net(), unplanned(), presses), "pressed": presses.pressed, "after": presses.after}
 
 
 def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,11 +284,49 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
 
     def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
         own = RunCheckpoint(f"{folder}/{name}", every_n_steps=2, monitor=None)
-        return fit(net(dropout=True), "unified_ddp", own, *callbacks, enable_checkpointing=True, **options)
+        return fit(net(dropout=True), unplanned(), own, *callbacks, enable_checkpointing=True, **options)
 
     straight = run("straight", Fails("backward", batch=1), max_epochs=2)
     run("stopped", Fails("backward", batch=1))
     return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
+
+
+def planned() -> dict[str, Any]:
+    """Fits in which ranks have different room: more than they need, or so little that one must recompute; and too little on one."""
+    _for_certain()
+    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, SHORT)[rank()])}
+    try:
+        _planned((GIB, 100_000)[rank()])
+    except LightningUnifiedError as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def partly_planned() -> dict[str, Any]:
+    """A fit in which one rank cannot rehearse its step."""
+    _for_certain()
+    plan = RankedFirstStep._plan
+    RankedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _unrehearsed()
+    return _planned(SHORT)
+
+
+def _for_certain() -> None:
+    """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again."""
+    RankedFirstStep._is_worth_it = lambda *_: True
+    RankedFirstStep._rates = lambda _: RATES
+    compared = FirstStep._settings
+    FirstStep._settings = lambda self: compared(self)[:2]  # nothing and everything recomputed
+
+
+def _planned(left: int) -> dict[str, Any]:
+    RankedFirstStep._left = lambda _: left
+    strategy = UnifiedDDPStrategy()
+    done = fit(net(Blocks), strategy, use_distributed_sampler=False)
+    return {**done, "plan": strategy.plan}
+
+
+def _unrehearsed() -> None:
+    raise RehearsalError("a test")
 
 
 class Ends(L.Callback):
@@ -288,20 +338,20 @@ class Ends(L.Callback):
 
 
 def broken(kind: type[Net]) -> Any:
-    return fit(net(kind), "unified_ddp")
+    return fit(net(kind), unplanned())
 
 
 def unrecovered(phase: str) -> Any:
-    return fit(net(), UnifiedDDPStrategy(recover=False), Fails(phase))
+    return fit(net(), unplanned(recover=False), Fails(phase))
 
 
 def half_written() -> Any:
     """One rank has written some weights when memory runs out, the other none."""
-    return fit(net(), "unified_ddp", Fails("half written", on=0), Fails("optimizer step", on=1))
+    return fit(net(), unplanned(), Fails("half written", on=0), Fails("optimizer step", on=1))
 
 
 def dying() -> Any:
-    return fit(net(), "unified_ddp", Ends())
+    return fit(net(), unplanned(), Ends())
 
 
 def refusals() -> dict[str, str]:
@@ -314,7 +364,7 @@ def refusals() -> dict[str, str]:
 
 def _refusal(module: L.LightningModule, **options: Any) -> str:
     try:
-        fit(module, "unified_ddp", **options)
+        fit(module, unplanned(), **options)
     except (LightningUnifiedError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

@@ -12,6 +12,8 @@ from on_ranks import Ended, on_ranks
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.training.planner.planner import Setting
+from lightning_unified.training.planner.ranked_first_step import Offer, settled
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,11 @@ def plain():
 @pytest.fixture(scope="module")
 def recovered():
     return on_ranks(ddp_runs.recovered)
+
+
+@pytest.fixture(scope="module")
+def foreseen():
+    return on_ranks(ddp_runs.planned)
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +199,66 @@ def test_what_would_wait_in_the_middle_of_a_step_is_refused_by_name(refusals, na
         assert text in refused[name]
 
 
+def test_ranks_that_have_enough_run_whole_batches_as_planned(foreseen):
+    for fits in foreseen:
+        assert (fits["enough"]["recoveries"], fits["enough"]["largest"]) == (0, 16)
+        assert fits["enough"]["plan"].prediction.rows == 16
+
+
+def test_all_ranks_run_the_smallest_micro_batch_and_the_levers_that_any_of_them_plans(foreseen):
+    first, second = (fits["one is short"] for fits in foreseen)
+
+    assert (first["recoveries"], second["recoveries"]) == (0, 0)
+    assert first["sizes"] == second["sizes"]
+    assert first["largest"] == second["largest"] < 16
+    assert first["plan"].recomputed == second["plan"].recomputed == "all blocks"
+    assert first["plan"].prediction.rows == second["plan"].prediction.rows == second["largest"]
+    assert second["plan"].prediction.peak_bytes <= ddp_runs.SHORT
+    torch.testing.assert_close(first["weights"], foreseen[0]["enough"]["weights"], rtol=1e-8, atol=1e-10)
+    assert torch.equal(first["weights"], second["weights"])
+
+
+def test_what_ranks_reduce_through_is_counted_as_a_workspace(foreseen):
+    assert {fits["enough"]["plan"].prediction.categories["workspaces"] for fits in foreseen} == {ddp_runs.MIB}
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_rehearse_its_step_goes_by_the_others_plan():
+    first, second = on_ranks(ddp_runs.partly_planned)
+
+    assert second["plan"].prediction is None
+    assert first["largest"] == second["largest"] == first["plan"].prediction.rows < 16
+    assert first["plan"].recomputed == second["plan"].recomputed
+    assert "as planned by the other ranks" in second["plan"].reasons["recompute"]
+
+
+def test_a_rank_whose_smallest_plan_does_not_fit_ends_all_before_any_weight_is_written(foreseen):
+    first, second = foreseen
+
+    assert first["refused"].startswith("RankError: rank 1 failed: BudgetError: no plan fits: 97.66 KiB of the budget")
+    assert second["refused"].startswith("BudgetError: no plan fits: 97.66 KiB of the budget")
+
+
+def test_the_setting_is_taken_that_fits_everywhere_and_is_fastest_on_the_slowest_rank():
+    plain, some, every = (Setting(precision="32-true", loss_chunk=chunk) for chunk in (None, 2, 1))
+    fits = {"fits": True, "needs": 1}
+
+    def offers(*, of_some=True):
+        yield {
+            plain: Offer(fits=True, seconds=1, needs=3),
+            some: Offer(seconds=3, **fits),
+            every: Offer(seconds=3, **fits),
+        }
+        others = {some: Offer(fits=of_some, seconds=1, needs=2), every: Offer(seconds=4, **fits)}
+        yield {plain: Offer(fits=False, seconds=1, needs=3), **others}
+        yield {}  # cannot tell
+
+    assert settled([plain, some, every], list(offers())) == some
+    assert settled([plain, some, every], list(offers(of_some=False))) == every
+    nowhere = [{plain: Offer(fits=False, seconds=1, needs=3), some: Offer(fits=False, seconds=9, needs=2)}]
+    assert settled([plain, some], nowhere) == some
+
+
 def test_ranks_on_one_machines_memory_get_a_part_of_it_each(plain):
     for fits in plain:
         budget = fits["whole"]["budget"]
@@ -202,10 +269,7 @@ def test_ranks_on_one_machines_memory_get_a_part_of_it_each(plain):
 
 def test_it_takes_every_argument_of_the_strategy_of_one_device_that_several_can_have():
     own, one = (inspect.signature(kind).parameters for kind in (UnifiedDDPStrategy, UnifiedStrategy))
-    shared = set(one) - {
-        "simulate",
-        "predict",
-    }  # a simulated machine has one device; a step of several ranks is not rehearsed
+    shared = set(one) - {"simulate"}  # a simulated machine has one device
 
     assert {name: (own[name].default, own[name].annotation) for name in shared} == {
         name: (one[name].default, one[name].annotation) for name in shared

@@ -77,3 +77,12 @@ def test_what_worked_on_one_rank_is_worth_a_try_on_the_others_unless_it_failed_t
 
     assert going_on(worked, failed).at_once(BatchShape(6, 20)) == 6
     assert going_on(worked, state([("failed", BatchShape(4, 10))])).at_once(BatchShape(6, 20)) == 2
+
+
+def test_a_size_that_one_rank_knows_to_be_good_is_not_forgotten_for_a_larger_one_that_fails_on_another():
+    shape = BatchShape(64, 10)
+    roomy, short = MicroBatchSize("auto"), MicroBatchSize("auto")
+    roomy.plan(shape, rows=22, refused=32, room_bytes=100)
+    short.plan(shape, rows=10, refused=11, room_bytes=50)
+
+    assert going_on(roomy.state_dict(), short.state_dict()).at_once(shape) == 10

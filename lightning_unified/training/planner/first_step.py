@@ -46,6 +46,7 @@ class FirstStep:
         trainer: The fit's.
         policy: Whose sizes and levers are set.
         precision: That the fit runs in, by Lightning's name.
+        reduction_bytes: What the device holds all the while to average gradients over ranks.
 
     Attributes:
         prediction: Of the step as it is set to run, with that of the validation step in it; None while there is none.
@@ -54,8 +55,9 @@ class FirstStep:
         validation: What is foreseen of the validation step.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> None:
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str, reduction_bytes: int = 0) -> None:
         self._trainer, self._policy, self._precision = trainer, policy, precision
+        self._reduction_bytes = reduction_bytes
         self._module = trainer.lightning_module
         self._longest = 0
         self._foreign = self._batches = 0
@@ -191,7 +193,8 @@ class FirstStep:
             if isinstance(value, torch.Tensor)
         ]
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
-        return need["weights"] + need["buffers"] + _bytes([*states, *gradients, *tensors_in(batch)])
+        counted = _bytes([*states, *gradients, *tensors_in(batch)])
+        return need["weights"] + need["buffers"] + counted + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch = self._policy, self._policy.watch
@@ -211,32 +214,46 @@ class FirstStep:
             most=policy.sizes.limit,
             unit=self._unit(shape),
             workspaces=watch.machine is None,
+            reduction_bytes=self._reduction_bytes,
         )
-        now = policy.recomputation.policy
-        settings = settings_to_compare(
-            self._precision,
-            # what another run needed, or shorter rows than these, is not tried with less
-            policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
-            kernels=policy.levers.kernel_choices(
-                scaled=getattr(self._trainer.precision_plugin, "scaler", None) is not None
-            ),
-            chunks=policy.levers.chunk_choices(),
-        )
+        settings = self._settings()
         prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
         if prediction.confidence == "low":
             notes = "; ".join(prediction.notes)
             raise RehearsalError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
         if self._is_simple(planner, settings, prediction, budget=budget):
             reason = f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
-            self._adopt(planner, settings[0], prediction, reason=reason)
+            self._act(planner, settings[0], prediction, shape, reason=reason)
             return
         choice = planner.choose(settings, budget_bytes=budget, rates=self._rates())
+        self._act_on(choice, planner, shape, budget=budget)
+
+    def _act_on(self, choice: Choice, planner: Planner, shape: BatchShape | None, *, budget: int) -> None:
         self.alternatives = choice.alternatives
         best = choice.best or self._smallest(choice, budget)
-        self._adopt(planner, planner.setting_of(best), planner.prediction_of(best), reason=choice.reason)
-        if shape is not None and best.parts > 1:
-            refused = -(-shape.rows // (best.parts - 1))
-            policy.sizes.plan(shape, rows=best.micro_batch_size, refused=refused, room_bytes=watch.bytes)
+        self._act(planner, planner.setting_of(best), planner.prediction_of(best), shape, reason=choice.reason)
+
+    def _act(
+        self, planner: Planner, setting: Setting, prediction: Prediction, shape: BatchShape | None, *, reason: str
+    ) -> None:
+        """Set levers and sizes as decided."""
+        self._adopt(planner, setting, prediction, reason=reason)
+        sizes = self._policy.sizes
+        if shape is not None and prediction.parts > 1 and (sizes.limit is None or prediction.rows < sizes.limit):
+            refused = -(-shape.rows // (prediction.parts - 1))
+            sizes.plan(shape, rows=prediction.rows, refused=refused, room_bytes=self._policy.watch.bytes)
+
+    def _settings(self) -> list[Setting]:
+        """Return what is compared, the user's own first."""
+        policy, now = self._policy, self._policy.recomputation.policy
+        scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        return settings_to_compare(
+            self._precision,
+            # what another run needed, or shorter rows than these, is not tried with less
+            policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
+            kernels=policy.levers.kernel_choices(scaled=scaled),
+            chunks=policy.levers.chunk_choices(),
+        )
 
     def _left(self) -> int:
         """Return the bytes of the budget that the process did not hold before the fit."""
@@ -275,7 +292,13 @@ class FirstStep:
         return tabled_rates(profile.name) or typical_rates(profile.backend)
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
-        policy, why = self._policy, "as planned"
+        self._set_levers(setting, why="as planned")
+        self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
+        self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
+        log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
+
+    def _set_levers(self, setting: Setting, *, why: str) -> None:
+        policy = self._policy
         now = policy.recomputation.policy
         if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
             policy.recomputation.set(setting.recompute, why=why)
@@ -283,9 +306,6 @@ class FirstStep:
             policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
             policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
-        self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
-        policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
-        log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -76,6 +76,7 @@ class Planner:
         most: The largest micro-batch that is allowed.
         updates: Whether the step writes weights; else what its optimizer takes is left out.
         workspaces: Whether what the backend's libraries take for themselves is counted; a simulated machine has none.
+        reduction_bytes: What the device holds all the while to average gradients over ranks; counted as a workspace.
 
     Attributes:
         rows: Of the batch; 1 for one that has no rows to count.
@@ -95,6 +96,7 @@ class Planner:
         most: int | None = None,
         updates: bool = True,
         workspaces: bool = True,
+        reduction_bytes: int = 0,
     ) -> None:
         shape = Cutter(module).shape(batch)
         whole = shape is None or getattr(module, "splittable", True) is False
@@ -105,7 +107,7 @@ class Planner:
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
         self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer)
-        self._updates, self._workspaces = updates, workspaces
+        self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
@@ -226,7 +228,7 @@ class Planner:
             optimizer_kernel=setting.optimizer_kernel,
             loss_chunk=setting.loss_chunk,
         ).step
-        return step if self._updates else lambda rows, parts, later: _without_optimizer(step(rows, parts, later))
+        return partial(_told, step, updates=self._updates, reduction_bytes=self._reduction_bytes)
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
         """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""
@@ -251,6 +253,21 @@ class Planner:
 
 def _key(one: Candidate | Option) -> tuple[Any, ...]:
     return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk
+
+
+def _told(step: Callable[..., Trace], *size: int, updates: bool, reduction_bytes: int) -> Trace:
+    """Return a step of that size as this planner counts it."""
+    trace = _beside(step(*size), reduction_bytes)
+    return trace if updates else _without_optimizer(trace)
+
+
+def _beside(trace: Trace, count: int) -> Trace:
+    """Return the step with so many bytes that are there all the while, for the reduction over ranks."""
+    if not count:
+        return trace
+    taken = (event.storage for event in trace.events if isinstance(event, Take))
+    scratch = Take(storage=max(taken, default=0) + 1, bytes=count, category="workspaces")
+    return replace(trace, events=(Work(op="reduction over ranks", phase="setup"), scratch, *trace.events))
 
 
 def _without_optimizer(trace: Trace) -> Trace:
