@@ -162,7 +162,9 @@ def test_what_fits_where_asks_every_machine_with_a_precision_and_rates_of_its_ow
 
 def test_the_planner_gets_what_the_configuration_settles_but_for_other_machines_only_what_was_written(command, calls):
     done = command(
-        *TINY, "memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed", "--fits-where", "--json"
+        *TINY,
+        *("memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed"),
+        *("--fits-where", "--json", "--generate", "32", "--rows", "5"),
     )
 
     call, many = calls.call, calls.many[0]
@@ -174,6 +176,8 @@ def test_the_planner_gets_what_the_configuration_settles_but_for_other_machines_
     assert (told["fits"], told["budget_bytes"], told["effective_batch_size"]) == (True, 8 * GIB, 8)
     assert told["watermarks"] == {"low": int(0.85 * 8 * GIB), "high": 8 * GIB}
     assert told["plan"]["prediction"]["peak_bytes"] == GIB
+    assert (told["generation"]["rows"], told["generation"]["new_tokens"]) == (5, 32)
+    assert told["generation"]["bytes"]["peak_bytes"] > 0
     assert told["plan"]["reasons"]["budget"].startswith("as written")
 
 
@@ -250,6 +254,11 @@ MISTAKES = {
         ["model=gearhead", "--module", f"{MINE}Net", "--batch-shape", "2x3"],
         "model: with --module the model and its data are yours",
     ),
+    "a generation of nothing that generates": (
+        ["hardware=cpu", "--module", f"{MINE}Net", "--batch-shape", "2x3:int64", "--generate", "4"],
+        "--generate 4: nothing in Net is known to generate",
+    ),
+    "rows of no generation": (["--rows", "4"], "--rows and --prompt are those of a generation; give --generate"),
     "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
 }
 

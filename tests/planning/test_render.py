@@ -8,11 +8,13 @@ from rich.console import Console
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Watermarks
+from lightning_unified.planning.formula import Generation
+from lightning_unified.planning.generates import Generated
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render import MachinePlan, does_fit, to_markdown, to_png, to_terminal
 from lightning_unified.planning.render.facts import format_seconds, format_share
-from lightning_unified.planning.render.tables import categories_table, instants_table
+from lightning_unified.planning.render.tables import categories_table, generation_table, instants_table
 from lightning_unified.planning.search import Candidate
 
 MIB, GIB = 2**20, 2**30
@@ -105,6 +107,16 @@ def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
 
     assert [row[0] for row in table.rows[-3:]] == ["taken by the allocator", "validation step", "budget"]
     assert table.bars.spans[-3:] == ((0, 0.5), (0, 1.0), (0, 0.8))
+
+
+def test_a_generation_is_told_by_what_it_is_for_and_whether_it_fits():
+    taken = Generation(weights=4 * GIB, cache=2 * GIB, logits=GIB, prompt=GIB // 2)
+    found = Generated(rows=8, prompt=100, new=28, bytes=taken, network="Net", grows=True)
+    text = to_markdown(prediction(), more=[generation_table(found, budget_bytes=6 * GIB)])
+
+    assert "Generation by Net: 8 rows of 100 + 28 tokens" in text
+    assert "keys and values, with the copy of a growing cache | 2.00 GiB | 29 % |" in text
+    assert "only the larger lives at the peak. It does not fit." in text
 
 
 def test_bars_of_a_budget_far_above_the_need_are_scaled_by_the_need():

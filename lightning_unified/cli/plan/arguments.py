@@ -18,6 +18,9 @@ FLAGS: dict[str, tuple[str, str]] = {
     "--kwargs": ("KEY=VALUE …", "what it is called with; overrides stand before this flag"),
     "--batch": ("PKG.MOD:NAME", "a function that returns a batch, or an object that is one"),
     "--batch-shape": ("SHAPE …", "a batch by its shapes: input_ids=8x512:int64 labels=8x512:int64, or 32x3x224x224"),
+    "--generate": ("TOKENS", "also what generating so many takes, by formula, for a model that generates"),
+    "--rows": ("ROWS", "of that, at once; the batch's if not given"),
+    "--prompt": ("TOKENS", "before them; as long as the batch's rows if not given"),
     "--fits-where": ("", "what every simulated machine would do"),
     "--json": ("", "print JSON for scripts, and nothing else"),
     "--markdown": ("FILE", "also write the page as Markdown"),
@@ -39,6 +42,9 @@ class Asked:
         kwargs: `key=value` for it.
         batch: `pkg.mod:name`, or None.
         batch_shape: Shapes, each `[key=]2x512[:int64]`.
+        generate: Tokens to generate, or None.
+        rows: Sequences that are generated at once, or None.
+        prompt: Tokens of a prompt, or None.
         fits_where: Whether all simulated machines are asked.
         json: Whether JSON is printed.
         markdown: A file to write, or None.
@@ -53,6 +59,9 @@ class Asked:
     kwargs: tuple[str, ...] = ()
     batch: str | None = None
     batch_shape: tuple[str, ...] = ()
+    generate: int | None = None
+    rows: int | None = None
+    prompt: int | None = None
     fits_where: bool = False
     json: bool = False
     markdown: Path | None = None
@@ -84,6 +93,8 @@ def parse(arguments: Sequence[str]) -> Asked:
     for flag in ("--module", "--batch"):
         parser.add_argument(flag)
     parser.add_argument("-sc", "--shell-completion")
+    for flag in ("--generate", "--rows", "--prompt"):
+        parser.add_argument(flag, type=int)
     for flag in ("--markdown", "--png"):
         parser.add_argument(flag, type=Path)
     for flag in ("--kwargs", "--batch-shape"):
@@ -104,6 +115,11 @@ def _check(asked: Asked) -> None:
     """Refuse flags that make no sense together."""
     if asked.batch is not None and asked.batch_shape:
         raise ConfigurationError("--batch and --batch-shape both say what a batch is; give one of them.")
+    for flag in ("generate", "rows", "prompt"):
+        if (count := getattr(asked, flag)) is not None and count < 1:
+            raise ConfigurationError(f"--{flag} {count}: give 1 or more.")
+    if asked.generate is None and (asked.rows, asked.prompt) != (None, None):
+        raise ConfigurationError("--rows and --prompt are those of a generation; give --generate with them.")
     if asked.module is None and asked.kwargs:
         raise ConfigurationError(
             "--kwargs is what --module is called with; give --module pkg.mod:Name, or model.key=value."

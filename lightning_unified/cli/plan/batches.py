@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["batch_of_data", "batch_of_shapes", "describe_batch", "rows_of", "validation_batch_of_data"]
+__all__ = ["batch_of_data", "batch_of_shapes", "describe_batch", "length_of", "rows_of", "validation_batch_of_data"]
 
 _SHAPE = re.compile(r"(?:(?P<name>[^=:]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _DTYPES = {
@@ -103,6 +103,12 @@ def rows_of(batch: Any) -> int | None:
     """Return the leading size of the first tensor in `batch`, None if it has none."""
     sizes = [tensor.shape[0] for _, tensor in _tensors(batch) if tensor.ndim]
     return sizes[0] if sizes else None
+
+
+def length_of(batch: Any) -> int | None:
+    """Return the tokens of a row: the second dimension of the first tensor of whole numbers that has one; None without any."""
+    whole = [tensor for _, tensor in _tensors(batch) if tensor.ndim > 1 and not tensor.is_floating_point()]
+    return whole[0].shape[1] if whole else None
 
 
 def describe_batch(batch: Any) -> str:

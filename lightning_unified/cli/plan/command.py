@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
     from lightning_unified.cli.plan.target import Target
+    from lightning_unified.planning.generates import Generated
 
 __all__ = ["main"]
 
@@ -109,7 +110,22 @@ def _page(
     if asked.fits_where:  # what a tier or this hardware settles is not settled for other machines
         own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
         where = fits_where(subject, backend=planner, precision=precision, options=own | trainer)
-    return Page(subject=subject, target=target, plan=plan, machines=where)
+    generation = None if asked.generate is None else _generation(asked, subject, precision=target.precision.precision)
+    return Page(subject=subject, target=target, plan=plan, machines=where, generation=generation)
+
+
+def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
+    """Return what generating takes, of the batch's rows and length where nothing else was asked for."""
+    from lightning_unified.cli.plan.batches import length_of
+    from lightning_unified.planning.generates import generated
+
+    rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)
+    if rows is None or prompt is None:
+        raise ConfigurationError("--generate: the batch has no rows of tokens to go by; give --rows and --prompt.")
+    try:
+        return generated(subject.module, rows=rows, prompt=prompt, new=asked.generate or 0, precision=precision)
+    except ValueError as error:
+        raise ConfigurationError(f"--generate {asked.generate}: {error}") from error
 
 
 def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:

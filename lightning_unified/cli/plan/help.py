@@ -14,6 +14,7 @@ No weight is allocated, no data is read, nothing is written.
   plan memory=large hardware=mps model=gearhead-34m         an Apple GPU that may not be here
   plan model=gearhead simulate=m2-16gb memory.budget=6GiB   a machine by its name
   plan model=gearhead-118m --fits-where                     every machine that can be simulated
+  plan model=gearhead --generate 128 --rows 16              what generating takes as well
   plan hardware=cpu --module my.models:Net --kwargs width=512 --batch-shape 32x3x224x224
   plan --module train.py:build --batch train.py:example_batch --png plan.png
 

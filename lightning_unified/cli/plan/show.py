@@ -12,9 +12,11 @@ from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
 from lightning_unified.cli.plan.target import Target
 from lightning_unified.errors import ConfigurationError
+from lightning_unified.planning.generates import Generated
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
 from lightning_unified.planning.render.planned import recomputed
+from lightning_unified.planning.render.tables import generation_table
 from lightning_unified.units import format_bytes
 
 __all__ = ["Page"]
@@ -29,17 +31,21 @@ class Page:
         target: For which machine.
         plan: What came of it.
         machines: What other machines would do.
+        generation: What generating takes, where that was asked for.
     """
 
     subject: Subject
     target: Target
     plan: Plan
     machines: tuple[MachinePlan, ...] = ()
+    generation: Generated | None = None
 
     def show(self, asked: Asked, console: Console) -> int:
         """Print and write the page as asked; return 0, or 1 if nothing fits."""
         common: dict[str, Any] = {"title": self.title, "watermarks": self.target.marks}
-        page = common | {"facts": self.facts, "machines": self.machines}
+        budget, generation = self.target.budget.bytes, self.generation
+        more = [] if generation is None else [generation_table(generation, budget_bytes=budget)]
+        page = common | {"facts": self.facts, "machines": self.machines, "more": more}
         if asked.markdown is not None:
             _write(asked.markdown, to_markdown(self.plan, **page))
         if asked.png is not None:
@@ -94,6 +100,7 @@ class Page:
             "watermarks": {"low": marks.low, "high": marks.high},
             "fits": does_fit(self.plan),
             "plan": self.plan.to_dict(),
+            "generation": None if self.generation is None else self.generation.to_dict(),
             "machines": {machine.name: _machine(machine) for machine in self.machines},
         }
 

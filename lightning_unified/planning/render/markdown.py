@@ -19,9 +19,10 @@ def to_markdown(
     facts: Sequence[tuple[str, str]] = (),
     watermarks: Watermarks | None = None,
     machines: Sequence[MachinePlan] = (),
+    more: Sequence[Table] = (),
 ) -> str:
     """Return a plan or a prediction as Markdown of GitHub's flavour; the arguments are those of `to_terminal`."""
-    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines)
+    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
     return "\n".join(_lines(sheet)) + "\n"
 
 

@@ -25,6 +25,7 @@ def sheet_of(
     facts: Sequence[tuple[str, str]] = (),
     watermarks: Watermarks | None = None,
     machines: Sequence[MachinePlan] = (),
+    more: Sequence[Table] = (),
 ) -> Sheet:
     """Return the page.
 
@@ -34,6 +35,7 @@ def sheet_of(
         facts: What is to be said first: names and texts, such as the model's and the machine's.
         watermarks: Marks beside the budget; None shows the budget alone.
         machines: What other machines would do; shown last.
+        more: Tables to be shown before that.
     """
     prediction = prediction_of(planned)
     own = facts_of_prediction(planned) if isinstance(planned, Prediction) else facts_of_plan(planned)
@@ -47,7 +49,7 @@ def sheet_of(
         notes = (*prediction.notes, *([took] if took else []))
     if not isinstance(planned, Prediction) and planned.alternatives:
         tables.append(alternatives_table(planned))
-    tables += [machines_table(machines)] if machines else []
+    tables += [*more, *([machines_table(machines)] if machines else [])]
     return Sheet(
         title=title,
         facts=(*(Fact(name=name, text=text) for name, text in facts), *own),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.planning.generates import Generated
 from lightning_unified.planning.plan import Plan
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.render.facts import format_seconds, format_share
@@ -20,7 +21,7 @@ from lightning_unified.planning.search import Candidate
 from lightning_unified.planning.trace import CATEGORIES
 from lightning_unified.units import format_bytes
 
-__all__ = ["alternatives_table", "categories_table", "instants_table", "machines_table", "ordered"]
+__all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]
 
 _FAR = 6  # a budget so many times the need would leave the bars too short to read
 _MOST_INSTANTS = 12
@@ -75,6 +76,29 @@ def _remark(watermarks: Watermarks | None, scale: int) -> str:
         return ""
     marks = f"Caches are cleared from {format_bytes(watermarks.low)} on; the allocator is held to {format_bytes(watermarks.high)}."
     return marks if watermarks.low <= scale else f"{marks} Both lie beyond the bars."
+
+
+def generation_table(found: Generated, *, budget_bytes: int) -> Table:
+    """Return what a generation takes at its fullest, by what it is for, against the budget."""
+    taken = found.bytes
+    cache = "keys and values" + ", with the copy of a growing cache" * found.grows
+    named = [("weights", taken.weights), (cache, taken.cache), ("logits", taken.logits)]
+    named += [("pass over the prompt", taken.prompt), ("peak", taken.peak_bytes), ("budget", budget_bytes)]
+    scale = max(taken.peak_bytes, budget_bytes if budget_bytes <= _FAR * taken.peak_bytes else 0)
+    rows = f"{found.rows} row{'s' * (found.rows != 1)} of {found.prompt} + {found.new} tokens"
+    verdict = "" if taken.peak_bytes <= budget_bytes else " It does not fit."
+    return Table(
+        title=f"Generation by {found.network}: {rows}",
+        columns=("category", "bytes", "of the peak"),
+        rows=tuple((name, format_bytes(count), format_share(count / taken.peak_bytes)) for name, count in named),
+        numbers=frozenset({1, 2}),
+        strong=frozenset({4}),
+        faint=frozenset({5}),
+        bars=Bars(
+            spans=tuple((0.0, min(count / scale, 1.0)) for _, count in named), title=f"0 to {format_bytes(scale)}"
+        ),
+        remark=f"By formula, for generating alone; of logits and the pass over the prompt, only the larger lives at the peak.{verdict}",
+    )
 
 
 def instants_table(prediction: Prediction) -> Table:

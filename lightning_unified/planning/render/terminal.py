@@ -27,6 +27,7 @@ def to_terminal(
     facts: Sequence[tuple[str, str]] = (),
     watermarks: Watermarks | None = None,
     machines: Sequence[MachinePlan] = (),
+    more: Sequence[Table] = (),
 ) -> RenderableType:
     """Return a plan or a prediction laid out for a terminal of 100 columns or more; narrower ones fold the texts.
 
@@ -36,8 +37,9 @@ def to_terminal(
         facts: What is to be said first: names and texts, such as the model's and the machine's.
         watermarks: Bytes to mark beside the budget.
         machines: What other machines would do; shown last.
+        more: Tables to be shown before that.
     """
-    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines)
+    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
     return Group(*_parts(sheet))
 
 
