@@ -47,6 +47,7 @@ class BudgetWatch:
         written: What was written for the allocator to read when it is made; None on a CPU.
         cap: What was done to hold the allocator to the budget.
         sharers: Processes of this run that draw on the same pool, each on an equal part of the budget.
+        driver_bytes: What Metal holds for the process beside the allocator's heaps; the allocator counts it against its cap. 0 elsewhere.
     """
 
     def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
@@ -61,6 +62,7 @@ class BudgetWatch:
         self._follower: BudgetFollower | None = None
         self._has_followed = False
         self.sharers = 1
+        self.driver_bytes = 0
         self._batches = 0
         self._earlier_peak: int | None = None
         self._told = 0
@@ -81,6 +83,10 @@ class BudgetWatch:
         reading = self.reading()
         self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
         self.cap = cap_allocator(self.device, self.budget, **self._elsewhere)
+        if self.device.type == "mps":
+            self.release()
+            held = self.reading()
+            self.driver_bytes = max((held.reserved.bytes or 0) - (held.allocated.bytes or 0), 0)
         if self.cap.warning is not None:
             log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.named(self.cap.warning))
 

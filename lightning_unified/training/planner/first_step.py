@@ -256,10 +256,10 @@ class FirstStep:
         )
 
     def _left(self) -> int:
-        """Return the bytes of the budget that the process did not hold before the fit."""
+        """Return the bytes of the budget that neither the process held before the fit nor the driver holds for itself."""
         watch = self._policy.watch
         room = watch.room()
-        return (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign
+        return (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign - watch.driver_bytes
 
     def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
         """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""

@@ -67,6 +67,7 @@ class RankedFirstStep(FirstStep):
         if not self._has_agreed:
             self._has_agreed = True
             self._agree(shape)
+            self._mine = None  # it holds the batch
 
     @override
     def _settings(self) -> list[Setting]:
