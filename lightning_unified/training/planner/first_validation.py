@@ -54,8 +54,10 @@ class FirstValidation:
         if any(size.rows <= known.rows and size.elements <= known.elements for known in self._seen):
             return
         self._seen.append(size)
-        self._largest = self._largest if (light := outline(batch)) is None else (light, shape)
-        self._plan(batch, shape, limit=limit, factor=factor)
+        light = outline(batch)
+        self._largest = self._largest if light is None else (light, shape)
+        known = batch if light is None else light  # what a rehearsal has seen lives until garbage is collected
+        self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
         """Keep how batches of training look, and plan anew where the plan of training has changed what validation takes.
