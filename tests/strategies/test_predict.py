@@ -198,7 +198,7 @@ def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")
 
-    monkeypatch.setattr("lightning_unified.training.planner.planner.rehearse", failing)
+    monkeypatch.setattr("lightning_unified.training.planner.planner.Rehearsals", failing)
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy)

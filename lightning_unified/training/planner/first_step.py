@@ -21,6 +21,7 @@ from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
+from lightning_unified.training.planner.validation import outline
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.split import BatchShape, tensors_in
 from lightning_unified.units import format_bytes
@@ -204,9 +205,10 @@ class FirstStep:
         self._calibration = Calibration.load(
             machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
         )
+        light = outline(batch)
         planner = Planner(
             self._module,
-            batch,
+            batch if light is None else light,  # what a rehearsal has seen lives until garbage is collected
             backend=reading.backend,
             trainer=self._trainer,
             calibration=self._calibration,

@@ -90,7 +90,7 @@ def foresee_validation(
         loss_chunk=loss_chunk,
     )
     sizes = RehearsedSizes(
-        lambda rows, _parts: rehearsed(rows=rows),
+        lambda rows, *_: rehearsed(rows=rows),
         rows=rows,
         unit=unit,
         row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(batch)) // rows,
@@ -130,7 +130,7 @@ def _outlined(tensor: Tensor) -> Tensor:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.dim() > 0 and (tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > _KNOWN)
+    return tensor.numel() > (1 if tensor.is_floating_point() or tensor.is_complex() else _KNOWN)
 
 
 def _fewest_parts(count: int, fits: Callable[[int], bool]) -> int:
