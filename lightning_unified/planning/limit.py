@@ -70,12 +70,16 @@ class _WithinLimit:
         limit: Bytes.
         is_metal: Whether they are Metal's.
 
+    Attributes:
+        addresses: Where segments lie, of pools that know.
+
     Source:
         As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`, MPSAllocator.mm `alloc_buffer_block`.
     """
 
     def __init__(self, pools: Pools, limit: float, *, is_metal: bool) -> None:
         self._pools, self._limit, self._is_metal = pools, limit, is_metal
+        self.addresses = getattr(pools, "addresses", None)
 
     @property
     def reserved(self) -> int:

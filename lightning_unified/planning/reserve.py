@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_unified.hardware.simulated.addresses import Addresses
 from lightning_unified.hardware.simulated.expandable import ExpandableSegments
 from lightning_unified.hardware.simulated.host_heap import HostHeap
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
@@ -98,6 +99,7 @@ class Run:
 
     def __init__(self, trace: Trace, pools: Pools) -> None:
         self._pools = pools
+        self._addresses: Addresses | None = getattr(pools, "addresses", None)
         works = (
             index for index, event in enumerate(trace.events) if isinstance(event, Work) and event.phase != "setup"
         )
@@ -117,8 +119,8 @@ class Run:
         later = {take.storage for takes in beginnings.values() for take in takes}
         first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
         self._take_all(take for take in first if take.category in _LASTING)
-        if isinstance(self._pools, CudaSegments):
-            self._pools.addresses.compute()
+        if self._addresses is not None:
+            self._addresses.compute()
         self._take_all(take for take in first if take.category not in _LASTING)
         self._replay(beginnings)
         for _ in range(_STEADY_STEPS):
@@ -172,8 +174,8 @@ class Run:
     def _take(self, take: Take, *, index: int) -> None:
         if not take.bytes:
             return
-        if take.category == "workspaces" and isinstance(self._pools, CudaSegments):
-            self._pools.addresses.multiply()
+        if take.category == "workspaces" and self._addresses is not None:
+            self._addresses.multiply()
         size = self._pools.rounded(take.bytes)
         block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
         self._blocks[take.storage] = block
