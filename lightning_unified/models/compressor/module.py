@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from lightning_unified.models.compressor.codec import Codec
 from lightning_unified.models.compressor.joint import JointLoss
+from lightning_unified.models.compressor.optimizer import build_optimizer
 from lightning_unified.models.compressor.presets import preset as preset_config
 from lightning_unified.models.compressor.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
-from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 
 __all__ = ["Compressor"]
 
@@ -82,7 +82,7 @@ class Compressor(LightningModule):
         entropy_weight: Nats that an undecided token (probability 1/2) is worth, times log 2; see `objectives`.
         kept_weight: Weight of kept tokens in the loss of restoring; dropped ones have 1.
         language_weight: Weight of plain language modelling after a beginning that is compressed; 0 for none.
-        price: The first price of a kept token, in nats.
+        price: The first price of a kept token, in nats; None for what dropping one costs an untrained reader, log V.
         price_rate: See `rate.Price`; likewise `price_damping`.
         price_damping: See `rate.Price`.
         collapse_patience: Batches in a row that look collapsed before it is said.
@@ -122,12 +122,12 @@ class Compressor(LightningModule):
         keep_ratio: float = 0.5,
         masks: int = 2,
         temperature: float = 0.5,
-        entropy_weight: float = 0.3,
+        entropy_weight: float = 0.5,
         kept_weight: float = 0.0,
         language_weight: float = 1.0,
-        price: float = 1.0,
-        price_rate: float = 0.05,
-        price_damping: float = 1.0,
+        price: float | None = None,
+        price_rate: float = 0.2,
+        price_damping: float = 5.0,
         collapse_patience: int = 50,
         learning_rate: float = 1e-3,
         policy_learning_rate: float = 1e-3,
@@ -142,7 +142,15 @@ class Compressor(LightningModule):
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
         self.save_hyperparameters()
-        _check(dict(self.hparams))
+        _check_choices(objective=objective, target=target, schedule=schedule, optimizer_kernel=optimizer_kernel)
+        _check_numbers(
+            above={"learning_rate": learning_rate, "policy_learning_rate": policy_learning_rate, "eps": eps},
+            least={
+                "warmup_steps": warmup_steps,
+                "weight_decay": weight_decay,
+                "policy_weight_decay": policy_weight_decay,
+            },
+        )
         self.config = preset_config(
             preset,
             vocabulary=vocabulary,
@@ -166,7 +174,8 @@ class Compressor(LightningModule):
             kept_weight=kept_weight,
             language_weight=language_weight,
         )
-        self.price = Price(target=keep_ratio, start=price, rate=price_rate, damping=price_damping)
+        start = math.log(self.config.reader.vocabulary) if price is None else price
+        self.price = Price(target=keep_ratio, start=start, rate=price_rate, damping=price_damping)
         self.collapse = CollapseWatch(patience=collapse_patience)
         self.tokenizer: TextTokenizer | None = None
         self._validation = _Sums()
@@ -303,23 +312,7 @@ class Compressor(LightningModule):
             raise ValueError(
                 f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
             )
-        policy = list(self.codec.policy.parameters())
-        own = {id(parameter) for parameter in policy}
-        reader = [parameter for parameter in self.codec.parameters() if id(parameter) not in own]
-        groups = [
-            {"params": policy, "lr": given["policy_learning_rate"], "weight_decay": given["policy_weight_decay"]},
-            {"params": reader, "lr": given["learning_rate"], "weight_decay": given["weight_decay"]},
-        ]
-        kernel = kernel_arguments(
-            given["optimizer_kernel"], device=policy[0].device.type, precision=self.trainer.precision
-        )
-        optimizer = torch.optim.AdamW(groups, betas=tuple(given["betas"]), eps=given["eps"], **kernel)
-        warmup = given["warmup_steps"]
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: learning_rate_factor(step, warmup_steps=warmup, total_steps=total, schedule=schedule),
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return build_optimizer(self.codec, hparams=given, total_steps=total, precision=self.trainer.precision)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -357,19 +350,19 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _check(given: dict[str, Any]) -> None:
-    for name, choices in _CHOICES.items():
-        if given[name] not in choices:
-            near = difflib.get_close_matches(str(given[name]), choices, n=1)
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        choices = _CHOICES[name]
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
             hint = f" did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name}={given[name]!r} is not offered;{hint} choose from {', '.join(choices)}.")
-    if not 0 < given["keep_ratio"] < 1:
-        raise ValueError(
-            f"keep_ratio={given['keep_ratio']} is not a share of tokens to keep; give one between 0 and 1."
-        )
-    for name in ("learning_rate", "policy_learning_rate", "eps", "collapse_patience"):
-        if given[name] <= 0:
-            raise ValueError(f"{name}={given[name]} must be above 0.")
-    for name in ("warmup_steps", "weight_decay", "policy_weight_decay", "price", "price_rate", "price_damping"):
-        if given[name] < 0:
-            raise ValueError(f"{name}={given[name]} may not be below 0.")
+            raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")
+
+
+def _check_numbers(*, above: Mapping[str, float], least: Mapping[str, float]) -> None:
+    for name, value in above.items():
+        if value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+    for name, value in least.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} may not be below 0.")

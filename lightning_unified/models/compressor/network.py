@@ -115,8 +115,5 @@ class Reader(nn.Module):
             positions = torch.arange(S, device=embeddings.device).unsqueeze(0)
         x = self.dropout(embeddings + self.position_embedding(positions))
         for block in self.blocks:
-            if self.recompute and self.training:
-                x = run_recomputed(block, x, visible)
-            else:
-                x = block(x, visible)
+            x = run_recomputed(block, x, visible) if self.recompute and self.training else block(x, visible)
         return self.ln_final(x)

@@ -64,7 +64,7 @@ class KeepPolicy(nn.Module):
             ValueError: If the texts are longer than the policy has positions.
         """
         T = embeddings.shape[1]
-        if T > self.config.positions:
+        if self.config.positions < T:
             raise ValueError(
                 f"{T} tokens; this policy has {self.config.positions} positions. Cut the text into pieces."
             )

@@ -31,6 +31,9 @@ class Price(nn.Module):
         rate: How far a batch that keeps one token too many in every one moves the integral, in nats.
         damping: How far it moves the price beside that, in nats.
 
+    Raises:
+        ValueError: If the target is no share, or another number is below 0.
+
     Source: Stooke, Achiam and Abbeel 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods", algorithm 2.
     """
 
@@ -39,6 +42,10 @@ class Price(nn.Module):
 
     def __init__(self, *, target: float, start: float, rate: float, damping: float) -> None:
         super().__init__()
+        if not 0 < target < 1:
+            raise ValueError(f"keep_ratio={target} is not a share of tokens to keep; give one between 0 and 1.")
+        if min(start, rate, damping) < 0:
+            raise ValueError(f"price={start}, price_rate={rate}, price_damping={damping}: none may be below 0.")
         self.target, self.rate, self.damping = target, rate, damping
         self.register_buffer("value", torch.tensor(float(start)))
         self.register_buffer("integral", torch.tensor(float(start)))
@@ -58,12 +65,17 @@ class CollapseWatch(nn.Module):
         patience: So many in a row are a collapse.
         margin: An expected keep ratio nearer than this to 0 or 1 looks collapsed.
         least_spread: So does a standard deviation of the keep probabilities within texts below this.
+
+    Raises:
+        ValueError: If the patience is not positive.
     """
 
     streaks: Tensor
 
     def __init__(self, *, patience: int, margin: float = 0.01, least_spread: float = 1e-3) -> None:
         super().__init__()
+        if patience < 1:
+            raise ValueError(f"collapse_patience={patience} is not a number of batches; give 1 or more.")
         self.patience, self.margin, self.least_spread = patience, margin, least_spread
         self.register_buffer("streaks", torch.zeros(len(_KINDS), dtype=torch.int64))
 
