@@ -63,7 +63,7 @@ class Compressor(LightningModule):
 
     Args:
         preset: A name in `presets.PRESETS`.
-        vocabulary: Token rows, in place of the preset's; likewise the next ten. None takes the preset's.
+        vocabulary: Token rows, in place of the preset's; likewise the next nine. None takes the preset's.
         positions: The longest sequence the reader reads: a text twice, or a text and its continuation.
         width: Size of the reader's residual stream.
         layers: Its blocks.

@@ -183,10 +183,10 @@ PRESETS: dict[str, Preset] = {
     "compressor-small": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=128, window=8, width=128, features=64, position_width=16, head=64),
-            reader=ReaderConfig(vocabulary=2048, positions=256, width=192, layers=4, heads=6, feed_forward=768),
+            reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=4, heads=4, feed_forward=512),
         ),
-        policy_parameters=187_969,
-        reader_parameters=2_222_208,
+        policy_parameters=179_777,
+        reader_parameters=957_184,
         purpose="minutes on two cores",
     ),
     "compressor-125m": Preset(

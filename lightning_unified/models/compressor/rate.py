@@ -82,7 +82,8 @@ class CollapseWatch(nn.Module):
     @torch.no_grad()
     def update(self, *, ratio: Tensor, spread: Tensor) -> None:
         """Take notice of one batch's expected keep ratio and of the spread of keep probabilities within its texts (scalars)."""
-        looks = torch.stack([ratio > 1 - self.margin, ratio < self.margin, spread < self.least_spread])
+        every, none = ratio > 1 - self.margin, ratio < self.margin
+        looks = torch.stack([every, none, (spread < self.least_spread) & ~every & ~none])
         self.streaks.add_(1).mul_(looks)
 
     def found(self) -> list[str]:

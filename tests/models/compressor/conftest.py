@@ -33,14 +33,14 @@ def padded():
     """Return a function that gives a prepared batch three more columns of padding, and two more rows of it."""
 
     def pad(prepared):
-        wider = {}
-        for name, values in prepared.items():
-            if values.ndim > 1:
-                values = torch.nn.functional.pad(values, (0, 3))
-            if values.ndim:
-                values = torch.cat([values, torch.zeros_like(values[:2])])
-            wider[name] = values
-        return wider
+        wider = {
+            name: torch.nn.functional.pad(values, (0, 3)) if values.ndim > 1 else values
+            for name, values in prepared.items()
+        }
+        return {
+            name: torch.cat([values, torch.zeros_like(values[:2])]) if values.ndim else values
+            for name, values in wider.items()
+        }
 
     return pad
 
