@@ -3,6 +3,8 @@
 Letters for shapes: B texts, K masks of a text, T tokens, U tokens of a continuation, D width, V vocabulary.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,9 +16,10 @@ from lightning_unified.models.compressor.presets import CompressorConfig
 from lightning_unified.models.compressor.reading import compact, followed_by, gated, with_separator
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
-__all__ = ["Codec", "keep_top"]
+if TYPE_CHECKING:
+    from lightning_unified.models.compressor.pretrained import PretrainedReader
 
-_EMBEDDING_STD = 0.02
+__all__ = ["Codec", "keep_top"]
 
 
 class Codec(nn.Module):
@@ -27,18 +30,18 @@ class Codec(nn.Module):
     Args:
         config: The sizes.
         recompute: Keep only each block's input of the reader for the backward pass.
+        load_pretrained: Whether a pretrained reader brings its weights; a checkpoint brings others.
     """
 
     loss_chunk_rows: int | None = None
 
-    def __init__(self, config: CompressorConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: CompressorConfig, *, recompute: bool = False, load_pretrained: bool = True) -> None:
         super().__init__()
         self.config = config
-        width = config.reader.width
-        self.policy = KeepPolicy(config.policy, width=width)
-        self.reader = Reader(config.reader, recompute=recompute)
-        self.mask_embedding = nn.Parameter(torch.randn(width) * _EMBEDDING_STD)
-        self.separator = nn.Parameter(torch.randn(width) * _EMBEDDING_STD)
+        self.policy = KeepPolicy(config.policy, width=config.reader.width)
+        self.reader = _reader(config, recompute=recompute, load=load_pretrained)
+        mask_embedding, separator = self.reader.own_embeddings()
+        self.mask_embedding, self.separator = nn.Parameter(mask_embedding), nn.Parameter(separator)
 
     def keep_logits(self, embeddings: Tensor, mask: Tensor) -> Tensor:
         """Return the log-odds (B, T) of keeping each token, in at least fp32; no gradient reaches the embeddings (B, T, D)."""
@@ -57,10 +60,11 @@ class Codec(nn.Module):
             return self.reader(x, visible=visible[:, None, None])
         B, T = mask.shape
         layout = followed_by(x, embeddings, first_real=mask, second_real=mask, separator=self.separator)
-        places = torch.arange(T, device=mask.device)
-        # the copy has positions of its own, the same however many pads there are
-        positions = torch.cat([places, places + self.config.reader.positions // 2]).expand(B, -1)
-        return layout.back(self.reader(layout.embeddings, layout.at_front(positions)), start=T)
+        positions = None
+        if self.reader.copy_offset is not None:
+            places = torch.arange(T, device=mask.device)
+            positions = layout.at_front(torch.cat([places, places + self.reader.copy_offset]).expand(B, -1))
+        return layout.back(self.reader(layout.embeddings, positions), start=T)
 
     def continued(self, embeddings: Tensor, *, real: Tensor, continuation: Tensor, continuation_mask: Tensor) -> Tensor:
         """Return the reader's vectors (B, U, D), from which the continuation is predicted, given the slots that are `real`.
@@ -155,6 +159,14 @@ class Codec(nn.Module):
         return linear_cross_entropy(
             hidden, weight=weight, labels=labels, reduction="none", chunk_rows=self.loss_chunk_rows
         )
+
+
+def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader | PretrainedReader":
+    if config.pretrained is None:
+        return Reader(config.reader, recompute=recompute)
+    from lightning_unified.models.compressor.pretrained import PretrainedReader
+
+    return PretrainedReader(config.pretrained, config.reader, load=load, recompute=recompute)
 
 
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:

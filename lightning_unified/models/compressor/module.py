@@ -72,6 +72,7 @@ class Compressor(LightningModule):
         dropout: Share dropped in the reader.
         text_length: The longest text in tokens.
         window: Tokens that a decision looks at.
+        load_pretrained: Whether a preset's pretrained reader brings its weights; `load_from_checkpoint` needs none.
         reading: "infill" or "copy", see `presets.CompressorConfig`.
         recompute: Keep only each block's input for the backward pass.
         objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
@@ -116,6 +117,7 @@ class Compressor(LightningModule):
         text_length: int | None = None,
         window: int | None = None,
         reading: Literal["infill", "copy"] | None = None,
+        load_pretrained: bool = True,
         recompute: bool = False,
         objective: Literal["reinforce", "relaxed"] = "relaxed",
         target: Literal["restore", "predict"] = "restore",
@@ -164,7 +166,7 @@ class Compressor(LightningModule):
             window=window,
             reading=reading,
         )
-        self.codec = Codec(self.config, recompute=recompute)
+        self.codec = Codec(self.config, recompute=recompute, load_pretrained=load_pretrained)
         self.joint = JointLoss(
             objective=objective,
             target=target,
@@ -179,6 +181,12 @@ class Compressor(LightningModule):
         self.collapse = CollapseWatch(patience=collapse_patience)
         self.tokenizer: TextTokenizer | None = None
         self._validation = _Sums()
+
+    @classmethod
+    @override
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "Compressor":
+        """Return the model in a checkpoint, as Lightning does; a pretrained reader's weights are taken from it as well."""
+        return super().load_from_checkpoint(checkpoint_path, *args, **{"load_pretrained": False, **kwargs})
 
     @property
     def recompute(self) -> bool:
@@ -220,6 +228,11 @@ class Compressor(LightningModule):
             raise ValueError(
                 f"the tokenizer has {len(given):,} tokens, the model's vocabulary is {self.config.reader.vocabulary:,}; train the "
                 f"tokenizer with at most that many or set the model's vocabulary={len(given)}."
+            )
+        if self.config.pretrained is not None and len(given) != self.config.reader.vocabulary:
+            raise ValueError(
+                f"{self.config.pretrained} has {self.config.reader.vocabulary:,} tokens of its own, the tokenizer given {len(given):,}; "
+                f"set data.pretrained={self.config.pretrained}."
             )
         if self.tokenizer is not None and self.tokenizer != given:
             raise ValueError(

@@ -89,6 +89,16 @@ class Reader(nn.Module):
         """Return the embeddings (..., D) of token ids."""
         return self.token_embedding(ids)
 
+    @property
+    def copy_offset(self) -> int:
+        """The position at which the copy of a text begins, the same however long the text is."""
+        return self.config.positions // 2
+
+    def own_embeddings(self) -> tuple[Tensor, Tensor]:
+        """Return where the mask's embedding and the separator begin, each (D)."""
+        width = self.config.width
+        return torch.randn(width) * _INITIAL_STD, torch.randn(width) * _INITIAL_STD
+
     def layers(self) -> list[nn.Module]:
         """Return the blocks in the order in which they run."""
         return list(self.blocks)

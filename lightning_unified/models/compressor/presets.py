@@ -163,7 +163,7 @@ class Preset:
             raise ValueError(
                 f"this preset's policy has {policy:,} parameters, not {self.policy_parameters:,} as stated."
             )
-        reader = self.config.reader.parameters
+        reader = self.config.reader.parameters  # of a network of ours: another's is counted when it is built
         if self.config.pretrained is None and reader != self.reader_parameters:
             raise ValueError(
                 f"this preset's reader has {reader:,} parameters, not {self.reader_parameters:,} as stated."
@@ -198,6 +198,17 @@ PRESETS: dict[str, Preset] = {
         policy_parameters=865_281,
         reader_parameters=124_439_808,
         purpose="GPT-2 small beside a policy of 0.9 million, on one accelerator",
+    ),
+    "compressor-smollm2": Preset(
+        config=CompressorConfig(
+            policy=PolicyConfig(positions=512),
+            reader=ReaderConfig(vocabulary=49_152, positions=8192, width=576, layers=30, heads=9, feed_forward=1536),
+            reading="copy",
+            pretrained="smollm2-135m",
+        ),
+        policy_parameters=816_129,
+        reader_parameters=134_515_008,
+        purpose="a pretrained reader of English",
     ),
 }
 

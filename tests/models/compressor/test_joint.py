@@ -70,7 +70,10 @@ def test_the_reader_learns_the_same_whatever_the_rewards(build, batch, gradients
 def test_a_gradient_reaches_every_parameter(build, batch, gradients, objective):
     model = build(objective=objective, reading="copy")
     found = gradients(model, model.training_step(batch)["loss"])
-    unread = {"codec.policy.positions.weight", "codec.reader.position_embedding.weight"}  # rows beyond the texts' length
+    unread = {
+        "codec.policy.positions.weight",
+        "codec.reader.position_embedding.weight",
+    }  # rows beyond the texts' length
 
     assert [name for name, gradient in found.items() if not gradient.any()] == []
     assert [name for name, gradient in found.items() if not gradient.isfinite().all()] == []
@@ -137,7 +140,7 @@ def test_half_of_the_texts_are_read_from_their_beginning_and_none_from_beyond_it
 
 
 def test_predicting_without_continuations_is_refused(build, batch):
-    with pytest.raises(ValueError, match="set data.continuation_length above 0"):
+    with pytest.raises(ValueError, match=r"set data\.continuation_length above 0"):
         build(target="predict").prepare_batch({name: batch[name] for name in ("input_ids", "mask")})
 
 
