@@ -79,22 +79,42 @@ class JointLoss:
             Scalars that add up over parts: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
             `kept` (expected), `tokens`, `spread` (standard deviation of its keep probabilities) and `texts` (1, or 0 for pads).
         """
+        embeddings = codec.reader.embed(batch["input_ids"])
+        logits = codec.keep_logits(embeddings, batch["mask"])
+        parts = self.parts(codec, batch, embeddings=embeddings, logits=logits, price=price)
+        loss = parts["distortion"] + parts["policy"] + self.language_weight * parts["language"]
+        scalars = {name: parts[name].detach() for name in ("distortion", "language")}
+        return {"loss": loss, **scalars, **_rows(logits, batch["mask"])}
+
+    def parts(
+        self, codec: Codec, batch: Mapping[str, Tensor], *, embeddings: Tensor, logits: Tensor, price: Tensor
+    ) -> dict[str, Tensor]:
+        """Return what the loss is made of, scalars with a gradient: `distortion`, `policy` and `language`.
+
+        Args:
+            codec: The networks.
+            batch: Rows of a prepared batch.
+            embeddings: (B, T, D), of its tokens.
+            logits: (B, T), the policy's.
+            price: Of a kept token, in nats.
+        """
         ids, mask, noise = batch["input_ids"], batch["mask"], batch["noise"]
-        embeddings = codec.reader.embed(ids)
-        logits = codec.keep_logits(embeddings, mask)
         keep = hard_bernoulli(logits.unsqueeze(1), uniform=noise)
         gates = keep
         if self.objective == "relaxed":
             gates = relaxed_bernoulli(logits.unsqueeze(1), uniform=noise, temperature=self.temperature)
         costs, scored = self._costs(codec, batch, embeddings=embeddings, gates=gates)
-        distortion = costs.mean(1).sum() / batch["total_scored"].clamp(min=1)
-        loss = distortion + self._policy_loss(batch, logits=logits, keep=keep, costs=costs, scored=scored, price=price)
+        policy = self._policy_loss(batch, logits=logits, keep=keep, costs=costs, scored=scored, price=price)
         language = torch.zeros((), device=ids.device)
         if self.language_weight:
-            total = codec.language_loss(ids, embeddings=embeddings, keep=keep[:, 0], mask=mask, starts=batch["starts"])
-            language = total / batch["total_language"].clamp(min=1)
-            loss = loss + self.language_weight * language
-        return {"loss": loss, "distortion": distortion.detach(), "language": language.detach(), **_rows(logits, mask)}
+            language = codec.language_loss(
+                ids, embeddings=embeddings, keep=keep[:, 0], mask=mask, starts=batch["starts"]
+            )
+        return {
+            "distortion": costs.mean(1).sum() / batch["total_scored"].clamp(min=1),
+            "policy": policy,
+            "language": language / batch["total_language"].clamp(min=1),
+        }
 
     @torch.no_grad()
     def validate(self, codec: Codec, batch: Mapping[str, Tensor], *, ratio: float) -> Tensor:
