@@ -29,6 +29,7 @@ class JointLoss:
     masks: int
     temperature: float
     entropy_weight: float
+    budget_range: float
     kept_weight: float
     language_weight: float
 
@@ -39,16 +40,15 @@ class JointLoss:
             raise ValueError(f"masks={self.masks}; objective={self.objective} needs at least {least}{why}.")
         if self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature} must be above 0, as in 0.5.")
-        if min(self.entropy_weight, self.kept_weight, self.language_weight) < 0:
-            raise ValueError(
-                f"entropy_weight={self.entropy_weight}, kept_weight={self.kept_weight}, language_weight={self.language_weight}: "
-                "none may be below 0."
-            )
+        for name in ("entropy_weight", "budget_range", "kept_weight", "language_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} may not be below 0.")
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole batch with its random numbers, by row, and its totals.
 
-        Adds `noise` (B, K, T), uniform, one number a decision; `starts` (B), where the language model's part of each text begins:
+        Adds `noise` (B, K, T), uniform, one number a decision; `shifts` (B), by which a text's log-odds are moved, so that policy and
+        reader meet budgets on both sides of the target; `starts` (B), where the language model's part of each text begins:
         at 0 for half of them; and the scalars `total_texts`, `total_tokens`, `total_scored`, `total_language`.
 
         Raises:
@@ -65,6 +65,7 @@ class JointLoss:
         return {
             **batch,
             "noise": torch.rand(B, self.masks, T, device=mask.device),
+            "shifts": (2 * torch.rand(B, device=mask.device) - 1) * self.budget_range,
             "starts": starts,
             "total_texts": mask.any(1).sum(),
             "total_tokens": lengths.sum(),
@@ -99,12 +100,16 @@ class JointLoss:
             price: Of a kept token, in nats.
         """
         ids, mask, noise = batch["input_ids"], batch["mask"], batch["noise"]
-        keep = hard_bernoulli(logits.unsqueeze(1), uniform=noise)
+        moved = logits + batch["shifts"].to(logits.dtype).unsqueeze(1)
+        keep = hard_bernoulli(moved.unsqueeze(1), uniform=noise)
         gates = keep
         if self.objective == "relaxed":
-            gates = relaxed_bernoulli(logits.unsqueeze(1), uniform=noise, temperature=self.temperature)
+            gates = relaxed_bernoulli(moved.unsqueeze(1), uniform=noise, temperature=self.temperature)
         costs, scored = self._costs(codec, batch, embeddings=embeddings, gates=gates)
-        policy = self._policy_loss(batch, logits=logits, keep=keep, costs=costs, scored=scored, price=price)
+        # what is paid is the ratio at the log-odds themselves, which is what the price holds
+        policy = self._rate(batch, logits=logits, price=price)
+        if self.objective == "reinforce":  # else the costs' own gradient reaches the policy through the gates
+            policy = policy + self._reinforce(batch, logits=moved, keep=keep, costs=costs, scored=scored)
         language = torch.zeros((), device=ids.device)
         if self.language_weight:
             language = codec.language_loss(
@@ -153,23 +158,19 @@ class JointLoss:
         losses = codec.restoring_losses(ids, embeddings=embeddings, gates=soft, mask=mask)
         return (losses * (1 - (1 - self.kept_weight) * soft)).sum(-1), mask.sum(1)
 
-    def _policy_loss(
-        self,
-        batch: Mapping[str, Tensor],
-        *,
-        logits: Tensor,
-        keep: Tensor,
-        costs: Tensor,
-        scored: Tensor,
-        price: Tensor,
-    ) -> Tensor:
+    def _rate(self, batch: Mapping[str, Tensor], *, logits: Tensor, price: Tensor) -> Tensor:
         mask = batch["mask"]
         rate = objectives.rate_terms(logits, mask=mask, price=price, entropy_weight=self.entropy_weight)
-        if self.objective == "relaxed":  # the costs' own gradient reaches the policy through the gates
+        if self.objective == "relaxed":
             return rate.sum() / batch["total_tokens"].clamp(min=1)
+        return (rate / mask.sum(1).clamp(min=1)).sum() / batch["total_texts"].clamp(min=1)
+
+    def _reinforce(
+        self, batch: Mapping[str, Tensor], *, logits: Tensor, keep: Tensor, costs: Tensor, scored: Tensor
+    ) -> Tensor:
         distortion = costs / scored.clamp(min=1).unsqueeze(1)
-        learnt = objectives.reinforce(logits, keep=keep, distortion=distortion, mask=mask)
-        return (learnt + rate / mask.sum(1).clamp(min=1)).sum() / batch["total_texts"].clamp(min=1)
+        terms = objectives.reinforce(logits, keep=keep, distortion=distortion, mask=batch["mask"])
+        return terms.sum() / batch["total_texts"].clamp(min=1)
 
 
 @torch.no_grad()

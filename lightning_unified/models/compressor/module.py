@@ -81,6 +81,8 @@ class Compressor(LightningModule):
         masks: Masks drawn for each text; "reinforce" needs 2 to have a baseline.
         temperature: Of the relaxed gates.
         entropy_weight: Nats that an undecided token (probability 1/2) is worth, times log 2; see `objectives`.
+        budget_range: A text's log-odds are moved by up to so much, up or down, when its masks are drawn: policy and reader learn
+            budgets on both sides of `keep_ratio`.
         kept_weight: Weight of kept tokens in the loss of restoring; dropped ones have 1.
         language_weight: Weight of plain language modelling after a beginning that is compressed; 0 for none.
         price: The first price of a kept token, in nats; None for what dropping one costs an untrained reader, log V.
@@ -125,6 +127,7 @@ class Compressor(LightningModule):
         masks: int = 2,
         temperature: float = 0.5,
         entropy_weight: float = 0.5,
+        budget_range: float = 2.0,
         kept_weight: float = 0.0,
         language_weight: float = 1.0,
         price: float | None = None,
@@ -173,6 +176,7 @@ class Compressor(LightningModule):
             masks=masks,
             temperature=temperature,
             entropy_weight=entropy_weight,
+            budget_range=budget_range,
             kept_weight=kept_weight,
             language_weight=language_weight,
         )

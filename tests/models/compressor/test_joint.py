@@ -168,3 +168,14 @@ def test_four_texts_are_learnt_by_heart(build, batch, objective, reading):
 
     assert terms["distortion"].item() < 0.3
     assert keep[0].logical_not().any() or keep[1].logical_not().any()
+
+
+@pytest.mark.parametrize("objective", ["reinforce", "relaxed"])
+def test_a_text_whose_log_odds_are_moved_down_is_dropped_and_its_expected_ratio_is_not(build, batch, objective):
+    model = build(objective=objective)
+    prepared = model.prepare_batch(batch)
+    assert 0 < prepared["shifts"].abs().max() <= 2
+    found = [model.training_step({**prepared, "shifts": torch.full((6,), shift)}) for shift in (60.0, -60.0)]
+
+    assert found[0]["distortion"].item() < 1e-9 < 5 < found[1]["distortion"].item()
+    assert torch.equal(found[0]["kept"], found[1]["kept"])

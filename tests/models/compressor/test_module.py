@@ -241,7 +241,8 @@ def test_the_loss_is_the_same_in_any_chunk(build, batch):
         ({"policy_learning_rate": 0.0}, r"policy_learning_rate=0\.0 must be above 0"),
         ({"warmup_steps": -1}, "warmup_steps=-1 may not be below 0"),
         ({"collapse_patience": 0}, "collapse_patience=0 is not a number of batches"),
-        ({"entropy_weight": -0.1}, r"entropy_weight=-0\.1"),
+        ({"entropy_weight": -0.1}, r"entropy_weight=-0\.1 may not be below 0"),
+        ({"budget_range": -1.0}, r"budget_range=-1\.0 may not be below 0"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(build, change, message):
