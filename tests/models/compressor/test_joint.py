@@ -177,5 +177,6 @@ def test_a_text_whose_log_odds_are_moved_down_is_dropped_and_its_expected_ratio_
     assert 0 < prepared["shifts"].abs().max() <= 2
     found = [model.training_step({**prepared, "shifts": torch.full((6,), shift)}) for shift in (60.0, -60.0)]
 
-    assert found[0]["distortion"].item() < 1e-9 < 5 < found[1]["distortion"].item()
+    assert found[0]["distortion"].item() < 1e-9
+    assert found[1]["distortion"].item() > 5
     assert torch.equal(found[0]["kept"], found[1]["kept"])
