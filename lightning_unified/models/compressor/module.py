@@ -57,6 +57,9 @@ class Compressor(LightningModule):
     by the whole batch's number of terms, which `prepare_batch` counts, together with the random numbers of all masks, before
     anybody cuts the batch: losses and gradients of the parts add up to those of the whole. All masks of a text are in its row.
 
+    `trained_steps` is how many steps the checkpoint had seen that was loaded, else 0; `trained_length` how many tokens the texts have
+    that it is trained on, None while nobody has said.
+
     Shapes:
         A batch is a dict: `input_ids` (B, T) int64, `mask` (B, T) bool, True at tokens; and, for `target="predict"`,
         `continuation` (B, U) int64 and `continuation_mask` (B, U) bool.
@@ -104,6 +107,8 @@ class Compressor(LightningModule):
     """
 
     loss_reduction: ClassVar[str] = "sum"
+    trained_steps: int = 0
+    trained_length: int | None = None
 
     def __init__(
         self,
@@ -214,12 +219,19 @@ class Compressor(LightningModule):
         """Return the reader's blocks, for who wants some of them to recompute and not others."""
         return self.codec.reader.layers()
 
+    @property
+    def text_length(self) -> int:
+        """The longest text whose positions have been trained; before anybody trains, the longest there are positions for."""
+        return min(self.trained_length or self.config.policy.positions, self.config.policy.positions)
+
     @override
     def setup(self, stage: str) -> None:
-        """Take the data's tokenizer along, so that the checkpoint holds it."""
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        """Take the data's tokenizer and length along, so that the checkpoint holds them."""
+        data = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
             self.attach_tokenizer(tokenizer)
+        self.trained_length = getattr(data, "text_length", self.trained_length)
 
     def attach_tokenizer(self, tokenizer: Tokenizer | TextTokenizer) -> None:
         """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
@@ -335,7 +347,8 @@ class Compressor(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the sizes and the tokenizer beside the weights, as plain text: one file is enough for compressing."""
         text = None if self.tokenizer is None else self.tokenizer.to_str()
-        checkpoint["compressor"] = {"config": asdict(self.config), "tokenizer": text}
+        sizes = {"config": asdict(self.config), "trained_length": self.trained_length}
+        checkpoint["compressor"] = {**sizes, "tokenizer": text}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -351,6 +364,8 @@ class Compressor(LightningModule):
             raise ValueError(
                 f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's."
             )
+        self.trained_steps = int(checkpoint.get("global_step", 0))
+        self.trained_length = self.trained_length or saved["trained_length"]
         if saved["tokenizer"] is not None:
             given, self.tokenizer = self.tokenizer, TextTokenizer.from_str(saved["tokenizer"])
             if given is not None:
