@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_unified.models.compressor.inference import compress
     from lightning_unified.models.compressor.module import Compressor
     from lightning_unified.models.compressor.presets import CompressorConfig
 
-__all__ = ["Compressor", "CompressorConfig"]
+__all__ = ["Compressor", "CompressorConfig", "compress"]
 
-_HOMES = {"Compressor": "module", "CompressorConfig": "presets"}
+_HOMES = {"Compressor": "module", "CompressorConfig": "presets", "compress": "inference"}
 
 
 def __getattr__(name: str) -> Any:
