@@ -20,7 +20,15 @@ TIERS = {
     "optimal": ("32GiB", 64, 8),
 }
 HARDWARE = ("auto", "cpu", "cuda", "dgx_spark", "jetson", "mps", "rocm", "strix_halo")
-MODELS = ("gearhead", "gearhead-118m", "gearhead-34m", "gearhead-small")
+MODELS = (
+    "compressor-125m",
+    "compressor-small",
+    "compressor-smollm2",
+    "gearhead",
+    "gearhead-118m",
+    "gearhead-34m",
+    "gearhead-small",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +73,12 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
             )
 
 
-SIZES = ("gearhead-small", "gearhead-118m")  # of one model: the others stand for them in the fast tests
+SIZES = (
+    "compressor-125m",
+    "compressor-smollm2",
+    "gearhead-small",
+    "gearhead-118m",
+)  # of one model: the others stand for them in the fast tests
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIZES)) for name in MODELS])

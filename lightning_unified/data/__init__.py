@@ -1,17 +1,22 @@
 """Data for the models: sources, a split that leaks nothing, a tokenizer that loses nothing, a loader that knows its place.
 
-`TextData` is fetched on first use: a spawned worker imports this package, and importing Lightning takes seconds.
+The data modules are fetched on first use: a spawned worker imports this package, and importing Lightning takes seconds.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_unified.data.datamodule import TextData
+    from lightning_unified.data.passage_data import PassageData
 
-__all__ = ["TextData"]
+__all__ = ["PassageData", "TextData"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "PassageData":
+        from lightning_unified.data.passage_data import PassageData
+
+        return PassageData
     if name == "TextData":
         from lightning_unified.data.datamodule import TextData
 

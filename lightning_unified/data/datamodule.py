@@ -1,6 +1,5 @@
 """Text and diagnostic records for GearHead, from a source by name to batches on a loader that can be resumed."""
 
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,15 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
 from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data import corpora, settings
-from lightning_unified.data.loader import ResumableLoader
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
+from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.splitting import Split, split
 from lightning_unified.data.tokenizer import load_tokenizer, train_tokenizer
 
@@ -35,7 +33,7 @@ class _Prepared:
     validation: Rows
 
 
-class TextData(LightningDataModule):
+class TextData(ResumableData):
     """Text and records, split by group, as batches of `input_ids`, `labels`, `error_code_ids`, `diagnosis_labels`.
 
     Everything is a function of the arguments and the source: the same split, tokenizer, rows and order in every process.
@@ -87,59 +85,39 @@ class TextData(LightningDataModule):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            seed=seed,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            prefetch_factor=prefetch_factor,
+            start_method=start_method,
+            pin_memory=pin_memory,
+        )
         # not to the logger: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         settings.check(dict(self.hparams))
         self.source = source
         self.path = path
-        self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.loss_on: Literal["all", "answer"] = loss_on
         self.max_groups = max_groups
         self._asked_vocab_size = vocab_size
         self._tokenizer_file = tokenizer_file
         self._val_fraction = val_fraction
-        self._val_batch_size = val_batch_size or batch_size
-        self._drop_last = drop_last
-        self._seed = seed
-        self._loader_arguments: dict[str, Any] = {
-            "num_workers": num_workers,
-            "persistent_workers": persistent_workers,
-            "prefetch_factor": prefetch_factor,
-            "start_method": start_method,
-            "pin_memory": pin_memory,
-        }
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        """Read, split and encode; the first call does the work, and so does asking for the vocabulary before it."""
-        _ = self._prepared
 
     @property
+    @override
     def tokenizer(self) -> Tokenizer:
         """The byte-level BPE, learnt from the training split; `to_str()` is its JSON."""
         return self._prepared.tokenizer
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens there are, which can be fewer than were asked for."""
-        return self.tokenizer.get_vocab_size()
-
     @override
-    def train_dataloader(self) -> ResumableLoader:
-        rows = self._prepared.train
-        if self._drop_last and len(rows) < self.batch_size:
-            raise ValueError(
-                f"the training split has {len(rows)} rows, fewer than data.batch_size={self.batch_size}, and data.drop_last leaves "
-                "out what does not fill a batch; lower data.batch_size or data.sequence_length, or set data.drop_last=false."
-            )
-        overfit = self.trainer is not None and getattr(self.trainer, "overfit_batches", 0) > 0
-        return self._loader(rows, self.batch_size, shuffle=not overfit, drop_last=self._drop_last)
-
-    @override
-    def val_dataloader(self) -> ResumableLoader:
-        return self._loader(self._prepared.validation, self._val_batch_size, shuffle=False, drop_last=False)
+    def rows(self) -> tuple[Rows, Rows]:
+        return self._prepared.train, self._prepared.validation
 
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
@@ -148,18 +126,6 @@ class TextData(LightningDataModule):
     def example_validation_batch(self) -> dict[str, Tensor]:
         """Return the same for a batch of validation."""
         return _zeros(self._val_batch_size, self.sequence_length)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.to_str()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["tokenizer"] != self.tokenizer.to_str():
-            raise ValueError(
-                "the checkpoint was trained with another tokenizer, so its token ids mean other things here; use the data it was "
-                "trained with, or give its tokenizer by data.tokenizer_file."
-            )
 
     def baselines(self) -> dict[str, float]:
         """Return the perplexity of Kneser-Ney models on the validation targets: `{"bigram": ..., "trigram": ...}`.
@@ -250,32 +216,6 @@ class TextData(LightningDataModule):
         if len(lengths) < len(found) and self.sequence_length not in buckets:
             buckets.append(self.sequence_length)
         return buckets
-
-    def _loader(self, rows: Rows, batch_size: int, *, shuffle: bool, drop_last: bool) -> ResumableLoader:
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        if batch_size % world_size:
-            raise ValueError(
-                f"data.batch_size={batch_size} cannot be shared by {world_size} processes; give a multiple of {world_size}: it is "
-                "the effective batch, over all of them."
-            )
-        return ResumableLoader(
-            rows,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=self._seed,
-            drop_last=drop_last,
-            rank=0 if self.trainer is None else self.trainer.global_rank,
-            world_size=world_size,
-            processed=self._processed_batches if shuffle else None,
-            **self._loader_arguments,
-        )
-
-    def _processed_batches(self) -> int:
-        """Return the batches of this epoch that the fit loop is done with: its own count for a resume."""
-        if self.trainer is None:
-            return sys.maxsize
-        # declared as the tracker's base class, which has no `processed` (lightning/pytorch/loops/progress.py, 2.6)
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _zeros(rows: int, length: int) -> dict[str, Tensor]:

@@ -6,18 +6,34 @@ place through `state_dict` and `load_state_dict`, so that a resumed run sees the
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_unified.data.packing import Rows
-
-__all__ = ["EpochClock", "ResumableLoader", "plan_epoch"]
+__all__ = ["BatchRows", "EpochClock", "ResumableLoader", "plan_epoch"]
 
 _WINDOW = 50  # batches whose rows are sorted by length together: enough to save the padding, few enough to stay random
+
+
+class BatchRows(Protocol):
+    """Rows that make a whole batch at a time.
+
+    Attributes:
+        bucket_of: Of each row a number that grows with its length.
+        checksum: Of all that the rows hold: an order of batches is of these rows and no others.
+    """
+
+    bucket_of: np.ndarray
+    checksum: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+
+    def __getitems__(self, indices: list[int], /) -> dict[str, Tensor]: ...
 
 
 def plan_epoch(
@@ -96,7 +112,7 @@ class ResumableLoader:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: BatchRows,
         *,
         batch_size: int,
         shuffle: bool,
@@ -140,7 +156,7 @@ class ResumableLoader:
         if loader is None:
             # its own generator: a DataLoader without one draws a number from the global state each epoch
             loader = self._loader = DataLoader(
-                self.rows,
+                self.rows,  # pyright: ignore[reportArgumentType]  # a Dataset is what has these methods, whatever its class
                 batch_sampler=self._batches,
                 collate_fn=_as_it_is,
                 generator=torch.Generator().manual_seed(self._seed),

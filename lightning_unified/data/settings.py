@@ -12,6 +12,8 @@ __all__ = ["check"]
 _SMALLEST = {
     "batch_size": 1,
     "sequence_length": 8,
+    "text_length": 8,
+    "continuation_length": 0,
     "vocab_size": SMALLEST_VOCABULARY,
     "seed": 0,
     "num_workers": 0,
@@ -24,7 +26,7 @@ _SWITCHES = ("persistent_workers", "pin_memory", "drop_last")
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Refuse settings of `TextData` that make no sense.
+    """Refuse settings of a data module that make no sense.
 
     Args:
         settings: Its arguments by name.
@@ -33,6 +35,8 @@ def check(settings: dict[str, Any]) -> None:
         ValueError: Names the setting, what was given and what is allowed.
     """
     for name, smallest in _SMALLEST.items():
+        if name not in settings:
+            continue
         value = settings[name]
         if value is None and name in _OPTIONAL:
             continue
@@ -43,7 +47,8 @@ def check(settings: dict[str, Any]) -> None:
         if not isinstance(settings[name], bool):
             raise ValueError(f"data.{name}={settings[name]!r}; it must be true or false.")  # noqa: TRY004 - a setting, whatever its type
     _one_of("source", settings["source"], SOURCES)
-    _one_of("loss_on", settings["loss_on"], ("all", "answer"))
+    if "loss_on" in settings:
+        _one_of("loss_on", settings["loss_on"], ("all", "answer"))
     if settings["start_method"] is not None:
         _one_of("start_method", settings["start_method"], multiprocessing.get_all_start_methods())
     fraction = settings["val_fraction"]

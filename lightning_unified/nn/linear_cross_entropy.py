@@ -33,7 +33,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
-    reduction: Literal["sum", "mean"] = "mean",
+    reduction: Literal["none", "sum", "mean"] = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return `cross_entropy(linear(hidden, weight, bias), labels)`; labels of -100 are not scored.
@@ -54,17 +54,18 @@ def linear_cross_entropy(
         weight: See Shapes.
         labels: See Shapes; int64, 0 to V - 1 or -100.
         bias: See Shapes.
-        reduction: "sum" over the scored labels, or their "mean" (NaN when none is scored, as in torch).
+        reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
+            label, 0 where it is not scored, for who weighs them.
         chunk_rows: Rows at once; by default `chunk_rows_for(V)`.
 
     Returns:
-        The loss, a scalar: in fp32 when the operands are of half precision, else in their own type.
+        The loss, a scalar, or (...) with "none": in fp32 when the operands are of half precision, else in their own type.
 
     Raises:
         ValueError: If the shapes do not fit, the reduction is unknown or `chunk_rows` is not positive.
     """
-    if reduction not in {"sum", "mean"}:
-        raise ValueError(f"reduction={reduction!r} is not offered; choose 'sum' or 'mean'.")
+    if reduction not in {"none", "sum", "mean"}:
+        raise ValueError(f"reduction={reduction!r} is not offered; choose 'none', 'sum' or 'mean'.")
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)} and weight {tuple(weight.shape)} do not fit; "
@@ -75,11 +76,15 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if _torch_does_it(flat):
-        total = _torch_sum(flat, weight=weight, labels=targets, bias=bias, rows=rows)
+        summed = reduction != "none" and weight.nbytes <= _CHUNK_BYTES
+        losses = _torch_losses(flat, weight=weight, labels=targets, bias=bias, rows=rows, summed=summed)
     else:
         device = flat.device.type
         dtype = torch.get_autocast_dtype(device) if _autocast(device) else flat.dtype
-        total = _ChunkedSum.apply(flat, weight, bias, targets, rows, dtype)
+        losses = _ChunkedLosses.apply(flat, weight, bias, targets, rows, dtype)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
 
 
@@ -92,25 +97,25 @@ def _torch_does_it(hidden: Tensor) -> bool:
     return hasattr(functional, "linear_cross_entropy") and full and not _autocast(hidden.device.type)
 
 
-def _torch_sum(hidden: Tensor, *, weight: Tensor, labels: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+def _torch_losses(
+    hidden: Tensor, *, weight: Tensor, labels: Tensor, bias: Tensor | None, rows: int, summed: bool
+) -> Tensor:
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions  # new in torch 2.13
 
-    small = weight.nbytes <= _CHUNK_BYTES
-    options = LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="compact", allow_retain_graph=small)
-    losses = functional.linear_cross_entropy(
+    options = LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="compact", allow_retain_graph=summed)
+    return functional.linear_cross_entropy(
         hidden,
         weight,
         labels,
         linear_bias=bias,
-        reduction="sum" if small else "none",
+        reduction="sum" if summed else "none",
         ignore_index=IGNORED,
         options=options,
     )
-    return losses.sum()
 
 
-class _ChunkedSum(torch.autograd.Function):
-    """Sum of the losses; products in `dtype`, the softmax and all sums in at least fp32."""
+class _ChunkedLosses(torch.autograd.Function):
+    """A loss for each row; products in `dtype`, the softmax and all sums in at least fp32."""
 
     @staticmethod
     @override
@@ -119,13 +124,13 @@ class _ChunkedSum(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.rows, ctx.dtype = rows, dtype
         wide = torch.promote_types(dtype, torch.float32)
-        total = hidden.new_zeros((), dtype=wide)
+        losses = hidden.new_empty(len(labels), dtype=wide)
         with torch.autocast(hidden.device.type, enabled=False):
             operand = weight.to(dtype)
-            for x, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+            for x, y, part in zip(hidden.split(rows), labels.split(rows), losses.split(rows), strict=True):
                 logits = functional.linear(x.to(dtype), operand, None if bias is None else bias.to(dtype)).to(wide)
-                total += functional.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED)
-        return total
+                part.copy_(functional.cross_entropy(logits, y, reduction="none", ignore_index=IGNORED))
+        return losses
 
     @staticmethod
     @override
@@ -142,7 +147,8 @@ class _ChunkedSum(torch.autograd.Function):
             for start, x, y in zip(starts, hidden.split(ctx.rows), labels.split(ctx.rows), strict=False):
                 x = x.to(ctx.dtype)  # noqa: PLW2901
                 logits = functional.linear(x, operand, None if bias is None else bias.to(ctx.dtype)).to(wide)
-                gradient = _softmax_minus_one_hot_(logits, y).mul_(grad_outputs[0]).to(ctx.dtype)
+                outer = grad_outputs[0][start : start + len(x), None]
+                gradient = _softmax_minus_one_hot_(logits, y).mul_(outer).to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[start : start + len(x)] = gradient @ operand
                 if grad_weight is not None:

@@ -9,7 +9,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.gearhead.optimizer import build_optimizer, kernel_arguments, learning_rate_factor
+from lightning_unified.models.gearhead.optimizer import build_optimizer
+from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 from lightning_unified.training.levers import LossChunk, recompute_policies
 
 

@@ -49,6 +49,21 @@ def test_value_and_gradients_equal_plain_cross_entropy(path, reduction, rows, bi
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_losses_one_by_one_equal_plain_ones_and_so_do_gradients_of_any_weights(path):
+    hidden, weight, b, labels = _problem()
+    outer = torch.rand(3, 17, dtype=torch.float64)
+    expected = _plain(hidden, weight, b, labels, "none").view(3, 17)
+    actual = linear_cross_entropy(hidden, weight=weight, bias=b, labels=labels, reduction="none", chunk_rows=7)
+
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad((actual * outer).sum(), [hidden, weight, b]),
+        torch.autograd.grad((expected * outer).sum(), [hidden, weight, b]),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_a_second_backward_pass_gives_the_same_gradient(path):
     hidden, weight, _, labels = _problem(bias=False)
     loss = linear_cross_entropy(hidden, weight=weight, labels=labels)
@@ -72,7 +87,7 @@ def test_a_mean_over_no_scored_label_is_nan_as_in_torch(path):
 
 def test_the_own_function_passes_gradcheck():
     hidden, weight, bias, labels = _problem()
-    apply = subject._ChunkedSum.apply
+    apply = subject._ChunkedLosses.apply
     assert torch.autograd.gradcheck(
         lambda h, w, b: apply(h, w, b, labels.flatten(), 16, torch.float64), (hidden.flatten(0, 1), weight, bias)
     )
@@ -118,8 +133,8 @@ def test_a_chunk_is_a_power_of_two_of_at_most_16_mib_between_16_and_8192_rows(cl
 
 def test_an_unknown_reduction_is_refused():
     hidden, weight, _, labels = _problem(bias=False)
-    with pytest.raises(ValueError, match="choose 'sum' or 'mean'"):
-        linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="none")
+    with pytest.raises(ValueError, match="choose 'none', 'sum' or 'mean'"):
+        linear_cross_entropy(hidden, weight=weight, labels=labels, reduction="total")
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -15,8 +15,8 @@ __all__ = ["Throughput"]
 class Throughput(Callback):
     """Samples, scored tokens and seconds of the training batches of this process.
 
-    Tokens are labels other than -100 under the batch key `labels`; a batch without them counts samples only. The sum
-    stays on the device until it is asked for, so that no step waits for it. Every `log_every_n_steps` batches what they took is
+    Tokens are labels other than -100 under the batch key `labels`, or else the True entries of a boolean `mask`; a batch without
+    either counts samples only. The sum stays on the device until it is asked for, so that no step waits for it. Every `log_every_n_steps` batches what they took is
     logged: `speed/samples_per_second` and `speed/seconds_per_batch`, validation left out.
 
     Attributes:
@@ -68,9 +68,8 @@ class Throughput(Callback):
     ) -> None:
         self._advance(restart=True)
         self.samples += _rows(batch)
-        labels = batch.get("labels") if isinstance(batch, dict) else None
-        if isinstance(labels, torch.Tensor):
-            scored = (labels != -100).sum()
+        scored = _tokens(batch)
+        if scored is not None:
             self._tokens = scored if self._tokens is None else self._tokens + scored
         self._batches += 1
         every = int(getattr(trainer, "log_every_n_steps", 0))
@@ -100,6 +99,16 @@ class Throughput(Callback):
         if self._since is not None:
             self.seconds += now - self._since
         self._since = now if restart else None
+
+
+def _tokens(batch: Any) -> torch.Tensor | None:
+    """Return how many tokens a batch trains on, None if it does not say."""
+    if not isinstance(batch, dict):
+        return None
+    labels, mask = batch.get("labels"), batch.get("mask")
+    if isinstance(labels, torch.Tensor):
+        return (labels != -100).sum()
+    return mask.sum() if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None
 
 
 def _rows(batch: Any) -> int:

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.optimizer import build_optimizer, learning_rate_factor
+from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import preset as preset_config
+from lightning_unified.nn.adamw import learning_rate_factor
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 __all__ = ["GearHead"]

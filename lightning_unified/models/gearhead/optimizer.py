@@ -1,14 +1,14 @@
-"""AdamW as GearHead uses it: which parameters decay, which kernel runs, how the learning rate moves."""
+"""AdamW as GearHead uses it: which parameters decay, and at which rate."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-__all__ = ["build_optimizer", "kernel_arguments", "learning_rate_factor"]
+from lightning_unified.nn.adamw import kernel_arguments
+
+__all__ = ["build_optimizer"]
 
 
 def build_optimizer(network: nn.Module, *, hparams: Mapping[str, Any], precision: str = "32-true") -> torch.optim.AdamW:
@@ -35,39 +35,3 @@ def build_optimizer(network: nn.Module, *, hparams: Mapping[str, Any], precision
     return torch.optim.AdamW(
         groups, lr=hparams["learning_rate"], betas=tuple(hparams["betas"]), eps=hparams["eps"], **kernel
     )
-
-
-def kernel_arguments(kernel: str, *, device: str, precision: str = "32-true") -> dict[str, bool]:
-    """Return the arguments that choose an optimizer kernel in torch.
-
-    "auto" is the fused kernel wherever torch has one for the device: it needs no temporaries, where the for-each kernel
-    takes as many bytes as the parameters once more. Under fp16 with a scaler "auto" is torch's own choice, because Lightning
-    refuses to clip gradients there with a fused optimizer.
-
-    Raises:
-        ValueError: If "fused" is asked for on a device for which torch has no such kernel.
-    """
-    devices = _get_fused_kernels_supported_devices()
-    if kernel == "auto":
-        return {"fused": True} if device in devices and precision != "16-mixed" else {}
-    if kernel == "fused":
-        if device not in devices:
-            raise ValueError(
-                f"torch has no fused AdamW for {device}, only for {', '.join(devices)}; use optimizer_kernel=foreach."
-            )
-        return {"fused": True}
-    return {"foreach": kernel == "foreach"}
-
-
-def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: float, schedule: str) -> float:
-    """Return the share of the peak learning rate used by optimizer step `step`, the first being 0.
-
-    It rises linearly to 1 over `warmup_steps`, then falls to 0 at `total_steps`: linearly, or as half a cosine (Loshchilov
-    and Hutter 2017, eq. 5, without restarts); "constant" stays at 1. A run shorter than its warm-up ends while it rises.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1.0, total_steps - warmup_steps))
-    return 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress

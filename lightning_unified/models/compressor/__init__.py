@@ -1,0 +1,22 @@
+"""The compressor: a policy that drops tokens of a text, and a language model that restores them or goes on without.
+
+The names below are fetched on first use, so that importing the package does not import Lightning.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_unified.models.compressor.inference import compress
+    from lightning_unified.models.compressor.module import Compressor
+    from lightning_unified.models.compressor.presets import CompressorConfig
+
+__all__ = ["Compressor", "CompressorConfig", "compress"]
+
+_HOMES = {"Compressor": "module", "CompressorConfig": "presets", "compress": "inference"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}.")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

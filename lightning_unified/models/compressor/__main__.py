@@ -1,0 +1,146 @@
+"""`python -m lightning_unified.models.compressor evaluate|compress`: judge a trained compressor, or use it."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from lightning_unified.models.compressor import checkpoint, render
+from lightning_unified.models.compressor.evaluation import held_out
+from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
+from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.subject import require_trained
+from lightning_unified.models.compressor.evaluation.table import tables
+from lightning_unified.models.compressor.inference import compress
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        return _fail(error, code=2)
+    except (RuntimeError, OSError) as error:
+        return _fail(error, code=1)
+    except KeyboardInterrupt:
+        print()
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.compressor", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    judge = commands.add_parser("evaluate", help="rate and distortion of the policy and of baselines on held-out texts")
+    judge.add_argument(
+        "--data", help="held-out texts: a .txt or .jsonl file, a folder, or a source (default: what training held out)"
+    )
+    judge.add_argument(
+        "--corpus", help="training texts for frequencies and n-grams, likewise (default: what it was trained on)"
+    )
+    judge.add_argument("--keep", type=float, nargs="+", default=list(KEEPS), help="budgets (default .3 .5 .7 .9)")
+    judge.add_argument("--documents", type=int, help="use only so many held-out documents")
+    judge.add_argument("--per-document", type=int, default=4, help="pieces of a document (default %(default)s)")
+    judge.add_argument("--length", type=int, help="tokens of a piece (default: as in training)")
+    judge.add_argument("--continuation", type=int, help="tokens predicted after it (default: a quarter of the piece)")
+    judge.add_argument("--batch-size", type=int, default=32, help="pieces at a time (default %(default)s)")
+    judge.add_argument("--no-rouge", action="store_true", help="write no texts: faster, without ROUGE-L")
+    judge.add_argument("--output", help="folder for evaluation.json and evaluation.png")
+    judge.add_argument("--json", action="store_true", help="print the record instead of tables")
+    judge.set_defaults(run=_evaluate)
+    squeeze = commands.add_parser("compress", help="print a text with the share of its tokens that the policy keeps")
+    squeeze.add_argument("file", nargs="?", default="-", help="a text file; - or nothing reads standard input")
+    squeeze.add_argument("--keep", type=float, default=0.5, help="share of tokens that stays (default %(default)s)")
+    squeeze.add_argument("--show", action="store_true", help="print the whole text, kept and dropped tokens in colour")
+    squeeze.add_argument("--json", action="store_true", help="print text, ids and kept positions as JSON")
+    squeeze.add_argument("--html", help="write the text with kept and dropped tokens marked to this file")
+    squeeze.set_defaults(run=_compress)
+    for command in (judge, squeeze):
+        command.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
+        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+        command.add_argument("--seed", type=int, default=0, help="of random scores, ties and resampling (default 0)")
+    return parser
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    module = checkpoint.load(options.checkpoint, device=options.device)
+    data = checkpoint.read(options.checkpoint).get("datamodule_hyper_parameters", {})
+    corpus, texts = [], []
+    if options.data is None or options.corpus is None:
+        corpus, texts = held_out.sides(data)
+    texts = held_out.read(options.data) if options.data else texts
+    corpus = held_out.read(options.corpus) if options.corpus else corpus
+    length = options.length or module.text_length
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("evaluating")
+        record = evaluate(
+            module,
+            texts[: options.documents],
+            corpus=corpus,
+            keeps=options.keep,
+            length=length,
+            continuation=options.continuation or max(length // 4, 1),
+            per_document=options.per_document,
+            batch_size=options.batch_size,
+            reconstruct=not options.no_rouge,
+            seed=options.seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    record = {"checkpoint": options.checkpoint, "data": options.data or data, **record}
+    if options.output:
+        folder = Path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        plot(record, folder / "evaluation.png")
+    if options.json:
+        print(json.dumps(record, indent=1))
+        return
+    console = Console()
+    console.print(f"{record['documents']} held-out documents, {record['pieces']} pieces, {record['tokens']:,} tokens")
+    for table in tables(record):
+        console.print(table)
+
+
+def _compress(options: argparse.Namespace) -> None:
+    text = sys.stdin.read() if options.file == "-" else _read(Path(options.file))
+    module = checkpoint.load(options.checkpoint, device=options.device)
+    encoder = require_trained(module)
+    found = compress(text, keep=options.keep, module=module, seed=options.seed)
+    if options.html:
+        page = render.page(encoder, found.original_ids, kept=found.flags)
+        Path(options.html).write_text(page, encoding="utf-8")
+    if options.json:
+        kept = {"text": found.text, "ids": found.ids, "kept": found.kept}
+        print(json.dumps({**kept, "tokens": len(found.original_ids), "keep": found.keep}, ensure_ascii=False))
+    elif options.show:
+        Console().print(render.terminal(encoder, found.original_ids, kept=found.flags), soft_wrap=True)
+    else:
+        print(found.text)
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; give a text file, or - for standard input.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first.") from error
+
+
+def _fail(error: Exception, *, code: int) -> int:
+    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

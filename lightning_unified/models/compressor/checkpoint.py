@@ -1,0 +1,72 @@
+"""A trained compressor from a file, or an error: nothing here ever answers with an untrained policy."""
+
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_unified.models.compressor.module import Compressor
+
+__all__ = ["load", "read"]
+
+_NEEDED = ("state_dict", "hyper_parameters", "compressor", "global_step")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return a compressor's checkpoint as plain data (`weights_only=True`): a file cannot run code here.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If it is damaged, is no checkpoint of a compressor, or was saved before the first step of training.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no checkpoint {path}; give the path of a .ckpt file that training has saved."
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # an unpickler that is fed arbitrary bytes may raise anything
+        raise RuntimeError(
+            f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
+        ) from error
+    missing = [name for name in _NEEDED if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise RuntimeError(f"{path} is not a checkpoint of a compressor: {', '.join(missing)} missing.")
+    if not saved["global_step"] > 0:
+        raise RuntimeError(
+            f"{path} was saved before the first step of training: its policy would choose by chance. Give a later one."
+        )
+    return saved
+
+
+def load(path: str | Path, *, device: str = "auto") -> Compressor:
+    """Return the compressor in a checkpoint that training has saved, in eval mode, with its tokenizer.
+
+    Args:
+        path: The `.ckpt` file.
+        device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
+    """
+    saved = read(path)
+    module = Compressor(**saved["hyper_parameters"])
+    module.on_load_checkpoint(saved)
+    if module.tokenizer is None:
+        raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
+    try:
+        module.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    return module.to(_device(device)).eval()
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

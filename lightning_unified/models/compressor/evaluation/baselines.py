@@ -1,0 +1,152 @@
+"""What a policy has to beat: scores of tokens that need no training, or only the language model that is there anyway.
+
+Each is a function of a batch's ids and mask that returns (B, T) scores on the host, the higher the sooner kept;
+`budget.top_k` gives all of them the same number of tokens. They are counted on the training corpus and never see a held-out text beforehand.
+
+Source:
+    LM surprisal: Li et al. 2023, "Compressing Context to Enhance Inference Efficiency of Large Language Models"
+    (Selective Context), by tokens; they also offer phrases and sentences.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_unified.data.ngram import NGram
+from lightning_unified.models.compressor.evaluation.subject import Encoder, Subject
+
+__all__ = ["Scorer", "frequency", "length", "lm_surprisal", "ngram_surprisal", "position", "random", "scorers"]
+
+Scorer = Callable[[Tensor, Tensor], Tensor]
+
+
+def scorers(subject: Subject, *, corpus: Sequence[Sequence[int]], vocabulary: int, seed: int = 0) -> dict[str, Scorer]:
+    """Return all baselines by name.
+
+    Args:
+        subject: Its language model gives the LM surprisal, its tokenizer the texts of tokens.
+        corpus: Token ids of the training texts: what frequencies and n-grams are counted on.
+        vocabulary: Token ids are below it.
+        seed: Draws the random scores.
+
+    Raises:
+        ValueError: If the corpus has no token.
+    """
+    return {
+        "random": random(seed),
+        "frequency": frequency(corpus, vocabulary=vocabulary),
+        "length": length(subject.tokenizer),
+        "position": position,
+        "ngram_surprisal": ngram_surprisal(corpus, vocabulary=vocabulary),
+        "lm_surprisal": lm_surprisal(subject),
+    }
+
+
+def random(seed: int) -> Scorer:
+    """Return scores drawn from the seed and the text itself: the same text has the same scores in any batch."""
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        drawn = torch.zeros(ids.shape, dtype=torch.float64)
+        for row, tokens in enumerate(_texts(ids, mask)):
+            generator = np.random.default_rng([seed, zlib.crc32(tokens.tobytes())])
+            drawn[row, : len(tokens)] = torch.from_numpy(generator.random(len(tokens)))
+        return drawn
+
+    return score
+
+
+def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
+    """Return -log of the token's share of the corpus, one added to each count: the most frequent go first.
+
+    Raises:
+        ValueError: If the corpus has no token.
+    """
+    counts = np.zeros(vocabulary)
+    for text in corpus:
+        counts += np.bincount(np.asarray(text, dtype=np.int64), minlength=vocabulary)
+    if not counts.any():
+        raise ValueError("the corpus has no token; frequencies are counted on the training texts, give them.")
+    table = torch.from_numpy(-np.log((counts + 1) / (counts.sum() + vocabulary)))
+    return lambda ids, _mask: table[ids.cpu()]
+
+
+def length(encoder: Encoder) -> Scorer:
+    """Return the number of characters of the word that a token is part of: short words go first.
+
+    A word begins where a token's text begins with white space, or the one before ends with it. Long words carry more content
+    than short ones, most of which are articles, prepositions and punctuation.
+    """
+    text_of = lru_cache(maxsize=None)(lambda token: encoder.decode([token]))
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        lengths = torch.zeros(ids.shape, dtype=torch.float64)
+        for row, tokens in enumerate(_texts(ids, mask)):
+            texts = [text_of(int(token)) for token in tokens]
+            lengths[row, : len(tokens)] = torch.tensor(_word_lengths(texts), dtype=torch.float64)
+        return lengths
+
+    return score
+
+
+def position(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the distance from the middle of the text: both ends are kept."""
+    middle = (mask.sum(1, keepdim=True).cpu().double() - 1) / 2
+    return (torch.arange(ids.shape[1]) - middle).abs()
+
+
+def ngram_surprisal(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
+    """Return -log p(token | the two before) of a Kneser-Ney model of the corpus: what can be guessed goes first."""
+    model = NGram([_row(text) for text in corpus], vocab_size=vocabulary, order=3)
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        surprisal = torch.zeros(ids.shape, dtype=torch.float64)
+        for row, tokens in enumerate(_texts(ids, mask)):
+            surprisal[row, : len(tokens)] = torch.from_numpy(-model.log_probabilities([_row(tokens)]))
+        return surprisal
+
+    return score
+
+
+def lm_surprisal(subject: Subject) -> Scorer:
+    """Return -log p(token | all before) by the subject's own language model; the first token is as surprising as any: log V."""
+
+    def score(ids: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = subject.next_logits(ids, mask)
+        surprisal = torch.full(ids.shape, math.log(logits.shape[-1]), dtype=torch.float64)
+        surprisal[:, 1:] = functional.cross_entropy(
+            logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
+        ).cpu()
+        return surprisal
+
+    return score
+
+
+def _texts(ids: Tensor, mask: Tensor) -> list[np.ndarray]:
+    lengths = mask.sum(1).tolist()
+    return [row[:count] for row, count in zip(ids.cpu().numpy(), lengths, strict=True)]
+
+
+def _row(tokens: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    row = np.asarray(tokens, dtype=np.int64)
+    return row, row
+
+
+def _word_lengths(texts: list[str]) -> list[int]:
+    words: list[list[int]] = []
+    for place, text in enumerate(texts):
+        if not words or text[:1].isspace() or texts[place - 1][-1:].isspace():
+            words.append([])
+        words[-1].append(place)
+    lengths = [0] * len(texts)
+    for word in words:
+        size = sum(len(texts[place].strip()) for place in word)
+        for place in word:
+            lengths[place] = size
+    return lengths

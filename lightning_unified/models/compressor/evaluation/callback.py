@@ -1,0 +1,114 @@
+"""Rate and distortion while a compressor trains: how far its policy is ahead of the baselines by now."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_unified.models.compressor.evaluation import held_out
+from lightning_unified.models.compressor.evaluation.budget import check_keep
+from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
+from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.module import Compressor
+
+__all__ = ["EvaluateCompression"]
+
+
+class EvaluateCompression(Callback):
+    """Evaluates after the validation of every n-th epoch, logs the policy's figures, and saves record and plot.
+
+    Logged, at each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`: by how many
+    nats per dropped token the policy is ahead of the best baseline (below 0: behind it).
+
+    Args:
+        every_n_epochs: Evaluate after each n-th epoch's validation.
+        keeps: The budgets.
+        texts: Held-out documents; None takes the validation side of the run's data module.
+        corpus: Training documents to count on; None takes the training side.
+        documents: Use only so many held-out documents; None for all.
+        per_document: Pieces of a document at most.
+        length: Tokens of a piece's prefix; None takes as many as in training.
+        continuation: Tokens after it; None takes a quarter of the prefix.
+        batch_size: Pieces at a time.
+        reconstruct: Whether texts are written for ROUGE-L, which takes longer than all else.
+        resamples: Of bootstrap and permutation test.
+        directory: Where records go; None takes `compression/` in the run's folder.
+
+    Raises:
+        ValueError: If a number is out of range, or only one of texts and corpus is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_epochs: int = 1,
+        keeps: Sequence[float] = KEEPS,
+        texts: Sequence[str] | None = None,
+        corpus: Sequence[str] | None = None,
+        documents: int | None = 20,
+        per_document: int = 2,
+        length: int | None = None,
+        continuation: int | None = None,
+        batch_size: int = 32,
+        reconstruct: bool = False,
+        resamples: int = 1000,
+        directory: str | None = None,
+    ) -> None:
+        if every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs={every_n_epochs}; give 1 or more.")
+        if (texts is None) != (corpus is None):
+            raise ValueError("texts and corpus belong together; give both, or neither for those of the data module.")
+        self.every_n_epochs, self.documents, self.directory = every_n_epochs, documents, directory
+        self.keeps = tuple(check_keep(keep) for keep in keeps)
+        self.length, self.continuation = length, continuation
+        self._arguments: dict[str, Any] = {
+            "per_document": per_document, "batch_size": batch_size, "reconstruct": reconstruct, "resamples": resamples,
+        }  # fmt: skip
+        self._sides = None if texts is None or corpus is None else (list(corpus), list(texts))
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        if self._sides is None:
+            self._sides = held_out.sides(getattr(getattr(trainer, "datamodule", None), "hparams", {}))
+        if not isinstance(pl_module, Compressor):
+            raise ValueError(f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}.")  # noqa: TRY004 - a setting
+        corpus, texts = self._sides
+        length = self.length or pl_module.text_length
+        record = evaluate(
+            pl_module,
+            texts[: self.documents],
+            corpus=corpus,
+            keeps=self.keeps,
+            length=length,
+            continuation=self.continuation or max(length // 4, 1),
+            repeats=0,
+            **self._arguments,
+        )
+        for name, value in _figures(record).items():
+            pl_module.log(name, value)
+        if trainer.is_global_zero:
+            self._save({"epoch": trainer.current_epoch, "global_step": trainer.global_step, **record}, trainer)
+
+    def _save(self, record: dict[str, Any], trainer: Trainer) -> None:
+        folder = Path(self.directory or Path(trainer.log_dir or trainer.default_root_dir, "compression"))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"epoch={record['epoch']}-step={record['global_step']}"
+        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        plot(record, folder / f"{name}.png")
+
+
+def _figures(record: dict[str, Any]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for keep in record["settings"]["keeps"]:
+        rows = {row["method"]: row for row in record["rows"] if row["keep"] == keep}
+        lost = {method: row["dropped_cross_entropy"]["mean"] for method, row in rows.items()}
+        policy = lost.pop("policy")
+        figures[f"val/dropped_cross_entropy@{keep}"] = policy
+        figures[f"val/continuation_perplexity@{keep}"] = rows["policy"]["continuation_perplexity"]["mean"]
+        figures[f"val/margin@{keep}"] = min(lost.values()) - policy
+    return figures

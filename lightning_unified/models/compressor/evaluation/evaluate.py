@@ -1,0 +1,238 @@
+"""Rate and distortion of a policy and of all baselines, at the same budgets, on the same documents, as one record."""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_unified.data.ngram import NGram, perplexity
+from lightning_unified.models.compressor.evaluation import baselines, timing
+from lightning_unified.models.compressor.evaluation.budget import check_keep, top_k
+from lightning_unified.models.compressor.evaluation.measures import MEASURES, Sums, full_context, measure
+from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
+from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
+from lightning_unified.models.compressor.evaluation.statistics import Comparison, Estimate, compare, estimate
+from lightning_unified.models.compressor.evaluation.subject import Subject, require_trained
+
+__all__ = ["KEEPS", "evaluate"]
+
+KEEPS = (0.3, 0.5, 0.7, 0.9)
+_COMPARED = ("dropped_cross_entropy", "continuation_cross_entropy", "rouge_l")
+_HIGHER_IS_BETTER = {"rouge_l"}
+_FULL = ("full context", 1.0)  # where the totals keep what the uncompressed text gives
+
+_Values = dict[tuple[str, float, str], np.ndarray]
+
+
+def evaluate(
+    subject: Subject,
+    texts: Sequence[str],
+    *,
+    corpus: Sequence[str],
+    keeps: Sequence[float] = KEEPS,
+    length: int = 96,
+    continuation: int = 32,
+    per_document: int = 4,
+    batch_size: int = 32,
+    reconstruct: bool = True,
+    repeats: int = 5,
+    resamples: int = 2000,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Return how the policy and every baseline fare at every budget, with 95 % intervals over documents and paired tests.
+
+    Each method keeps exactly `round(keep * n)` of a piece's n tokens; the subject's reconstructor then works on what each has
+    kept. A figure is the mean over documents of the document's own mean over terms.
+
+    Args:
+        subject: A trained compressor; in eval mode here, and back afterwards.
+        texts: Held-out documents, one text each.
+        corpus: Training documents, for frequencies and n-grams.
+        keeps: The budgets.
+        length: Tokens of a prefix, which is compressed.
+        continuation: Tokens after it that are predicted from what was kept.
+        per_document: Pieces of a document at most.
+        batch_size: Pieces at a time.
+        reconstruct: Whether texts are written for ROUGE-L.
+        repeats: Timed passes; 0 for no timing.
+        resamples: Of bootstrap and permutation test.
+        seed: Of random scores, ties, and resampling.
+        progress: Called after each batch with the number of batches done, and of all.
+
+    Returns:
+        A record for JSON: `documents`, `pieces`, `tokens`, the settings, `language_model` (its and a trigram model's perplexity
+        on the same tokens, and that of the continuation after the full text), `rows` (method, keep, and of each measure mean,
+        low and high), `policy_against` (baseline, keep, measure, the paired difference, its p-value, and whether the intervals
+        are apart), `seconds`.
+
+    Raises:
+        ValueError: If a setting makes no sense, or texts or corpus hold too little.
+        RuntimeError: If the subject was not trained, or its reconstructor can see what was dropped.
+    """
+    encoder = require_trained(subject)
+    if any(check_keep(keep) == 1 for keep in keeps):
+        raise ValueError("keep=1 drops nothing, so there is nothing to measure; give budgets below 1.")
+    pieces = cut(texts, encoder=encoder, length=length, continuation=continuation, per_document=per_document)
+    encoded = [ids for text in corpus if (ids := encoder.encode(text))]
+    every = list(batches(pieces, size=batch_size, device=subject.device))
+    largest = max(every, key=lambda batch: batch.ids.numel())
+    with _evaluating(subject):
+        vocabulary = _vocabulary(subject, largest)
+        methods = baselines.scorers(subject, corpus=encoded, vocabulary=vocabulary, seed=seed)
+        methods = {"policy": subject.keep_logits, **methods}
+        half = top_k(methods["random"](largest.ids, largest.mask), mask=largest.mask, keep=0.5)
+        check_blind(subject, largest.ids, keep=half, mask=largest.mask)
+        totals = _totalled(
+            subject, every, methods=methods, keeps=keeps, reconstruct=reconstruct, seed=seed, progress=progress
+        )
+        times = timing.seconds(subject, largest.ids, mask=largest.mask, keeps=tuple(keeps), repeats=repeats)
+    values = totals.means()
+    draws = {"resamples": resamples, "seed": seed}
+    rows = [_row(values, method=method, keep=keep, **draws) for method in methods for keep in keeps]
+    return {
+        "documents": len({piece.document for piece in pieces}),
+        "pieces": len(pieces),
+        "tokens": sum(len(piece.ids) for piece in pieces),
+        "continuation_tokens": sum(len(piece.continuation) for piece in pieces),
+        "settings": {
+            "length": length, "continuation": continuation, "per_document": per_document, "keeps": list(keeps),
+            "resamples": resamples, "seed": seed, "corpus_tokens": sum(len(ids) for ids in encoded),
+        },
+        "language_model": _language_model(totals, pieces, corpus=encoded, vocabulary=vocabulary),
+        "rows": rows,
+        "policy_against": _against(values, rows, names=list(methods)[1:], keeps=keeps, **draws),
+        "seconds": times,
+    }  # fmt: skip
+
+
+def _totalled(
+    subject: Subject,
+    every: list[Batch],
+    *,
+    methods: dict[str, baselines.Scorer],
+    keeps: Sequence[float],
+    reconstruct: bool,
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> "_Totals":
+    """Return every measure of every method at every budget, and of the full context, added up by document."""
+    totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
+    for done, batch in enumerate(every, start=1):
+        totals.add(*_FULL, batch, full_context(subject, batch))
+        for name, scorer in methods.items():
+            with torch.no_grad():
+                scores = scorer(batch.ids, batch.mask)
+            for keep in keeps:
+                chosen = top_k(scores, mask=batch.mask, keep=keep, seed=seed)
+                totals.add(name, keep, batch, measure(subject, batch, keep=chosen, reconstruct=reconstruct))
+        if progress is not None:
+            progress(done, len(every))
+    return totals
+
+
+def _language_model(
+    totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
+) -> dict[str, Any]:
+    """Return how good the model is whose surprisal is a baseline: its perplexity and a trigram model's on the same tokens."""
+    trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
+    judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
+    following = totals.means()[*_FULL, "continuation_cross_entropy"]
+    return {
+        "perplexity": _exp(totals.overall(*_FULL, "text_cross_entropy")),
+        "trigram_perplexity": perplexity(trigram, judged),
+        "full_context_continuation_perplexity": _exp(float(np.nanmean(following))),
+    }
+
+
+class _Totals:
+    """Sums and counts of every document, by method, budget and measure."""
+
+    def __init__(self, *, num_documents: int) -> None:
+        self._sums: dict[tuple[str, float, str], np.ndarray] = defaultdict(lambda: np.zeros((2, num_documents)))
+
+    def add(self, method: str, keep: float, batch: Batch, found: dict[str, Sums]) -> None:
+        for name, terms in found.items():
+            table = self._sums[method, keep, name]
+            for place, added in enumerate((terms.sums, terms.counts)):
+                table[place] += np.bincount(batch.documents, weights=added, minlength=table.shape[1])
+
+    def means(self) -> _Values:
+        """Return each document's mean, NaN where it has no term."""
+        return {key: np.where(n > 0, total / np.maximum(n, 1), np.nan) for key, (total, n) in self._sums.items()}
+
+    def overall(self, method: str, keep: float, name: str) -> float:
+        """Return the mean over all terms, whatever their document."""
+        total, count = self._sums[method, keep, name].sum(1)
+        return float(total / count)
+
+
+def _row(values: _Values, *, method: str, keep: float, resamples: int, seed: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"method": method, "keep": keep}
+    for name in MEASURES:
+        if (method, keep, name) in values:
+            row[name] = asdict(estimate(values[method, keep, name], resamples=resamples, seed=seed))
+    nats: dict[str, Any] = row["continuation_cross_entropy"]
+    row["continuation_perplexity"] = {end: _exp(nats[end]) for end in ("mean", "low", "high")}
+    return row
+
+
+def _against(
+    values: _Values,
+    rows: list[dict[str, Any]],
+    *,
+    names: list[str],
+    keeps: Sequence[float],
+    resamples: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return the policy beside each baseline; `intervals` says who is better where the two intervals are apart."""
+    found = {(row["method"], row["keep"]): row for row in rows}
+    compared = []
+    for method in names:
+        for keep in keeps:
+            for name in _COMPARED:
+                if name not in found[method, keep]:
+                    continue
+                result: Comparison = compare(
+                    values["policy", keep, name], values[method, keep, name], resamples=resamples, seed=seed
+                )
+                verdict = _verdict(
+                    Estimate(**found["policy", keep][name]), Estimate(**found[method, keep][name]), measure=name
+                )
+                compared.append(
+                    {"baseline": method, "keep": keep, "measure": name, **asdict(result), "intervals": verdict}
+                )
+    return compared
+
+
+def _verdict(policy: Estimate, baseline: Estimate, *, measure: str) -> str:
+    if policy.low is None or policy.high is None or baseline.low is None or baseline.high is None:
+        return "unknown"
+    if policy.low <= baseline.high and baseline.low <= policy.high:
+        return "overlap"
+    return "policy" if (policy.mean > baseline.mean) == (measure in _HIGHER_IS_BETTER) else "baseline"
+
+
+@torch.no_grad()
+def _vocabulary(subject: Subject, batch: Batch) -> int:
+    return subject.next_logits(batch.ids[:1], batch.mask[:1]).shape[-1]
+
+
+@contextlib.contextmanager
+def _evaluating(subject: Subject) -> Iterator[None]:
+    was_training = subject.training
+    subject.train(False)
+    try:
+        yield
+    finally:
+        subject.train(was_training)
+
+
+def _exp(nats: float | None) -> float | None:
+    return None if nats is None else math.exp(min(nats, 700.0))  # exp(710) overflows a float

@@ -1,0 +1,66 @@
+"""The texts to evaluate on, and those to count on: two sides of one split, by group, as training has seen it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_unified.data import corpora, files
+from lightning_unified.data.documents import Document
+from lightning_unified.data.splitting import ordered_groups, split
+
+__all__ = ["by_group", "read", "sides"]
+
+_NEEDED = ("source", "val_fraction", "seed")
+
+
+def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the training texts and the held-out ones of the data that `settings` describe, one text a group.
+
+    Args:
+        settings: Arguments of the data module that a model was trained with, as its checkpoint carries them: `source`, `path`,
+            `val_fraction`, `seed`, `max_groups`.
+
+    Raises:
+        ValueError: If these do not say what was held out.
+        FileNotFoundError: If the source is not there.
+    """
+    missing = [name for name in _NEEDED if settings.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the data is not described: {', '.join(missing)} missing. Name held-out texts and a training corpus yourself, "
+            "with --data and --corpus."
+        )
+    documents = corpora.load(
+        settings["source"],
+        path=settings.get("path"),
+        max_groups=settings.get("max_groups"),
+        seed=settings["seed"],
+    )
+    parts = split(documents, fraction=settings["val_fraction"], seed=settings["seed"])
+    return by_group(parts.train), by_group(parts.validation)
+
+
+def read(name: str) -> list[str]:
+    """Return the texts of a `.txt` or `.jsonl` file, a folder of them, or a source by name, one text a group.
+
+    Raises:
+        FileNotFoundError: If there is neither such a file nor such a source.
+        ValueError: If a file cannot be read as text.
+    """
+    if Path(name).exists():
+        return by_group(files.read(Path(name)))
+    if name not in corpora.SOURCES or name == "files":
+        known = ", ".join(source for source in corpora.SOURCES if source != "files")
+        raise FileNotFoundError(f"{name} is neither a file, a folder, nor one of the sources {known}.")
+    return by_group(corpora.load(name))
+
+
+def by_group(documents: Sequence[Document]) -> list[str]:
+    """Return one text for each group, in an order that depends on their names alone: what intervals are drawn over.
+
+    Documents of one group resemble each other; counted one by one they would make intervals too narrow.
+    """
+    texts: dict[str, list[str]] = {}
+    for document in documents:
+        texts.setdefault(document.group, []).append(document.content)
+    return ["\n\n".join(texts[group]) for group in ordered_groups(texts, seed=0)]

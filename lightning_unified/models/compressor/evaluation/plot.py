@@ -1,0 +1,83 @@
+"""The rate-distortion curves of a record: what is lost at each budget, with intervals, as a PNG."""
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["plot"]
+
+_PANELS = (
+    ("dropped_cross_entropy", "cross-entropy of dropped tokens, nats"),
+    ("continuation_perplexity", "perplexity of the continuation (dotted: after the full text)"),
+    ("rouge_l", "ROUGE-L of the reconstruction"),
+)
+_COLOURS = (
+    "#0072b2",
+    "#999999",
+    "#e69f00",
+    "#56b4e9",
+    "#cc79a7",
+    "#009e73",
+    "#d55e00",
+)  # told apart by colour-blind eyes
+
+
+def plot(record: dict[str, Any], path: str | Path) -> Path:
+    """Draw `record`, which `evaluate` has returned, and return the path of the PNG.
+
+    Raises:
+        RuntimeError: If matplotlib is not installed.
+        ValueError: If the record has no rows.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(
+            f"a plot needs matplotlib, which is not installed ({error}); pip install matplotlib."
+        ) from error
+    if not record.get("rows"):
+        raise ValueError("the record has no rows, so there is nothing to draw; give one that `evaluate` has written.")
+    panels = [(name, label) for name, label in _PANELS if name in record["rows"][0]]
+    figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for place, (method, rows) in enumerate(_curves(record).items()):
+            centre, below, above = _points(rows, name)
+            is_policy = method == "policy"
+            axes.errorbar(
+                [row["keep"] + (place - 3) * 0.004 for row in rows],  # beside each other, or intervals hide intervals
+                centre,
+                yerr=[below, above],
+                label=method.replace("_", " "),
+                color=_COLOURS[place % len(_COLOURS)],
+                linewidth=2.2 if is_policy else 1.2,
+                marker="o" if is_policy else ".",
+                capsize=2,
+                zorder=3 if is_policy else 2,
+            )
+        if name == "continuation_perplexity":
+            full = record["language_model"]["full_context_continuation_perplexity"]
+            axes.axhline(full, color="black", linestyle=":", linewidth=1)
+        axes.set(xlabel="share of tokens kept", ylabel=label)
+        axes.grid(alpha=0.3)
+    figure.axes[-1].legend(fontsize=8)
+    figure.suptitle(f"{record['documents']} held-out documents, 95 % bootstrap intervals", fontsize=10)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _curves(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(record["rows"], key=lambda row: row["keep"]):
+        curves.setdefault(row["method"], []).append(row)
+    return curves
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float], list[float]]:
+    """Return means and the lengths of the intervals' two sides; a mean without an interval has none to show."""
+    found = [row[name] for row in rows]
+    below = [0.0 if point["low"] is None else max(point["mean"] - point["low"], 0.0) for point in found]
+    above = [0.0 if point["high"] is None else max(point["high"] - point["mean"], 0.0) for point in found]
+    return [point["mean"] for point in found], below, above

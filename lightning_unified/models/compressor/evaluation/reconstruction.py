@@ -1,0 +1,75 @@
+"""Putting dropped tokens back without having seen them, and making sure of that."""
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.compressor.evaluation.subject import Subject
+
+__all__ = ["check_blind", "greedy"]
+
+
+@torch.no_grad()
+def greedy(subject: Subject, ids: Tensor, *, keep: Tensor, mask: Tensor, guess: Tensor | None = None) -> Tensor:
+    """Return the text that the kept tokens give: each dropped one is the likeliest, kept ones stay; (B, T), pads 0.
+
+    All dropped places are filled at once with the likeliest tokens, again and again until nothing changes. A model that sees the
+    kept tokens alone is done after one pass, and a second one to know it. One that writes in order, each token after those
+    before, has one more right place with every pass: where it stops is exactly what writing token by token gives, mostly in far
+    fewer passes. What the places held at first decides how soon it stops, and nothing else.
+
+    Shapes:
+        `ids`, `keep`, `mask`, `guess` (B, T).
+
+    Args:
+        subject: Passes `check_blind`.
+        ids: The text.
+        keep: Which tokens were kept; the other ids are not looked at.
+        mask: False at pads.
+        guess: What dropped places hold at first; by default 0.
+
+    Source:
+        Santilli et al. 2023, "Accelerating Transformer Inference for Translation via Parallel Decoding" (Jacobi decoding).
+    """
+    dropped = mask & ~keep
+    text = torch.where(mask & keep, ids, (torch.zeros_like(ids) if guess is None else guess) * mask)
+    open_rows = dropped.any(1).nonzero().squeeze(1)
+    for _ in range(ids.shape[1]):
+        if not len(open_rows):
+            break
+        logits = subject.reconstruct(text[open_rows], keep[open_rows], mask[open_rows])
+        filled = torch.where(dropped[open_rows], logits.argmax(-1), text[open_rows])
+        changed = (filled != text[open_rows]).any(1)
+        text[open_rows] = filled
+        open_rows = open_rows[changed]
+    return text
+
+
+@torch.no_grad()
+def check_blind(subject: Subject, ids: Tensor, *, keep: Tensor, mask: Tensor) -> None:
+    """Refuse a reconstruction that can see what it is to guess.
+
+    In each row one dropped token is exchanged for another; the logits up to and including its place may not move. Otherwise
+    a cross-entropy would measure how well tokens are copied.
+
+    Raises:
+        RuntimeError: If they move.
+    """
+    dropped = mask & ~keep
+    rows = dropped.any(1).nonzero().squeeze(1)
+    if not len(rows):
+        return
+    ids, keep, mask, dropped = ids[rows], keep[rows], mask[rows], dropped[rows]
+    # the dropped token nearest to the middle of the row has places to be seen from on both sides
+    middle = mask.sum(1, keepdim=True) / 2
+    distance = (torch.arange(ids.shape[1], device=ids.device) - middle).abs().masked_fill(~dropped, torch.inf)
+    place = distance.argmin(1, keepdim=True)
+    original = subject.reconstruct(ids, keep, mask)
+    others = ids.scatter(1, place, (ids.gather(1, place) + 1) % original.shape[-1])
+    moved = (subject.reconstruct(others, keep, mask) - original).abs().amax(-1)
+    seen = moved.masked_fill(torch.arange(ids.shape[1], device=ids.device) > place, 0).amax()
+    # rows of a batch may be summed in another order, which is rounding and no information
+    if float(seen) > 1e-3 * float(original.abs().amax().clamp(min=1)):
+        raise RuntimeError(
+            f"reconstruct() can see dropped tokens: exchanging one moved the logits at or before it by {float(seen):.3g}. Its "
+            "cross-entropy would be that of a copy; hide dropped tokens from the reconstructor."
+        )

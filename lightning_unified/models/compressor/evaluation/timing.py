@@ -1,0 +1,80 @@
+"""Whether compressing pays: the policy and the language model on what it kept, against the model on everything."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.compressor.evaluation.budget import top_k
+from lightning_unified.models.compressor.evaluation.subject import Subject
+
+__all__ = ["seconds", "squeeze"]
+
+
+@torch.no_grad()
+def seconds(
+    subject: Subject, ids: Tensor, *, mask: Tensor, keeps: tuple[float, ...], repeats: int = 5
+) -> list[dict[str, float]]:
+    """Return the median wall time of reading one batch, at each budget beside the full context.
+
+    What is read is what an application would hand on: the kept tokens moved together, so that the model's work shrinks. The
+    ways take turns, so that a machine that slows down slows all of them.
+
+    Args:
+        subject: In eval mode.
+        ids: (B, T).
+        mask: (B, T).
+        keeps: The budgets.
+        repeats: Timed passes of each; one more goes before them. 0 for no timing, and no dict.
+
+    Returns:
+        One dict a budget: `keep`, `policy_seconds` (scoring and choosing), `lm_compressed_seconds`, `lm_full_seconds`, and
+        `ratio`, of the first two together over the third: below 1, compressing pays already for one pass.
+    """
+    if not repeats:
+        return []
+    ways: dict[str, Callable[[], object]] = {"full": lambda: subject.next_logits(ids, mask)}
+    for keep in keeps:
+        short, short_mask = squeeze(ids, keep=top_k(subject.keep_logits(ids, mask), mask=mask, keep=keep))
+        ways[f"policy {keep}"] = lambda keep=keep: squeeze(
+            ids, keep=top_k(subject.keep_logits(ids, mask), mask=mask, keep=keep)
+        )
+        ways[f"lm {keep}"] = lambda short=short, short_mask=short_mask: subject.next_logits(short, short_mask)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, way in ways.items():
+            taken[name].append(_seconds(way, device=ids.device))
+    median = {name: statistics.median(times[1:]) for name, times in taken.items()}
+    return [
+        {
+            "keep": keep,
+            "policy_seconds": median[f"policy {keep}"],
+            "lm_compressed_seconds": median[f"lm {keep}"],
+            "lm_full_seconds": median["full"],
+            "ratio": (median[f"policy {keep}"] + median[f"lm {keep}"]) / median["full"],
+        }
+        for keep in keeps
+    ]
+
+
+def squeeze(ids: Tensor, *, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kept tokens of each row moved to its left, in their order, and the mask of what is there."""
+    width = max(int(keep.sum(1).max()), 1)
+    order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    mask = keep.gather(1, order)
+    return ids.gather(1, order).masked_fill(~mask, 0), mask
+
+
+def _seconds(way: Callable[[], object], *, device: torch.device) -> float:
+    _wait(device)
+    begun = time.perf_counter()
+    way()
+    _wait(device)
+    return time.perf_counter() - begun
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,400 @@
+"""The compressor as a LightningModule: policy and reader in one backward pass that may be cut exactly."""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_unified.models.compressor.codec import Codec
+from lightning_unified.models.compressor.joint import JointLoss
+from lightning_unified.models.compressor.optimizer import build_optimizer
+from lightning_unified.models.compressor.presets import preset as preset_config
+from lightning_unified.models.compressor.rate import CollapseWatch, KeepRate, Price
+from lightning_unified.models.compressor.tokenizer import TextTokenizer
+
+__all__ = ["Compressor"]
+
+_CHOICES = {
+    "objective": ("reinforce", "relaxed"),
+    "target": ("restore", "predict"),
+    "schedule": ("linear", "cosine", "constant"),
+    "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
+}
+
+
+class _Sums(Metric):
+    """Sums of an epoch over all processes: loss, its terms, language loss, its terms, tokens the policy would keep, tokens."""
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", default=torch.zeros(6), dist_reduce_fx="sum")
+
+    @override
+    def update(self, sums: Tensor) -> None:
+        self.sums += sums
+
+    @override
+    def compute(self) -> Tensor:
+        return self.sums
+
+
+class Compressor(LightningModule):
+    """A policy that decides token by token what to keep, and a language model that restores, or goes on after, what is left.
+
+    One loss for both: what the reader's predictions cost, plus what the policy pays (see `objectives`). Each part is a sum divided
+    by the whole batch's number of terms, which `prepare_batch` counts, together with the random numbers of all masks, before
+    anybody cuts the batch: losses and gradients of the parts add up to those of the whole. All masks of a text are in its row.
+
+    `trained_steps` is how many steps the checkpoint had seen that was loaded, else 0; `trained_length` how many tokens the texts have
+    that it is trained on, None while nobody has said.
+
+    Shapes:
+        A batch is a dict: `input_ids` (B, T) int64, `mask` (B, T) bool, True at tokens; and, for `target="predict"`,
+        `continuation` (B, U) int64 and `continuation_mask` (B, U) bool.
+
+    Args:
+        preset: A name in `presets.PRESETS`.
+        vocabulary: Token rows, in place of the preset's; likewise the next nine. None takes the preset's.
+        positions: The longest sequence the reader reads: a text twice, or a text and its continuation.
+        width: Size of the reader's residual stream.
+        layers: Its blocks.
+        heads: Its attention heads; they divide the width.
+        feed_forward: Size of its inner layers.
+        dropout: Share dropped in the reader.
+        text_length: The longest text in tokens.
+        window: Tokens that a decision looks at.
+        load_pretrained: Whether a preset's pretrained reader brings its weights; `load_from_checkpoint` needs none.
+        reading: "infill" or "copy", see `presets.CompressorConfig`.
+        recompute: Keep only each block's input for the backward pass.
+        objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
+        target: What is scored: "restore" the dropped tokens, or "predict" the continuation.
+        keep_ratio: The share of tokens to keep, which the price holds.
+        masks: Masks drawn for each text; "reinforce" needs 2 to have a baseline.
+        temperature: Of the relaxed gates.
+        entropy_weight: Nats that an undecided token (probability 1/2) is worth, times log 2; see `objectives`.
+        budget_range: A text's log-odds are moved by up to so much, up or down, when its masks are drawn: policy and reader learn
+            budgets on both sides of `keep_ratio`.
+        kept_weight: Weight of kept tokens in the loss of restoring; dropped ones have 1.
+        language_weight: Weight of plain language modelling after a beginning that is compressed; 0 for none.
+        price: The first price of a kept token, in nats; None for what dropping one costs an untrained reader, log V.
+        price_rate: See `rate.Price`; likewise `price_damping`.
+        price_damping: See `rate.Price`.
+        collapse_patience: Batches in a row that look collapsed before it is said.
+        learning_rate: Of the reader; the peak, reached after the warm-up.
+        policy_learning_rate: Of the policy.
+        weight_decay: AdamW's, for the reader.
+        policy_weight_decay: AdamW's, for the policy.
+        betas: AdamW's two decay rates.
+        eps: AdamW's epsilon.
+        warmup_steps: Optimizer steps of linear rise from 0.
+        schedule: After the warm-up: "linear" or "cosine" to 0 at the last step of the run, or "constant".
+        optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
+
+    Raises:
+        ValueError: If a name is unknown or a number is out of range.
+    """
+
+    loss_reduction: ClassVar[str] = "sum"
+    trained_steps: int = 0
+    trained_length: int | None = None
+
+    def __init__(
+        self,
+        *,
+        preset: str = "compressor-small",
+        vocabulary: int | None = None,
+        positions: int | None = None,
+        width: int | None = None,
+        layers: int | None = None,
+        heads: int | None = None,
+        feed_forward: int | None = None,
+        dropout: float | None = None,
+        text_length: int | None = None,
+        window: int | None = None,
+        reading: Literal["infill", "copy"] | None = None,
+        load_pretrained: bool = True,
+        recompute: bool = False,
+        objective: Literal["reinforce", "relaxed"] = "relaxed",
+        target: Literal["restore", "predict"] = "restore",
+        keep_ratio: float = 0.5,
+        masks: int = 2,
+        temperature: float = 0.5,
+        entropy_weight: float = 0.5,
+        budget_range: float = 2.0,
+        kept_weight: float = 0.0,
+        language_weight: float = 1.0,
+        price: float | None = None,
+        price_rate: float = 0.2,
+        price_damping: float = 5.0,
+        collapse_patience: int = 50,
+        learning_rate: float = 1e-3,
+        policy_learning_rate: float = 1e-3,
+        weight_decay: float = 0.01,
+        policy_weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int = 100,
+        schedule: Literal["linear", "cosine", "constant"] = "linear",
+        optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
+    ) -> None:
+        super().__init__()
+        betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
+        self.save_hyperparameters()
+        _check_choices(objective=objective, target=target, schedule=schedule, optimizer_kernel=optimizer_kernel)
+        _check_numbers(
+            above={"learning_rate": learning_rate, "policy_learning_rate": policy_learning_rate, "eps": eps},
+            least={
+                "warmup_steps": warmup_steps,
+                "weight_decay": weight_decay,
+                "policy_weight_decay": policy_weight_decay,
+            },
+        )
+        self.config = preset_config(
+            preset,
+            vocabulary=vocabulary,
+            positions=positions,
+            width=width,
+            layers=layers,
+            heads=heads,
+            feed_forward=feed_forward,
+            dropout=dropout,
+            text_length=text_length,
+            window=window,
+            reading=reading,
+        )
+        self.codec = Codec(self.config, recompute=recompute, load_pretrained=load_pretrained)
+        self.joint = JointLoss(
+            objective=objective,
+            target=target,
+            masks=masks,
+            temperature=temperature,
+            entropy_weight=entropy_weight,
+            budget_range=budget_range,
+            kept_weight=kept_weight,
+            language_weight=language_weight,
+        )
+        start = math.log(self.config.reader.vocabulary) if price is None else price
+        self.price = Price(target=keep_ratio, start=start, rate=price_rate, damping=price_damping)
+        self.collapse = CollapseWatch(patience=collapse_patience)
+        self.tokenizer: TextTokenizer | None = None
+        self._validation = _Sums()
+
+    @classmethod
+    @override
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "Compressor":
+        """Return the model in a checkpoint, as Lightning does; a pretrained reader's weights are taken from it as well."""
+        return super().load_from_checkpoint(checkpoint_path, *args, **{"load_pretrained": False, **kwargs})
+
+    @property
+    def recompute(self) -> bool:
+        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        return self.codec.reader.recompute
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        self.codec.reader.recompute = bool(value)
+
+    @property
+    def loss_chunk_rows(self) -> int | None:
+        """Tokens whose scores exist at once while the loss is computed; None chooses."""
+        return self.codec.loss_chunk_rows
+
+    @loss_chunk_rows.setter
+    def loss_chunk_rows(self, value: int | None) -> None:
+        self.codec.loss_chunk_rows = value
+
+    def recompute_blocks(self) -> list[nn.Module]:
+        """Return the reader's blocks, for who wants some of them to recompute and not others."""
+        return self.codec.reader.layers()
+
+    @property
+    def text_length(self) -> int:
+        """The longest text whose positions have been trained; before anybody trains, the longest there are positions for."""
+        return min(self.trained_length or self.config.policy.positions, self.config.policy.positions)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the data's tokenizer and length along, so that the checkpoint holds them."""
+        data = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is not None:
+            self.attach_tokenizer(tokenizer)
+        self.trained_length = getattr(data, "text_length", self.trained_length)
+
+    def attach_tokenizer(self, tokenizer: Tokenizer | TextTokenizer) -> None:
+        """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
+
+        Raises:
+            ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
+        """
+        given = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer(tokenizer)
+        if len(given) > self.config.reader.vocabulary:
+            raise ValueError(
+                f"the tokenizer has {len(given):,} tokens, the model's vocabulary is {self.config.reader.vocabulary:,}; train the "
+                f"tokenizer with at most that many or set the model's vocabulary={len(given)}."
+            )
+        if self.config.pretrained is not None and len(given) != self.config.reader.vocabulary:
+            raise ValueError(
+                f"{self.config.pretrained} has {self.config.reader.vocabulary:,} tokens of its own, the tokenizer given {len(given):,}; "
+                f"set data.pretrained={self.config.pretrained}."
+            )
+        if self.tokenizer is not None and self.tokenizer != given:
+            raise ValueError(
+                f"this model was trained with another tokenizer ({len(self.tokenizer):,} tokens) than the one given "
+                f"({len(given):,} tokens); its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
+            )
+        self.tokenizer = given
+
+    def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is True at tokens, False at pads."""
+        return self.codec(ids, mask)
+
+    def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores (B, T, V) of every token of the original, given those that are kept.
+
+        Shapes:
+            ids (B, T); keep (B, T), bool or gates in [0, 1]; mask (B, T) bool.
+        """
+        embeddings = self.codec.reader.embed(ids)
+        return self.codec.scores(self.codec.restored(embeddings, gates=keep.to(embeddings.dtype), mask=mask))
+
+    def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores (B, T, V) of the token after each, by the reader as a plain language model over the whole text."""
+        return self.codec.next_logits(ids, mask)
+
+    def continue_logits(
+        self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
+    ) -> Tensor:
+        """Return the scores (B, U, V) of the continuation's tokens, given the kept tokens and those of the continuation before.
+
+        The reader is given the kept tokens (`keep` above 0.5) side by side and nothing for the others: fewer slots to read.
+
+        Shapes:
+            ids, keep, mask (B, T); continuation, continuation_mask (B, U).
+        """
+        embeddings = self.codec.reader.embed(ids)
+        hidden = self.codec.continued(
+            embeddings, real=mask & (keep > 0.5), continuation=continuation, continuation_mask=continuation_mask
+        )
+        return self.codec.scores(hidden)
+
+    @override
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return `keep_logits(ids, mask)`."""
+        return self.keep_logits(ids, mask)
+
+    def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the batch with what is decided for the whole of it: see `JointLoss.prepare`."""
+        return self.joint.prepare(batch)
+
+    @override
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> dict[str, Tensor]:
+        if "noise" not in batch:
+            batch = self.prepare_batch(batch)
+        terms = self.joint.terms(self.codec, batch, price=self.price.value)
+        if self._trainer is not None:
+            self.log("train/loss", terms["loss"].detach(), on_step=True, prog_bar=True)
+            self.log("train/distortion", terms["distortion"], on_step=True)
+            self.log("train/language_loss", terms["language"], on_step=True)
+        return terms
+
+    @override
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Return what moves the price after each batch."""
+        return [KeepRate()]
+
+    @override
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int = 0) -> None:
+        self._validation.update(self.joint.validate(self.codec, batch, ratio=self.hparams["keep_ratio"]))
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        loss, terms, language, language_terms, kept, tokens = self._validation.compute().tolist()
+        self._validation.reset()
+        if terms:
+            self.log("val/loss", loss / terms, prog_bar=True)
+        if tokens:
+            self.log("val/keep_ratio", kept / tokens)
+            self.log("val/language_loss", language / language_terms)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """One AdamW of two groups, policy and reader, and their schedule; the run's length is the Trainer's own estimate.
+
+        Raises:
+            ValueError: If the schedule falls to 0 and the run has no end.
+        """
+        given, schedule, total = self.hparams, self.hparams["schedule"], self.trainer.estimated_stepping_batches
+        if schedule != "constant" and not math.isfinite(total):
+            raise ValueError(
+                f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
+            )
+        return build_optimizer(self.codec, hparams=given, total_steps=total, precision=self.trainer.precision)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the sizes and the tokenizer beside the weights, as plain text: one file is enough for compressing."""
+        text = None if self.tokenizer is None else self.tokenizer.to_str()
+        sizes = {"config": asdict(self.config), "trained_length": self.trained_length}
+        checkpoint["compressor"] = {**sizes, "tokenizer": text}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the tokenizer.
+
+        Raises:
+            ValueError: If the checkpoint is of another model, of other sizes, or of another tokenizer than the data's.
+        """
+        saved = checkpoint.get("compressor")
+        if saved is None:
+            raise ValueError("this checkpoint is not one of Compressor: it holds no sizes and no tokenizer.")
+        if other := _differences(saved["config"], asdict(self.config)):
+            raise ValueError(
+                f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's."
+            )
+        self.trained_steps = int(checkpoint.get("global_step", 0))
+        self.trained_length = self.trained_length or saved["trained_length"]
+        if saved["tokenizer"] is not None:
+            given, self.tokenizer = self.tokenizer, TextTokenizer.from_str(saved["tokenizer"])
+            if given is not None:
+                self.attach_tokenizer(given)
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, value in own.items():
+        if isinstance(value, Mapping):
+            found += _differences(saved.get(key, {}), value)
+        elif key != "dropout" and saved.get(key) != value:
+            found.append(f"{key} {saved.get(key)} (here {value})")
+    return found
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        choices = _CHOICES[name]
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f" did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")
+
+
+def _check_numbers(*, above: Mapping[str, float], least: Mapping[str, float]) -> None:
+    for name, value in above.items():
+        if value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+    for name, value in least.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} may not be below 0.")

@@ -1,0 +1,238 @@
+"""The sizes the compressor comes in: frozen records, parameter counts as formulas, and named presets that hold to theirs."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["PRESETS", "CompressorConfig", "PolicyConfig", "Preset", "ReaderConfig", "preset"]
+
+_READINGS = ("infill", "copy")
+_PRETRAINED = ("smollm2-135m",)
+
+
+def _check_sizes(config: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}={getattr(config, name)} is not a size; give 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """The shape of the policy.
+
+    Attributes:
+        positions: The longest text in tokens, T.
+        window: Tokens a decision looks at, c; an even window reaches one token further back than ahead.
+        width: Size of a token's vector inside, W.
+        features: Size of what the window gives, F.
+        position_width: Size of a position's vector, P.
+        head: Size of the last hidden layer, H.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+
+    positions: int
+    window: int = 8
+    width: int = 256
+    features: int = 128
+    position_width: int = 64
+    head: int = 64
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ("positions", "window", "width", "features", "position_width", "head"))
+
+    def parameters(self, embedding_width: int) -> int:
+        """Return the number of parameters over embeddings of size D: DW + W + W² + W + cW² + W + WF + F + TP + (F+P)H + H + H + 1."""
+        D, W, F, H = embedding_width, self.width, self.features, self.head
+        window = self.window * W * W + W + W * F + F
+        head = (F + self.position_width) * H + H + H + 1
+        return D * W + W + W * W + W + window + self.positions * self.position_width + head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReaderConfig:
+    """The shape of a language model that is trained from scratch: a decoder in the manner of GPT-2 with a tied head.
+
+    Attributes:
+        vocabulary: Rows of the token table, V.
+        positions: The longest sequence it reads, P.
+        width: Size of the residual stream, D.
+        layers: Number of blocks, L.
+        heads: Attention heads of a block; they divide the width.
+        feed_forward: Size of a block's inner layer, F.
+        dropout: Share of activations dropped at the embeddings and after the two sublayers of each block.
+
+    Raises:
+        ValueError: If a size is not positive, the heads do not divide the width, or dropout is not in [0, 1).
+    """
+
+    vocabulary: int
+    positions: int
+    width: int
+    layers: int
+    heads: int
+    feed_forward: int
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, ("vocabulary", "positions", "width", "layers", "heads", "feed_forward"))
+        if self.width % self.heads:
+            valid = ", ".join(str(count) for count in range(1, self.width + 1) if self.width % count == 0)
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; valid head counts: {valid}.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} is not a share; give 0.0 up to, but not including, 1.0.")
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters: V·D + P·D + L·(4D² + 2DF + 9D + F) + 2D, the head being tied."""
+        D, F = self.width, self.feed_forward
+        return (self.vocabulary + self.positions) * D + self.layers * (4 * D * D + 2 * D * F + 9 * D + F) + 2 * D
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressorConfig:
+    """The shape of one compressor: a policy and the language model that restores what it drops.
+
+    Attributes:
+        policy: The policy's sizes.
+        reader: The language model's sizes.
+        reading: How the compressed text is restored. "infill": in one pass over it, every token seen from both sides, each
+            dropped token predicted on its own. "copy": the compressed text, a separator, and then the text once more from left
+            to right, each token predicted from all of the compressed text and all tokens before it; any causal model can.
+        pretrained: Name of the pretrained model the reader is, or None for one of our own.
+
+    Raises:
+        ValueError: If the reading is unknown or does not fit in the reader's positions.
+    """
+
+    policy: PolicyConfig
+    reader: ReaderConfig
+    reading: str = "infill"
+    pretrained: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reading not in _READINGS:
+            raise ValueError(f"reading={self.reading!r} is not offered; choose from {', '.join(_READINGS)}.")
+        if self.pretrained is not None and self.pretrained not in _PRETRAINED:
+            raise ValueError(
+                f"pretrained={self.pretrained!r} is not offered; choose from {', '.join(_PRETRAINED)}, or null."
+            )
+        if self.pretrained is not None and self.reading == "infill":
+            raise ValueError(f"{self.pretrained} reads from left to right only; use reading=copy.")
+        if self.reader.positions < 2 * self.policy.positions:
+            raise ValueError(
+                f"texts of {self.policy.positions} tokens and what follows them need {2 * self.policy.positions} positions; the "
+                f"reader has {self.reader.positions}. Lower text_length or raise positions."
+            )
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> "CompressorConfig":
+        """Return the configuration a checkpoint carries.
+
+        Raises:
+            ValueError: If a key is unknown or missing.
+        """
+        try:
+            rest = {key: value for key, value in fields.items() if key not in {"policy", "reader"}}
+            return cls(policy=PolicyConfig(**fields["policy"]), reader=ReaderConfig(**fields["reader"]), **rest)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{dict(fields)!r} does not describe a compressor: {error}.") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A named configuration beside the parameter counts it promises.
+
+    Attributes:
+        config: The sizes.
+        policy_parameters: What the policy has.
+        reader_parameters: What the language model has; the mask and separator embeddings are the compressor's own.
+        purpose: What it is for.
+    """
+
+    config: CompressorConfig
+    policy_parameters: int
+    reader_parameters: int
+    purpose: str
+
+    def __post_init__(self) -> None:
+        policy = self.config.policy.parameters(self.config.reader.width)
+        if policy != self.policy_parameters:
+            raise ValueError(
+                f"this preset's policy has {policy:,} parameters, not {self.policy_parameters:,} as stated."
+            )
+        reader = self.config.reader.parameters  # of a network of ours: another's is counted when it is built
+        if self.config.pretrained is None and reader != self.reader_parameters:
+            raise ValueError(
+                f"this preset's reader has {reader:,} parameters, not {self.reader_parameters:,} as stated."
+            )
+
+
+PRESETS: dict[str, Preset] = {
+    "compressor-tiny": Preset(
+        config=CompressorConfig(
+            policy=PolicyConfig(positions=32, window=4, width=32, features=16, position_width=8, head=16),
+            reader=ReaderConfig(vocabulary=300, positions=64, width=32, layers=2, heads=4, feed_forward=64),
+        ),
+        policy_parameters=7_441,
+        reader_parameters=28_800,
+        purpose="tests",
+    ),
+    "compressor-small": Preset(
+        config=CompressorConfig(
+            policy=PolicyConfig(positions=128, window=8, width=128, features=64, position_width=16, head=64),
+            reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=4, heads=4, feed_forward=512),
+        ),
+        policy_parameters=179_777,
+        reader_parameters=957_184,
+        purpose="minutes on two cores",
+    ),
+    "compressor-125m": Preset(
+        config=CompressorConfig(
+            policy=PolicyConfig(positions=512),
+            reader=ReaderConfig(vocabulary=50_257, positions=1024, width=768, layers=12, heads=12, feed_forward=3072),
+            reading="copy",
+        ),
+        policy_parameters=865_281,
+        reader_parameters=124_439_808,
+        purpose="GPT-2 small beside a policy of 0.9 million, on one accelerator",
+    ),
+    "compressor-smollm2": Preset(
+        config=CompressorConfig(
+            policy=PolicyConfig(positions=512),
+            reader=ReaderConfig(vocabulary=49_152, positions=8192, width=576, layers=30, heads=9, feed_forward=1536),
+            reading="copy",
+            pretrained="smollm2-135m",
+        ),
+        policy_parameters=816_129,
+        reader_parameters=134_515_008,
+        purpose="a pretrained reader of English",
+    ),
+}
+
+
+def preset(name: str, **overrides: Any) -> CompressorConfig:
+    """Return the configuration called `name`, with the given sizes in place of its own; None leaves the preset's.
+
+    Args:
+        name: A key of `PRESETS`.
+        **overrides: Fields of `CompressorConfig` and `ReaderConfig`; `text_length` and `window` are the policy's.
+
+    Raises:
+        ValueError: If there is no such preset, or the sizes do not fit together.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" did you mean {near[0]}?" if near else ""
+        raise ValueError(f"there is no preset {name!r};{hint} choose from {', '.join(PRESETS)}.")
+    given = {key: value for key, value in overrides.items() if value is not None}
+    config = PRESETS[name].config
+    of_policy = {
+        own: given.pop(key) for key, own in (("text_length", "positions"), ("window", "window")) if key in given
+    }
+    own = {key: given.pop(key) for key in ("reading",) if key in given}
+    if config.pretrained is not None and given:
+        raise ValueError(f"{', '.join(given)}: the sizes of {config.pretrained} are what it was trained with.")
+    return replace(config, policy=replace(config.policy, **of_policy), reader=replace(config.reader, **given), **own)

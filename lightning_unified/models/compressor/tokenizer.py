@@ -1,0 +1,48 @@
+"""Text to token ids and back, one way for a tokenizer of ours and for a pretrained one."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+__all__ = ["TextTokenizer"]
+
+
+class TextTokenizer:
+    """A tokenizer of plain text: nothing is added before or after, and a special token's name in a text is just characters.
+
+    Args:
+        backend: The tokenizer of the `tokenizers` library; copied, so that what is set here stays here.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._text = backend.to_str()
+        self._backend = Tokenizer.from_str(self._text)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+
+    @classmethod
+    def from_str(cls, text: str) -> "TextTokenizer":
+        """Return the tokenizer that `to_str` has written."""
+        return cls(Tokenizer.from_str(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextTokenizer) and self._backend.get_vocab() == other._backend.get_vocab()
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def to_str(self) -> str:
+        """Return all of it as JSON."""
+        return self._text

