@@ -110,6 +110,8 @@ class JointLoss:
         policy = self._rate(batch, logits=logits, price=price)
         if self.objective == "reinforce":  # else the costs' own gradient reaches the policy through the gates
             policy = policy + self._reinforce(batch, logits=moved, keep=keep, costs=costs, scored=scored)
+        # every parameter takes part in every step, whatever is read: DDP waits for each gradient
+        policy = policy + 0 * (codec.separator.sum() + codec.mask_embedding.sum())
         language = torch.zeros((), device=ids.device)
         if self.language_weight:
             language = codec.language_loss(

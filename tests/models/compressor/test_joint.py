@@ -80,6 +80,13 @@ def test_a_gradient_reaches_every_parameter(build, batch, gradients, objective):
     assert unread <= found.keys()
 
 
+@pytest.mark.parametrize("target", ["restore", "predict"])
+def test_every_parameter_takes_part_whatever_is_read(build, batch, gradients, target):
+    model = build(objective="reinforce", target=target, language_weight=0.0)
+
+    assert None not in gradients(model, model.training_step(batch)["loss"]).values()
+
+
 def test_a_sampled_gradient_is_on_average_that_of_the_expected_distortion():
     """Over all masks of three tokens, weighed by their chances, against the gradient of the sum written out."""
     logits = torch.tensor([[0.3, -0.7, 1.1]], dtype=torch.float64, requires_grad=True)
