@@ -44,6 +44,14 @@ class JointLoss:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} may not be below 0.")
 
+    @property
+    def soft_masks(self) -> int:
+        """How many masks of a text are relaxed, the larger half; by the others the reader learns what it will be given in use.
+
+        A gate that is not quite 0 tells a reader which token it has dropped; one trained on such gates alone restores little.
+        """
+        return -(-self.masks // 2) if self.objective == "relaxed" else 0
+
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole batch with its random numbers, by row, and its totals.
 
@@ -104,12 +112,16 @@ class JointLoss:
         keep = hard_bernoulli(moved.unsqueeze(1), uniform=noise)
         gates = keep
         if self.objective == "relaxed":
-            gates = relaxed_bernoulli(moved.unsqueeze(1), uniform=noise, temperature=self.temperature)
+            soft = self.soft_masks
+            gates = relaxed_bernoulli(moved.unsqueeze(1), uniform=noise[:, :soft], temperature=self.temperature)
+            gates = torch.cat([gates, keep[:, soft:].to(gates.dtype)], dim=1)
         costs, scored = self._costs(codec, batch, embeddings=embeddings, gates=gates)
         # what is paid is the ratio at the log-odds themselves, which is what the price holds
         policy = self._rate(batch, logits=logits, price=price)
         if self.objective == "reinforce":  # else the costs' own gradient reaches the policy through the gates
             policy = policy + self._reinforce(batch, logits=moved, keep=keep, costs=costs, scored=scored)
+        # every parameter takes part in every step, whatever is read: DDP waits for each gradient
+        policy = policy + 0 * (codec.separator.sum() + codec.mask_embedding.sum())
         language = torch.zeros((), device=ids.device)
         if self.language_weight:
             language = codec.language_loss(
@@ -161,8 +173,8 @@ class JointLoss:
     def _rate(self, batch: Mapping[str, Tensor], *, logits: Tensor, price: Tensor) -> Tensor:
         mask = batch["mask"]
         rate = objectives.rate_terms(logits, mask=mask, price=price, entropy_weight=self.entropy_weight)
-        if self.objective == "relaxed":
-            return rate.sum() / batch["total_tokens"].clamp(min=1)
+        if self.objective == "relaxed":  # the policy sees the soft masks' share of the distortion, and pays that share
+            return rate.sum() / batch["total_tokens"].clamp(min=1) * (self.soft_masks / self.masks)
         return (rate / mask.sum(1).clamp(min=1)).sum() / batch["total_texts"].clamp(min=1)
 
     def _reinforce(

@@ -81,7 +81,7 @@ class Compressor(LightningModule):
         objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
         target: What is scored: "restore" the dropped tokens, or "predict" the continuation.
         keep_ratio: The share of tokens to keep, which the price holds.
-        masks: Masks drawn for each text; "reinforce" needs 2 to have a baseline.
+        masks: Masks drawn for each text; "reinforce" needs 2 to have a baseline, "relaxed" to show the reader hard ones.
         temperature: Of the relaxed gates.
         entropy_weight: Nats that an undecided token (probability 1/2) is worth, times log 2; see `objectives`.
         budget_range: A text's log-odds are moved by up to so much, up or down, when its masks are drawn: policy and reader learn
@@ -131,7 +131,7 @@ class Compressor(LightningModule):
         keep_ratio: float = 0.5,
         masks: int = 2,
         temperature: float = 0.5,
-        entropy_weight: float = 0.5,
+        entropy_weight: float = 1.0,
         budget_range: float = 2.0,
         kept_weight: float = 0.0,
         language_weight: float = 1.0,

@@ -80,6 +80,28 @@ def test_a_gradient_reaches_every_parameter(build, batch, gradients, objective):
     assert unread <= found.keys()
 
 
+@pytest.mark.parametrize("target", ["restore", "predict"])
+def test_every_parameter_takes_part_whatever_is_read(build, batch, gradients, target):
+    model = build(objective="reinforce", target=target, language_weight=0.0)
+
+    assert None not in gradients(model, model.training_step(batch)["loss"]).values()
+
+
+def test_relaxed_masks_teach_the_policy_and_hard_ones_the_reader_only(build, batch, gradients):
+    model = build(objective="relaxed", masks=3, language_weight=0.0)
+    prepared = model.prepare_batch(batch)
+    other = {**prepared, "noise": prepared["noise"].clone()}
+    other["noise"][:, 2:] = 1 - other["noise"][:, 2:]
+    found = [gradients(model, model.training_step(one)["loss"]) for one in (prepared, other)]
+
+    assert [build(masks=count).joint.soft_masks for count in (1, 2, 3)] == [1, 1, 2]
+    for name, gradient in found[0].items():
+        if name != "codec.separator":
+            assert torch.allclose(gradient, found[1][name], rtol=1e-9, atol=1e-15) == name.startswith("codec.policy"), (
+                name
+            )
+
+
 def test_a_sampled_gradient_is_on_average_that_of_the_expected_distortion():
     """Over all masks of three tokens, weighed by their chances, against the gradient of the sum written out."""
     logits = torch.tensor([[0.3, -0.7, 1.1]], dtype=torch.float64, requires_grad=True)
