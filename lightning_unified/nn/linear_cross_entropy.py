@@ -15,16 +15,18 @@ __all__ = ["chunk_rows_for", "linear_cross_entropy"]
 
 IGNORED = -100
 _CHUNK_BYTES = 16 * 2**20
+_MOST_CHUNKS = 64  # judgement: of more, a GPU waits for the launches; so many hold one part in 64 of all logits
 
 
-def chunk_rows_for(num_classes: int) -> int:
-    """Return how many rows go through the linear layer at once: the power of two whose fp32 logits take at most 16 MiB.
+def chunk_rows_for(num_classes: int, *, rows: int = 0) -> int:
+    """Return how many of `rows` go through the linear layer at once: the power of two whose fp32 logits take at most 16 MiB.
 
     Chosen here because torch's own choice depends on the shape of the batch: on a CPU it was up to several times slower.
-    At least 16 rows, at most 8192: below, the matrix product starves; above, nothing is gained.
+    At least 16 rows, at most 8192: below, the matrix product starves; above, nothing is gained. More where there would be over 64
+    chunks: beside the rest of a batch that large, larger chunks take little.
     """
-    rows = max(16, min(8192, _CHUNK_BYTES // (4 * num_classes)))
-    return 1 << (rows.bit_length() - 1)
+    at_once = max(16, min(8192, _CHUNK_BYTES // (4 * num_classes)))
+    return max(1 << (at_once.bit_length() - 1), -(-rows // _MOST_CHUNKS))
 
 
 def linear_cross_entropy(
@@ -56,7 +58,7 @@ def linear_cross_entropy(
         bias: See Shapes.
         reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
             label, 0 where it is not scored, for who weighs them.
-        chunk_rows: Rows at once; by default `chunk_rows_for(V)`.
+        chunk_rows: Rows at once; by default `chunk_rows_for(V, rows=...)`.
 
     Returns:
         The loss, a scalar, or (...) with "none": in fp32 when the operands are of half precision, else in their own type.
@@ -71,7 +73,7 @@ def linear_cross_entropy(
             f"hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)} and weight {tuple(weight.shape)} do not fit; "
             "they are (..., D), (...) and (V, D)."
         )
-    rows = chunk_rows_for(weight.shape[0]) if chunk_rows is None else chunk_rows
+    rows = chunk_rows_for(weight.shape[0], rows=labels.numel()) if chunk_rows is None else chunk_rows
     if rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} is not a number of rows; give 1 or more, or None.")
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)

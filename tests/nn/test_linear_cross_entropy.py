@@ -131,6 +131,12 @@ def test_a_chunk_is_a_power_of_two_of_at_most_16_mib_between_16_and_8192_rows(cl
     assert chunk_rows_for(classes) == rows
 
 
+def test_a_large_batch_has_no_more_than_64_chunks():
+    assert chunk_rows_for(32_000, rows=64 * 128) == 128
+    assert chunk_rows_for(32_000, rows=64 * 128 + 1) == 129
+    assert chunk_rows_for(32_000, rows=2**20) == 2**14
+
+
 def test_an_unknown_reduction_is_refused():
     hidden, weight, _, labels = _problem(bias=False)
     with pytest.raises(ValueError, match="choose 'none', 'sum' or 'mean'"):
