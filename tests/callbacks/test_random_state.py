@@ -10,7 +10,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 
 from lightning_unified.callbacks import random_state
 from lightning_unified.callbacks.continuation import Continuation
-from lightning_unified.training.snapshot import _generator_states, _set_generator_states
+from lightning_unified.training.generators import GeneratorWatch
 
 
 class Generators:
@@ -150,8 +150,9 @@ def test_a_run_that_moves_from_cpu_to_mps_says_that_this_generator_starts_anew(m
 
 def test_a_repeated_step_on_mps_draws_the_same_numbers(monkeypatch):
     mps, device = mocked_mps(monkeypatch), torch.device("mps")
-    noted = _generator_states(device)
+    watch = GeneratorWatch(device)
+    noted = watch.note()
     mps.states[0] = torch.tensor([77], dtype=torch.uint8)
-    _set_generator_states(noted, device)
+    watch.restore(noted)
 
     assert mps.states[0].item() == 0
