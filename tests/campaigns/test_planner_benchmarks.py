@@ -275,4 +275,5 @@ def test_a_cell_is_predicted_measured_and_compared_from_end_to_end(part, tmp_pat
     assert record["summary"]["cells"] == 1
     assert abs(record["summary"]["figures"]["all"]["planner"]["median"]) < 0.05
     run = record["runs"][0]
-    assert min(run["process"]["reserved"], run["threshold"]["reserved"]) > run["truth"]["allocated"]
+    # pages that the two rows before have left are used again, so a process can grow by a little less than what lives in it
+    assert min(run["process"]["reserved"], run["threshold"]["reserved"]) > 0.95 * run["truth"]["allocated"]
