@@ -1,13 +1,12 @@
 """A trained compressor from a file, or an error: nothing here ever answers with an untrained policy."""
 
-import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_unified.models.compressor.module import Compressor
+from lightning_unified.models.plain_checkpoint import read_plain
 
 __all__ = ["load", "read"]
 
@@ -21,18 +20,7 @@ def read(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: If there is no such file.
         RuntimeError: If it is damaged, is no checkpoint of a compressor, or was saved before the first step of training.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no checkpoint {path}; give the path of a .ckpt file that training has saved."
-        )
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # an unpickler that is fed arbitrary bytes may raise anything
-        raise RuntimeError(
-            f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
-        ) from error
+    saved = read_plain(path)
     missing = [name for name in _NEEDED if not isinstance(saved, dict) or name not in saved]
     if missing:
         raise RuntimeError(f"{path} is not a checkpoint of a compressor: {', '.join(missing)} missing.")

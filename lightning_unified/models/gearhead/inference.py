@@ -1,7 +1,5 @@
 """Ask a trained GearHead: from one checkpoint file to a diagnosis."""
 
-import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from lightning_unified.models.gearhead import codes, layout
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.plain_checkpoint import read_plain
 
 __all__ = ["Diagnoser"]
 
@@ -164,18 +163,7 @@ class Diagnoser:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no checkpoint {path}; give the path of a .ckpt file that training has saved."
-        )
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # an unpickler that is fed arbitrary bytes may raise anything
-        # torch's own text is left to the chained error: it advises to load the file as code, which a damaged file is no reason for.
-        raise RuntimeError(
-            f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
-        ) from error
+    saved = read_plain(path)
     if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
         raise RuntimeError(f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one.")
     return saved
