@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="so many steps instead, for the same run on another machine")
     parser.add_argument("--length", type=int, default=64, help="tokens of a text, in training and after it")
     parser.add_argument("--documents", type=int, default=120, help="held-out documents at most")
-    parser.add_argument("--per-document", type=int, default=2, help="pieces of each")
+    parser.add_argument("--per-document", type=int, default=1, help="pieces of each")
     parser.add_argument(
         "--max-groups", type=int, default=300, help="services of the documentation, half of them held out"
     )

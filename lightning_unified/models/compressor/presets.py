@@ -184,6 +184,7 @@ PRESETS: dict[str, Preset] = {
         config=CompressorConfig(
             policy=PolicyConfig(positions=128, window=8, width=128, features=64, position_width=16, head=64),
             reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=4, heads=4, feed_forward=512),
+            reading="copy",
         ),
         policy_parameters=179_777,
         reader_parameters=957_184,

@@ -30,18 +30,18 @@ def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor
     in any batch, and a method whose scores say little is not turned into a cut of the prefix.
 
     Shapes:
-        `scores` (B, T) float, `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool.
+        `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool, where `mask` is.
 
     Raises:
         ValueError: If a token's score is NaN, or `keep` is not a share.
     """
-    if bool(torch.isnan(scores[mask]).any()):
-        raise ValueError("a token's score is NaN; a budget needs scores that can be ordered.")
-    counts = [kept_tokens(int(count), keep=keep) for count in mask.sum(1).tolist()]
     # ordered on the host: float64 and stable sorts are not to be had on every device
-    real = mask.cpu()
+    real, values = mask.cpu(), scores.detach().cpu().double()
+    if bool(torch.isnan(values[real]).any()):
+        raise ValueError("a token's score is NaN; a budget needs scores that can be ordered.")
+    counts = [kept_tokens(int(count), keep=keep) for count in real.sum(1).tolist()]
     order = torch.from_numpy(np.random.default_rng(seed).random(scores.shape[1])).argsort().expand(scores.shape)
-    for key in (scores.detach().cpu().double(), real.double()):  # the last decides first: pads come behind every token
+    for key in (values, real.double()):  # the last decides first: pads come behind every token
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
     chosen = torch.arange(scores.shape[1]) < torch.tensor(counts)[:, None]
     return torch.zeros_like(real).scatter(1, order, chosen).to(mask.device)
