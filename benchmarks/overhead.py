@@ -3,33 +3,34 @@
 By itself, with the pressure guard's thread and the memory monitor beside it, and with everything on: the watch over gradients too, which
 reads all of them once.
 
-Blocks of plain and unified steps take turns, so that a drift of the machine's speed meets both; the order within a pair alternates.
-Prints the median ratio with a 95 % bootstrap interval for steps of at least 20 and 100 ms, and the extra microseconds of a tiny one.
-
-On a CPU a block counts by its median step; what is done every few steps only (a counter is read, a figure logged, the guard's
-thread takes a sample) is in `ratio_of_means`, the same of mean steps, which other programs disturb more. On a GPU a block is
-timed as a whole, from one wait for the device to the next, because its steps overlap.
+On a CPU a plain and a unified run take turns step by step, in two processes on one core, of which one waits: what disturbs the machine
+for longer than a step meets both. The ratio is the median over pairs of neighbouring steps, `ratio_of_means` that of their sums,
+in which is what is done every few steps only (a counter is read, a figure logged, the guard's thread takes a sample), and other programs'
+disturbances. On a GPU steps overlap: there whole blocks of steps take turns, each timed from one wait for the device to the next.
+Prints medians with 95 % bootstrap intervals for steps of at least 20 and 100 ms, and the extra microseconds of a tiny one.
 
 Usage: python benchmarks/overhead.py [--device cuda] [--blocks 16] [--steps 20]
-       (writes benchmarks/results/overhead.json, or overhead_cuda.json; under 4 minutes on one thread of a Xeon)
+       (writes benchmarks/results/overhead.json, or overhead_cuda.json; about 4 minutes on one thread of a Xeon)
 """
 
 import argparse
-import itertools
 import json
 import logging
 import math
-import platform
+import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
 import warnings
-from datetime import UTC, datetime
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from campaign.records import origin
 from torch import nn
 
 from lightning_unified import GradientHealth, MemoryMonitor, PressureGuard
@@ -58,24 +59,39 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
 
 
-class StepTimes(L.Callback):
-    """The time from the end of one batch to the end of the next: everything is inside, the loader and all callbacks too."""
+class Turns(L.Callback):
+    """One of two runs that take turns, a step each: the time from its turn to the end of its step, with the loader and all callbacks."""
+
+    def __init__(self, mine: Semaphore, other: Semaphore) -> None:
+        self._mine, self._other = mine, other
+        self._began = 0.0
+        self.seconds: list[float] = []
+
+    def on_train_start(self, *_):
+        self._mine.acquire()
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_):
+        self.seconds.append(time.perf_counter() - self._began)
+        self._other.release()
+        self._mine.acquire()
+        self._began = time.perf_counter()
+
+
+class BlockTime(L.Callback):
+    """The mean time of a block's steps, from one wait for the device to another."""
 
     def __init__(self) -> None:
-        self.ends = []
+        self._ends: list[float] = []
 
     def on_train_batch_end(self, trainer, *_):
-        if trainer.strategy.root_device.type == "cuda" and trainer.global_step in {WARM_UP, trainer.max_steps}:
+        if trainer.global_step in {WARM_UP, trainer.max_steps}:
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+            self._ends.append(time.perf_counter())
 
-    def seconds(self, device: str) -> tuple[float, float]:
-        """Return the step that counts, and the mean one."""
-        counted = self.ends[WARM_UP - 1 :]
-        mean = (counted[-1] - counted[0]) / (len(counted) - 1)
-        if device == "cuda":
-            return mean, mean
-        return statistics.median(end - begin for begin, end in itertools.pairwise(counted)), mean
+    def seconds(self, steps: int) -> float:
+        began, ended = self._ends
+        return (ended - began) / steps
 
 
 SIZES = {  # width, depth, rows, and the part of the blocks and of their steps that is enough
@@ -87,6 +103,7 @@ SIZES = {  # width, depth, rows, and the part of the blocks and of their steps t
     "cuda": {"step of 20 ms and more": (4096, 8, 2048, 1)},
 }
 WARM_UP = 3  # steps that are not counted
+PATIENCE = 1800  # seconds for two processes to be done
 CALLBACKS = {
     "plain": [],
     "unified": [],
@@ -95,65 +112,108 @@ CALLBACKS = {
 }
 
 
-def block(strategy: str, module: L.LightningModule, loader, steps: int, *, device: str) -> tuple[float, float]:
-    """Return the seconds of a step: on a CPU the median over `steps` steps, on a GPU their mean; and their mean."""
-    times = StepTimes()
+def fit(how: str, module: L.LightningModule, loader: Any, times: L.Callback, *, device: str) -> None:
     trainer = L.Trainer(
         accelerator=device,
         devices=1,
-        strategy="auto" if strategy == "plain" else "unified",
-        max_steps=steps + WARM_UP,
-        callbacks=[*(callback() for callback in CALLBACKS[strategy]), times],
+        strategy="auto" if how == "plain" else "unified",
+        max_steps=len(loader),
+        callbacks=[*(callback() for callback in CALLBACKS[how]), times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, loader)
-    return times.seconds(device)
+
+
+def run(how: str, mine: Semaphore, other: Semaphore, sizes: tuple[int, int, int], steps: int, results: Any) -> None:
+    """Train in turns with another process on the first core that there is, and send the seconds of the steps that count."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    turns = Turns(mine, other)
+    try:
+        module, batch = built(*sizes, device="cpu")
+        fit(how, module, batches(batch, steps + WARM_UP), turns, device="cpu")
+        results.put((how, turns.seconds[WARM_UP:]))
+    finally:
+        other.release()
+
+
+def by_steps(how: str, sizes: tuple[int, int, int], *, steps: int) -> list[tuple[float, float]]:
+    """Return the seconds of neighbouring steps, a plain and a unified one each."""
+    context = multiprocessing.get_context("spawn")
+    first, second, results = context.Semaphore(1), context.Semaphore(0), context.Queue()
+    processes = [
+        context.Process(target=run, args=("plain", first, second, sizes, steps, results)),
+        context.Process(target=run, args=(how, second, first, sizes, steps, results)),
+    ]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=PATIENCE) for _ in processes)
+    for process in processes:
+        process.join()
+    return list(zip(found["plain"], found[how], strict=True))
+
+
+def by_blocks(how: str, sizes: tuple[int, int, int], *, blocks: int, steps: int) -> list[tuple[float, float]]:
+    """Return the seconds of a step in neighbouring blocks, a plain and a unified one each; the order within a pair alternates."""
+    module, batch = built(*sizes, device="cuda")
+    pairs = []
+    for index in range(blocks):
+        seconds = {}
+        for name in ("plain", how) if index % 2 == 0 else (how, "plain"):
+            times = BlockTime()
+            fit(name, module, batches(batch, steps + WARM_UP), times, device="cuda")
+            seconds[name] = times.seconds(steps)
+        pairs.append((seconds["plain"], seconds[how]))
+    return pairs
+
+
+def built(width: int, depth: int, rows: int, *, device: str) -> tuple[L.LightningModule, Any]:
+    torch.manual_seed(0)
+    # the batch is on the device, as a loader with pinned memory has it in time
+    return Net(width, depth), (torch.randn(rows, width, device=device),)
+
+
+def batches(batch: Any, count: int) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader([batch] * count, batch_size=None)
 
 
 def compare(
     how: str, width: int, depth: int, rows: int, part: float, *, blocks: int, steps: int, device: str
 ) -> dict[str, float]:
     blocks, steps = math.ceil(blocks * part), math.ceil(steps * part)
-    torch.manual_seed(0)
-    module = Net(width, depth)
-    batch = (torch.randn(rows, width, device=device),)  # on the device, as a loader with pinned memory has it in time
-    loader = torch.utils.data.DataLoader([batch] * (steps + WARM_UP), batch_size=None)
-    pairs = []
-    for index in range(blocks):
-        order = ("plain", how) if index % 2 == 0 else (how, "plain")
-        seconds = {strategy: block(strategy, module, loader, steps, device=device) for strategy in order}
-        pairs.append((seconds["plain"], seconds[how]))
-    ratios = [unified / plain for (plain, _), (unified, _) in pairs]
+    sizes = (width, depth, rows)
+    if device == "cpu":
+        pairs = by_steps(how, sizes, steps=blocks * steps)
+    else:
+        pairs = by_blocks(how, sizes, blocks=blocks, steps=steps)
+    ratios = [unified / plain for plain, unified in pairs]
     draws = random.Random(0)
     medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": sum(parameter.numel() for parameter in Net(width, depth).parameters()),
         "steps_each": blocks * steps,
-        "plain_ms": 1e3 * statistics.median(plain for (plain, _), _ in pairs),
+        "plain_ms": 1e3 * statistics.median(plain for plain, _ in pairs),
         "ratio": statistics.median(ratios),
         "ratio_low": medians[50],
         "ratio_high": medians[1949],
-        "ratio_of_means": statistics.median(unified / plain for (_, plain), (_, unified) in pairs),
-        "extra_microseconds": 1e6 * statistics.median(unified - plain for (plain, _), (unified, _) in pairs),
+        "ratio_of_means": sum(unified for _, unified in pairs) / sum(plain for plain, _ in pairs),
+        "extra_microseconds": 1e6 * statistics.median(unified - plain for plain, unified in pairs),
     }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=SIZES, default="cpu")
-    parser.add_argument("--blocks", type=int, default=16, help="pairs of blocks (default: 16)")
+    parser.add_argument("--blocks", type=int, default=16, help="blocks of each (default: 16)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps a block (default: 20)")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, 1 thread"
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": L.__version__},
+        **origin(" ".join(["python", *sys.argv])),
+        **({"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}),
         **{
             f"{name}, {how}": compare(how, *sizes, blocks=options.blocks, steps=options.steps, device=options.device)
             for name, sizes in SIZES[options.device].items()

@@ -24,7 +24,7 @@ _NAMED = 3  # parameters that a message names; the rest is counted
 class GradientHealth(Callback):
     """Count optimizer steps with NaN or Inf gradients, log them, and stop after too many in a row.
 
-    Each step costs one pass over the gradients: the greatest magnitude of every gradient (NaN if it holds one), as one
+    Each step costs one pass over the gradients: a number for every gradient that is finite if all of it is, as one
     multi-tensor operation where the backend has it, kept on the device beside those of the steps before. Nothing waits for the
     device until they are read together, every `check_every` steps, at the end, and when a checkpoint is written. So a row of bad
     steps is found whole, whenever it began. A step that recovery does again replaces its first attempt.
@@ -152,7 +152,7 @@ class _History:
 
 
 class _Watch:
-    """The gradient magnitudes of one optimizer's last steps, on the device until somebody asks."""
+    """The gradient witnesses of one optimizer's last steps, on the device until somebody asks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -162,10 +162,10 @@ class _Watch:
 
     @torch.no_grad()
     def note(self, step: int, optimizer: Optimizer) -> None:
-        """Keep the magnitudes of `step`; a second call for the same step replaces the first."""
+        """Keep the witnesses of `step`; a second call for the same step replaces the first."""
         pairs = [(p, _dense(gradient)) for p in _parameters(optimizer) if (gradient := p.grad) is not None]
         pairs = [(p, gradient) for p, gradient in pairs if gradient.numel()]
-        row = ([p for p, _ in pairs], _magnitudes([gradient for _, gradient in pairs]))
+        row = ([p for p, _ in pairs], _witnesses([gradient for _, gradient in pairs]))
         if self._steps and self._steps[-1] == step:
             self._rows[-1] = row
             return
@@ -178,7 +178,7 @@ class _Watch:
         """Return the history up to now; this waits for the device."""
         if not self._steps:
             return self._read
-        rows = [magnitudes for _, magnitudes in self._rows if len(magnitudes)]
+        rows = [witnesses for _, witnesses in self._rows if len(witnesses)]
         values = torch.cat(rows).tolist() if rows else []
         history, start = self._read, 0
         for step, (parameters, _) in zip(self._steps, self._rows, strict=True):
@@ -217,11 +217,8 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _magnitudes(gradients: list[Tensor]) -> Tensor:
-    """Return the greatest magnitude of each gradient, (number of gradients,) on one device; NaN where one holds NaN.
-
-    The infinity norm, because a 2-norm of finite float32 numbers may itself overflow.
-    """
+def _witnesses(gradients: list[Tensor]) -> Tensor:
+    """Return a number for each gradient, (number of gradients,) on one device: NaN or Inf where it holds one, else a finite one."""
     if not gradients:
         return torch.empty(0)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -229,25 +226,34 @@ def _magnitudes(gradients: list[Tensor]) -> Tensor:
         kinds.setdefault((gradient.device, gradient.dtype), []).append(index)
     if len(kinds) == 1:
         return _of_one_kind(gradients)
-    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    numbers: list[Tensor] = [torch.empty(0)] * len(gradients)
     for chosen in kinds.values():
-        for index, norm in zip(chosen, _of_one_kind([gradients[index] for index in chosen]).unbind(), strict=True):
-            norms[index] = norm
-    device = norms[0].device
-    return torch.stack([norm if norm.device == device else norm.to(device, non_blocking=True) for norm in norms])
+        for index, number in zip(chosen, _of_one_kind([gradients[index] for index in chosen]).unbind(), strict=True):
+            numbers[index] = number
+    device = numbers[0].device
+    return torch.stack([one if one.device == device else one.to(device, non_blocking=True) for one in numbers])
 
 
 def _of_one_kind(gradients: list[Tensor]) -> Tensor:
-    """Return the greatest magnitudes of gradients of one dtype on one device.
+    """Return the numbers of gradients of one dtype on one device: the greatest magnitudes, on a CPU sums.
 
-    On a CPU by their extremes: the kernel of the infinity norm is not vectorised there (torch 2.13).
+    The infinity norm, because a 2-norm of finite float32 numbers may itself overflow. On a CPU its kernel is not vectorised (torch
+    2.13), and sums, which are, show every NaN and Inf as well; where one is not finite, which costs nothing to look at there,
+    the extremes tell which of the two the gradient holds, or that it is only the sum that overflows.
     """
     device, dtype = gradients[0].device, gradients[0].dtype
     if device.type == "cpu" and not dtype.is_complex:
-        least, greatest = zip(*map(torch.aminmax, gradients), strict=True)
-        return torch.maximum(torch.stack(greatest), -torch.stack(least))
+        sums = [gradient.sum() for gradient in gradients]
+        finite = torch.stack(sums).isfinite().tolist()
+        return torch.stack([one if ok else _extreme(g) for one, ok, g in zip(sums, finite, gradients, strict=True)])
     half = dtype in {torch.float16, torch.bfloat16}
     return torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32 if half else None))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _extreme(gradient: Tensor) -> Tensor:
+    """Return the greatest magnitude in a gradient; NaN where it holds NaN."""
+    least, greatest = torch.aminmax(gradient)
+    return torch.maximum(greatest, -least)
 
 
 def _message(streak: _Streak, elements: list[_Elements], *, module: LightningModule, scales: bool) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_unified.callbacks import GradientHealth
-from lightning_unified.callbacks.gradient_health import _magnitudes, _Watch
+from lightning_unified.callbacks.gradient_health import _witnesses, _Watch
 from lightning_unified.errors import ConfigurationError, GradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -157,7 +157,7 @@ def test_the_device_is_not_waited_for_between_readings(monkeypatch):
 )
 def test_no_finite_gradient_is_taken_for_inf(dtype):
     largest = torch.finfo(dtype).max / 2
-    values = _magnitudes([torch.full((100,), largest, dtype=dtype)])
+    values = _witnesses([torch.full((100,), largest, dtype=dtype)])
 
     assert values.isfinite().all()
 
@@ -166,7 +166,7 @@ def test_no_finite_gradient_is_taken_for_inf(dtype):
 def test_nan_beside_inf_is_nan_and_inf_alone_is_inf(dtype):
     both = torch.tensor([1, math.inf, math.nan, 2], dtype=dtype)
     one = torch.tensor([1, -math.inf], dtype=dtype)
-    values = _magnitudes([both, one, torch.ones(2, dtype=dtype)])
+    values = _witnesses([both, one, torch.ones(2, dtype=dtype)])
 
     assert [math.isnan(values[0]), math.isinf(values[1]), values[2].item()] == [True, True, 1]
 
@@ -175,7 +175,7 @@ def test_gradients_of_several_dtypes_stay_in_order():
     gradients = [torch.tensor([4.0], dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.float16)]
     gradients = [g * (i + 1) for i, g in enumerate(gradients)]
 
-    assert _magnitudes(gradients).tolist() == [4, 8, 12, 16]
+    assert _witnesses(gradients).tolist() == [4, 8, 12, 16]
 
 
 def test_sparse_empty_and_missing_gradients_are_understood():

@@ -183,11 +183,11 @@ PRESETS: dict[str, Preset] = {
     "compressor-small": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=128, window=8, width=128, features=64, position_width=16, head=64),
-            reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=4, heads=4, feed_forward=512),
+            reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=2, heads=4, feed_forward=512),
             reading="copy",
         ),
         policy_parameters=179_777,
-        reader_parameters=957_184,
+        reader_parameters=560_640,
         purpose="minutes on two cores",
     ),
     "compressor-125m": Preset(
