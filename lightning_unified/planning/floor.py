@@ -12,7 +12,7 @@ _WHATEVER_ROWS = ("weights", "gradients", "optimizer state", "buffers", "callbac
 _Living = Mapping[int, tuple[Take, str]]
 
 
-def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), loss: bool = True) -> int:
+def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), only: Collection[str] | None = None) -> int:
     """Return what a step of micro-batches of `rows` takes at least, told from one of more rows.
 
     What lives at its peak lives in the smaller step too, in that instant. Whatever grows with the rows is on a straight line that
@@ -22,13 +22,16 @@ def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), loss:
         trace: Of no fewer rows, with all of the batch in it.
         rows: Of the smallest micro-batch that matters.
         without: Names of modules of which nothing need live that they made.
-        loss: Whether logits, and what is made of them on the way, are as in `trace`.
+        only: Names of modules that run as in `trace`, where others, such as the loss, do not: of these activations are counted, and
+            nothing else; None if all run so.
     """
     fixed = grows = 0
     for take, place in _at_peak(trace).values():
         if take.category in _WHATEVER_ROWS:
             fixed += take.bytes
-        elif not is_within(place, without) and (loss or take.category == "activations"):
+        elif is_within(place, without):
+            continue
+        elif only is None or take.category == "activations" or is_within(place, only):
             grows += take.bytes
     return fixed + int(grows * min(rows / trace.rows, 1.0))
 

@@ -43,6 +43,7 @@ class Option:
         changes: How many of the user's own settings it changes; decides between options of equal time.
         least_seconds: What no step under it is faster than, as is known without its traces; a prediction below that is raised to it. The
             option is then asked only for what can win. 0 asks for its best way to cut in any case, to tell it beside the others.
+        no_faster_than: A step that it is taken to be no faster than at any size: predictions are raised to that one's.
     """
 
     lines: Sizes
@@ -53,6 +54,7 @@ class Option:
     loss_chunk: int | None = None
     changes: int = 0
     least_seconds: float = 0.0
+    no_faster_than: Sizes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,8 +255,12 @@ class _Measure:
 
     @staticmethod
     def _seconds(option: Option, way: tuple[int, ...], rates: Rates) -> float:
-        seconds = cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates)
-        return max(seconds, option.least_seconds)
+        found = [
+            cut_seconds(lambda rows, parts, lines=lines: lines.at(rows, parts=parts), way, rates)
+            for lines in (option.lines, option.no_faster_than)
+            if lines is not None
+        ]
+        return max(*found, option.least_seconds)
 
 
 def _peak(option: Option, way: tuple[int, ...]) -> int:
@@ -275,13 +281,14 @@ def _ways_left(
 ) -> list[tuple[int, ...]]:
     """Return the ways by which an option could be faster than the plans that fit, or is worth telling beside them.
 
-    One that runs more again and is elsewhere as an option that fits in so many parts is slower in as many parts, or in more: not asked
-    for, if it is only asked for what can win.
+    One that runs more again, and is elsewhere as an option that fits in so many parts or no faster, is slower in as many parts, or in
+    more: not asked for, if it is only asked for what can win.
     """
-    levers = option.precision, option.optimizer_kernel, option.loss_chunk
     fewest = len(ways[-1]) + 1
     for by, plan in fitting:
-        same = levers == (by.precision, by.optimizer_kernel, by.loss_chunk) and by.again < option.again
+        levers = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
+        more = by.loss_chunk == option.loss_chunk and by.again < option.again
+        same = levers and (more or (option.no_faster_than is by.lines and by.again <= option.again))
         way = next(way for way in ways if len(way) == plan.parts)
         if same and (plan.parts == 1 or (option.least_seconds and _is_aligned(way, multiple))):
             fewest = min(fewest, plan.parts)

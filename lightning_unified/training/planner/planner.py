@@ -224,6 +224,7 @@ class Planner:
             loss_chunk=setting.loss_chunk,
             changes=setting.changes,
             least_seconds=least_seconds,
+            no_faster_than=None if own is None or setting.loss_chunk == own.loss_chunk else self._of(own),
         )
         self._settings[_key(option)] = setting
         return option
@@ -253,8 +254,10 @@ class Planner:
     def _names_again(self, setting: Setting) -> frozenset[str]:
         """Return the names of the blocks that run again."""
         policy = setting.recompute
-        if policy is None or policy.blocks == 0:
-            return frozenset()
+        return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
+
+    def _names(self, policy: RecomputePolicy) -> frozenset[str]:
+        """Return the names of the blocks that a policy is about; none if there are none."""
         try:
             chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
         except ValueError:
@@ -269,9 +272,8 @@ class Planner:
         if differs or (recomputes and not again):
             return None
         rows, parts = self._fewest[0], len(self._fewest)
-        return lambda smaller: least_bytes(
-            self._of(own).at(rows, parts=parts), smaller, without=again, loss=setting.loss_chunk == own.loss_chunk
-        )
+        only = None if setting.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
+        return lambda smaller: least_bytes(self._of(own).at(rows, parts=parts), smaller, without=again, only=only)
 
     @property
     def _fewest(self) -> tuple[int, ...]:
