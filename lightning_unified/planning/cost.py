@@ -5,13 +5,16 @@ from collections.abc import Callable, Sequence
 from lightning_unified.planning.rates.record import Rates
 from lightning_unified.planning.trace import Trace, Work
 
-__all__ = ["cut_seconds", "step_seconds"]
+__all__ = ["cut_seconds", "least_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases that are no part of a training step."""
 
 _REPEATED = ("forward", "backward")
 """Phases that every micro-batch goes through."""
+
+_AGAIN = 0.9
+"""Judgement: of a block's operations, the share that runs again at least; what its backward pass has no use for does not."""
 
 _Loads = dict[tuple[str, str], float]
 """Seconds by who is busy (`"host"`, `"device"`) and phase."""
@@ -42,27 +45,62 @@ def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Ra
         sizes: Rows of each micro-batch, the largest first.
         rates: Of the machine.
     """
+    trace = at(sizes[0], min(len(sizes), 2))
+    return _seconds(_cut(_loads(trace, rates), sizes), backend=trace.backend)
+
+
+def least_seconds(
+    at: Callable[[int, int], Trace],
+    sizes: Sequence[int],
+    rates: Rates,
+    *,
+    again: Callable[[Work], bool],
+    optimizer: bool = True,
+) -> float:
+    """Return the seconds that a step takes at least which runs some operations of another one again, and is as that one elsewhere.
+
+    Args:
+        at: The other step, as for `cut_seconds`.
+        sizes: Rows of each micro-batch of it.
+        rates: Of the machine.
+        again: Whether an operation of its forward pass runs again in the backward pass.
+        optimizer: Whether the optimizer runs as in it; if not, nothing is counted for it.
+    """
+    trace = at(sizes[0], min(len(sizes), 2))
+    loads = _loads(trace, rates)
+    for event in trace.events:
+        if isinstance(event, Work) and event.phase == "forward" and again(event):
+            _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
+    left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
+    return _seconds(_cut(left, sizes), backend=trace.backend)
+
+
+def _cut(loads: _Loads, sizes: Sequence[int]) -> _Loads:
+    """Return the loads of a batch cut into `sizes`, from those of one micro-batch if that is all, else of two."""
     if len(sizes) == 1:
-        return step_seconds(at(sizes[0], 1), rates)
-    trace = at(sizes[0], 2)
+        return loads
     micro_batches = {"host": len(sizes) / 2, "device": sum(sizes) / (2 * sizes[0])}
-    total = {
+    return {
         (who, phase): seconds * (micro_batches[who] if phase in _REPEATED else 1)
-        for (who, phase), seconds in _loads(trace, rates).items()
+        for (who, phase), seconds in loads.items()
     }
-    return _seconds(total, backend=trace.backend)
 
 
 def _loads(trace: Trace, rates: Rates) -> _Loads:
     loads: _Loads = {("host", "forward"): rates.part * trace.parts}
     for event in trace.events:
         if isinstance(event, Work) and event.phase not in _OUTSIDE:
-            host, device = ("host", event.phase), ("device", event.phase)
-            dtype = "tf32" if _is_tf32(event, trace.backend) else event.dtype
-            kernel = rates.kernel_seconds(flops=event.flops, moved=event.moved, dtype=dtype)
-            loads[host] = loads.get(host, 0.0) + rates.launch
-            loads[device] = loads.get(device, 0.0) + kernel
+            _add(loads, event, event.phase, rates, share=1.0, backend=trace.backend)
     return loads
+
+
+def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, backend: str) -> None:
+    """Add what an operation costs in a phase, or a share of it."""
+    host, device = ("host", phase), ("device", phase)
+    dtype = "tf32" if _is_tf32(work, backend) else work.dtype
+    kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
+    loads[host] = loads.get(host, 0.0) + share * rates.launch
+    loads[device] = loads.get(device, 0.0) + share * kernel
 
 
 def _is_tf32(work: Work, backend: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_unified.planning.quick import QuickFakeMode
 from lightning_unified.planning.values import Answers, array_of, value_of
 
 __all__ = ["World", "fake_world"]
@@ -27,7 +28,7 @@ class World:
     """
 
     def __init__(self, *, place: Callable[[], str] = str, other: bool = False) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.mode: FakeTensorMode = QuickFakeMode()
         self.answers = Answers(place, other=other)
 
 

@@ -41,6 +41,9 @@ class Option:
         optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the user's.
         loss_chunk: Rows of logits at once; None computes the loss as the module does.
         changes: How many of the user's own settings it changes; decides between options of equal time.
+        least_seconds: What no step under it is faster than, as is known without its traces; a prediction below that is raised to it. The
+            option is then asked only for what can win. 0 asks for its best way to cut in any case, to tell it beside the others.
+        no_faster_than: A step that it is taken to be no faster than at any size: predictions are raised to that one's.
     """
 
     lines: Sizes
@@ -50,6 +53,8 @@ class Option:
     optimizer_kernel: str | None = None
     loss_chunk: int | None = None
     changes: int = 0
+    least_seconds: float = 0.0
+    no_faster_than: Sizes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +129,8 @@ def search(
     """Return the plan that is predicted to take least time within the budget.
 
     Every option is cut into as few micro-batches as fit: fewer are never slower, as each costs its launches and what does not
-    depend on its rows anew. So an option whose fewest do not fit and would be slower than another's is not cut at all. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
+    depend on its rows anew. So an option whose fewest do not fit and would be slower than another's is not cut at all, and one is not
+    cut into as many parts as another that does less and fits so. One that is known to be slower is not asked for a trace. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
     are looked at too. Which ways of cutting there are, and what each takes and lasts, does not depend on the budget; a larger budget
     only adds ways, and so never gives a slower plan.
 
@@ -147,13 +153,18 @@ def search(
     fitting: list[tuple[Option, Candidate]] = []
     short: list[Candidate] = []
     first: Option | None = None
+    multiple = 1
     for option in options:
-        first = first or option
-        if any(_outdone(option, by, plan) for by, plan in fitting):
+        if first is None:
+            first, multiple = option, measure.rows_that_align(option, ways)
+        if any(_is_no_faster(option, plan, by) for by, plan in fitting):
             continue
-        if fitting and measure.is_beaten(option, ways, by=min(plan.seconds for _, plan in fitting)):
+        left = _ways_left(option, ways, fitting, multiple=multiple)
+        if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):
             continue
-        plans = measure.best_plans(option, ways)
+        plans = measure.best_plans(option, left, multiple=multiple)
+        if not plans and left == ways:
+            plans = [measure.smallest(option, ways, multiple=multiple)]
         fitting += [(option, plan) for plan in plans if plan.fits]
         short += [plan for plan in plans if not plan.fits]
     if first is None:
@@ -180,25 +191,27 @@ class _Measure:
     rates: Rates
     alignment: Alignment | None
 
-    def best_plans(self, option: Option, ways: list[tuple[int, ...]]) -> list[Candidate]:
-        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; else the smallest, not fitting.
+    def best_plans(self, option: Option, ways: list[tuple[int, ...]], *, multiple: int) -> list[Candidate]:
+        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; nothing if none fits.
 
         What lives is quick to tell, and whatever the allocator adds it is never less: only where that fits is the allocator asked.
         """
         found: list[Candidate] = []
-        multiple = self._rows_that_align(option, ways)
         for way in ways:
-            aligned = all(rows % multiple == 0 for rows in way)
+            aligned = _is_aligned(way, multiple)
             if (found and not aligned) or _peak(option, way) > self.budget_bytes:
                 continue
             plan = self._plan(option, way)
             if plan.fits:
                 found.append(self._timed(plan, option, way, aligned=aligned))
                 if aligned:
-                    return found
-        smallest = ways[-1]
-        aligned = all(rows % multiple == 0 for rows in smallest)
-        return found or [self._timed(self._plan(option, smallest), option, smallest, aligned=aligned)]
+                    break
+        return found
+
+    def smallest(self, option: Option, ways: list[tuple[int, ...]], *, multiple: int) -> Candidate:
+        """Return the way with the smallest parts."""
+        way = ways[-1]
+        return self._timed(self._plan(option, way), option, way, aligned=_is_aligned(way, multiple))
 
     def is_beaten(self, option: Option, ways: list[tuple[int, ...]], *, by: float) -> bool:
         """Return whether an option's fewest parts do not fit, and would last longer than `by` if they did: more parts only last longer.
@@ -206,11 +219,14 @@ class _Measure:
         What is left unasked then is most of what there is to ask of an option: how it is cut.
         """
         fewest = ways[0]
-        if len(ways) == 1 or self._seconds(option, fewest, self.rates) <= by * _EQUAL:
+        is_known = not option.least_seconds  # else what it takes at least may be all that is known, and enough
+        if len(ways) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
+            return False
+        if self._seconds(option, fewest, self.rates) <= by * _EQUAL:
             return False
         return _peak(option, fewest) > self.budget_bytes or not self._plan(option, fewest).fits
 
-    def _rows_that_align(self, option: Option, ways: list[tuple[int, ...]]) -> int:
+    def rows_that_align(self, option: Option, ways: list[tuple[int, ...]]) -> int:
         """Return the multiple of rows that pays: a row of the batch is as many rows of a product as it is long."""
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
@@ -239,21 +255,44 @@ class _Measure:
 
     @staticmethod
     def _seconds(option: Option, way: tuple[int, ...], rates: Rates) -> float:
-        return cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates)
+        found = [
+            cut_seconds(lambda rows, parts, lines=lines: lines.at(rows, parts=parts), way, rates)
+            for lines in (option.lines, option.no_faster_than)
+            if lines is not None
+        ]
+        return max(*found, option.least_seconds)
 
 
 def _peak(option: Option, way: tuple[int, ...]) -> int:
     return option.lines.peak_bytes(way[0], parts=len(way))
 
 
-def _outdone(option: Option, by: Option, plan: Candidate) -> bool:
-    """Return whether an option can be no faster than a plan: the whole batch at once, with less that runs again, all else equal."""
-    same = (option.precision, option.optimizer_kernel, option.loss_chunk) == (
-        by.precision,
-        by.optimizer_kernel,
-        by.loss_chunk,
-    )
-    return plan.parts == 1 and same and by.again < option.again
+def _is_aligned(way: tuple[int, ...], multiple: int) -> bool:
+    return all(rows % multiple == 0 for rows in way)
+
+
+def _is_no_faster(option: Option, plan: Candidate, by: Option) -> bool:
+    """Return whether all that is known of an option says that it is not to be taken rather than a plan."""
+    return option.least_seconds > 0 and option.least_seconds * _EQUAL >= plan.seconds and by.changes <= option.changes
+
+
+def _ways_left(
+    option: Option, ways: list[tuple[int, ...]], fitting: list[tuple[Option, Candidate]], *, multiple: int
+) -> list[tuple[int, ...]]:
+    """Return the ways by which an option could be faster than the plans that fit, or is worth telling beside them.
+
+    One that runs more again, and is elsewhere as an option that fits in so many parts or no faster, is slower in as many parts, or in
+    more: not asked for, if it is only asked for what can win.
+    """
+    fewest = len(ways[-1]) + 1
+    for by, plan in fitting:
+        levers = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
+        more = by.loss_chunk == option.loss_chunk and by.again < option.again
+        same = levers and (more or (option.no_faster_than is by.lines and by.again <= option.again))
+        way = next(way for way in ways if len(way) == plan.parts)
+        if same and (plan.parts == 1 or (option.least_seconds and _is_aligned(way, multiple))):
+            fewest = min(fewest, plan.parts)
+    return [way for way in ways if len(way) < fewest]
 
 
 def _refusal(short: list[Candidate], budget_bytes: int) -> str:

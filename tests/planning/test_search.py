@@ -191,6 +191,7 @@ made_options = st.builds(
     ),
     precision=st.sampled_from(["32-true", "bf16-mixed"]),
     changes=st.integers(0, 3),
+    least_seconds=st.sampled_from([0.0, 1e-9, 0.1]),
 )
 
 
@@ -229,7 +230,7 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
 
     assert (best is None) == (not found)
     if found:
-        assert best.seconds == pytest.approx(min(found), rel=1e-9)
+        assert best.seconds == pytest.approx(max(min(found), option.least_seconds), rel=1e-9)
 
 
 @settings(deadline=None, max_examples=100)
@@ -240,12 +241,13 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
     rows=st.integers(1, 40),
     budget=st.integers(1, 10**7),
     align=st.sampled_from([None, aligned(8, 1.2)]),
+    floor=st.sampled_from([0.0, 1e-9]),
 )
-def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align):
+def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align, floor):
     plain = replace(option.lines)
     saving = replace(plain, per_row=int(keeps * plain.per_row), works=(*plain.works, extra))
     own = replace(option, lines=plain)
-    other = replace(option, lines=saving, recompute="all", again=1.0)
+    other = replace(option, lines=saving, recompute="all", again=1.0, least_seconds=max(floor, option.least_seconds))
     alone = [find([one], budget, rows=rows, alignment=align).best for one in (own, other)]
     both = find([own, other], budget, rows=rows, alignment=align).best
 

@@ -35,11 +35,12 @@ def test_a_small_size_that_does_not_divide_evenly_is_rehearsed_as_it_is_to_run()
     assert asked == [(4, 2, 3)]
 
 
-def test_a_large_size_lies_on_lines_until_it_is_asked_for_exactly():
+def test_after_a_few_a_large_size_lies_on_lines_until_it_is_asked_for_exactly():
     step, asked = sizes(100)
-    step.at(34, parts=3)
+    for rows, parts in ((50, 2), (26, 4), (25, 4), (34, 3)):
+        step.at(rows, parts=parts)
 
-    assert (34, 2, 33) not in asked
+    assert asked == [(50, 2, 50), (26, 2, 26), (25, 2, 25), (2, 2, 2), (4, 2, 4)]
     assert batch_of(step.exactly(34, parts=3)) == 8 * 100
     assert asked[-1] == (34, 2, 33)
 

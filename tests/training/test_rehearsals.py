@@ -1,10 +1,14 @@
 """Steps of further sizes, followed on the shadow of the first, are those that rehearsals of their own tell."""
 
+from functools import partial
+
 import pytest
 import torch
 from rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from lightning_unified.planning import fake
 from lightning_unified.planning.peak import peak
 from lightning_unified.planning.reserve import reserved_bytes
 from lightning_unified.planning.trace import Give, Take
@@ -112,3 +116,12 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
 
     assert shared >= 1
     assert list(map(told, traces)) == list(map(told, by_themselves(Alternates(), Transformer.batch(8))))
+
+
+@pytest.mark.parametrize("kind", [Convolutions, Transformer])
+def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
+    setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
+    quick = rehearse(kind(), kind.batch(4), **setting)
+    monkeypatch.setattr(fake, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
+
+    assert told(quick) == told(rehearse(kind(), kind.batch(4), **setting))

@@ -227,7 +227,7 @@ class FirstStep:
             reason = f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
             self._act(planner, settings[0], prediction, shape, reason=reason)
             return
-        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates())
+        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates(), only_best=True)
         self._act_on(choice, planner, shape, budget=budget)
 
     def _act_on(self, choice: Choice, planner: Planner, shape: BatchShape | None, *, budget: int) -> None:

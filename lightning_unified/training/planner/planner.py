@@ -8,9 +8,12 @@ from typing import Any
 
 import lightning as L
 
+from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.calibration import Calibration, kind_of
-from lightning_unified.planning.cost import step_seconds
+from lightning_unified.planning.cost import least_seconds, step_seconds
+from lightning_unified.planning.cuts import cuts
+from lightning_unified.planning.floor import is_within, least_bytes
 from lightning_unified.planning.limit import fits_within
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates
@@ -25,7 +28,7 @@ from lightning_unified.training.split import tensors_in
 
 __all__ = ["Planner", "Setting"]
 
-_LONGEST = 4.0  # seconds after which no further setting is looked at, once nothing and everything recomputed have been
+_LONGEST = 4.0  # seconds after which no further setting is looked at but the one that needs least
 _ATTEMPTS = 3  # searches, each without the lines that the one before was misled by
 _KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when its attention's output is kept
 
@@ -103,6 +106,7 @@ class Planner:
         self.rows = 1 if shape is None else shape.rows
         self.backend = backend
         self._rates, self._calibration = rates, calibration
+        self._module = module
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
@@ -139,20 +143,25 @@ class Planner:
         """
         return self._goes_through(self._exactly(setting, micro_batch_size)[0], limit=limit)
 
-    def choose(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
+    def choose(
+        self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates, only_best: bool = False
+    ) -> Choice:
         """Return the setting and size of least predicted time that fits; a size below the whole batch is rehearsed as it is to run.
 
         Args:
             settings: From which to choose, the user's own first, the one that needs least next.
             budget_bytes: What the run may use.
             rates: The speeds of the machine.
+            only_best: Whether settings are rehearsed only if they can win, by what the user's own setting tells of them: the choice is
+                the same and made in less time, and tells fewer alternatives.
 
         Raises:
             RehearsalError: If the step cannot be rehearsed.
         """
         self._begun, self._rates = time.monotonic(), rates
         for _ in range(_ATTEMPTS):
-            choice = self._searched(settings, budget_bytes=budget_bytes, rates=rates)
+            options = self._promising(settings) if only_best else self._options(settings)
+            choice = self._searched(options, budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
                 break
@@ -162,9 +171,9 @@ class Planner:
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _searched(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Choice:
+    def _searched(self, options: Iterator[Option], *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
-            self._options(settings),
+            options,
             budget_bytes=budget_bytes,
             reserve=partial(self._needed, limit=budget_bytes),
             rows=self.rows,
@@ -193,19 +202,85 @@ class Planner:
         for index, setting in enumerate(settings):
             if index > 1 and time.monotonic() - self._begun > _LONGEST:
                 return
-            option = Option(
-                lines=self._of(setting),
-                recompute="none" if setting.recompute is None else str(setting.recompute),
-                again=setting.again,
-                precision=setting.precision,
-                optimizer_kernel=setting.optimizer_kernel,
-                loss_chunk=setting.loss_chunk,
-                changes=setting.changes,
-            )
-            self._settings[_key(option)] = setting
-            yield option
+            yield self._option(setting, least_seconds=0.0)
 
-    def _of(self, setting: Setting) -> RehearsedSizes:
+    def _promising(self, settings: Sequence[Setting]) -> Iterator[Option]:
+        """Yield the user's own option, and then the others by what they promise."""
+        own = settings[0]
+        yield self._option(own, least_seconds=0.0)
+        floors = {setting: self._least_seconds(setting, own) for setting in settings[1:]}
+        for setting in sorted(settings[1:], key=floors.__getitem__):
+            if setting != settings[1] and time.monotonic() - self._begun > _LONGEST:
+                continue
+            yield self._option(setting, least_seconds=floors[setting], own=own)
+
+    def _option(self, setting: Setting, *, least_seconds: float, own: Setting | None = None) -> Option:
+        option = Option(
+            lines=self._of(setting, own=own),
+            recompute="none" if setting.recompute is None else str(setting.recompute),
+            again=setting.again,
+            precision=setting.precision,
+            optimizer_kernel=setting.optimizer_kernel,
+            loss_chunk=setting.loss_chunk,
+            changes=setting.changes,
+            least_seconds=least_seconds,
+            no_faster_than=None if own is None or setting.loss_chunk == own.loss_chunk else self._of(own),
+        )
+        self._settings[_key(option)] = setting
+        return option
+
+    def _least_seconds(self, setting: Setting, own: Setting) -> float:
+        """Return the seconds that no step under a setting is faster than: those of the user's own and what runs again.
+
+        A loss in chunks is taken to be no faster than as the module computes it; of an optimizer's other kernel nothing is said.
+        """
+        if self._rates is None or setting.precision != own.precision or own.again:
+            return 0.0
+        sizes = self._fewest
+        again, keeps = self._names_again(setting), setting.recompute is not None and setting.recompute.keep_attention
+
+        def runs_again(work: Work) -> bool:
+            return is_within(work.place, again) and not (keeps and "attention" in work.op)
+
+        sized = self._of(own)
+        return least_seconds(
+            lambda rows, parts: sized.at(rows, parts=parts),
+            sizes,
+            self._rates,
+            again=runs_again,
+            optimizer=setting.optimizer_kernel == own.optimizer_kernel,
+        )
+
+    def _names_again(self, setting: Setting) -> frozenset[str]:
+        """Return the names of the blocks that run again."""
+        policy = setting.recompute
+        return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
+
+    def _names(self, policy: RecomputePolicy) -> frozenset[str]:
+        """Return the names of the blocks that a policy is about; none if there are none."""
+        try:
+            chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
+        except ValueError:
+            return frozenset()
+        return frozenset(name for name, child in self._module.named_modules() if id(child) in chosen)
+
+    def _least_bytes(self, setting: Setting, own: Setting) -> Callable[[int], int] | None:
+        """Return what tells the bytes that a step under a setting takes at least; None if nothing is known of it."""
+        recomputes = setting.recompute is not None and setting.recompute.blocks != 0
+        again = self._names_again(setting)
+        differs = setting.precision != own.precision or setting.optimizer_kernel != own.optimizer_kernel or own.again
+        if differs or (recomputes and not again):
+            return None
+        rows, parts = self._fewest[0], len(self._fewest)
+        only = None if setting.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
+        return lambda smaller: least_bytes(self._of(own).at(rows, parts=parts), smaller, without=again, only=only)
+
+    @property
+    def _fewest(self) -> tuple[int, ...]:
+        """The rows of each micro-batch where there are as few as may be."""
+        return cuts(self.rows, unit=self._unit, least=self._least, most=self._most)[0]
+
+    def _of(self, setting: Setting, *, own: Setting | None = None) -> RehearsedSizes:
         if setting not in self._sizes:
             self._sizes[setting] = RehearsedSizes(
                 self._steps(setting),
@@ -213,6 +288,7 @@ class Planner:
                 unit=self._unit,
                 row_bytes=self._row_bytes,
                 workspaces=self._workspaces,
+                least=None if own is None else self._least_bytes(setting, own),
             )
         return self._sizes[setting]
 

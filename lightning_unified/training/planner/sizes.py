@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lightning_unified.planning.backends import with_workspaces
 from lightning_unified.planning.cuts import cuts
+from lightning_unified.planning.floor import least_bytes
 from lightning_unified.planning.lines import Lines, MisalignedError, fit
 from lightning_unified.planning.peak import peak
 from lightning_unified.planning.trace import Take, Trace, Work
@@ -13,15 +14,16 @@ from lightning_unified.planning.trace import Take, Trace, Work
 __all__ = ["RehearsedSizes"]
 
 _FEW = 8  # units of a batch up to which every size is rehearsed by itself, and of a micro-batch up to which one fewer in the next tells
+_TRIED = 3  # sizes of a cut batch that are rehearsed as they are to run, before lines are laid for the others
 _FIT = (2, 4)  # units of a micro-batch that lines are laid through; one is no point of a line, for it broadcasts
 
 
 class RehearsedSizes:
     """A step under one setting of the levers, as `planning.search` asks for it.
 
-    The whole batch is rehearsed as it is. Smaller sizes lie on lines through two rehearsals, one pair for a step of one micro-batch
-    and one for a step of two; where the step does something else at another size, so that there are no such lines, each size that is
-    asked for is rehearsed by itself.
+    The whole batch is rehearsed as it is, and so are the first smaller sizes that are asked for: what is known of larger ones says what
+    they take at least, and mostly the first one that can fit does. If several did not, further sizes lie on lines through two rehearsals;
+    where the step does something else at another size, so that there are no such lines, each is rehearsed by itself as well.
 
     A batch of 10 rows in three parts runs as 4, 3 and 3, and blocks of four rows' activations then lie in the way of three's: what is
     allocated is less than for 4, 4 and 4, what is reserved can be far more. So such sizes are rehearsed by themselves where they are
@@ -33,6 +35,7 @@ class RehearsedSizes:
         unit: Rows that stay together.
         row_bytes: What a row of the batch takes.
         workspaces: Whether what libraries take for themselves is counted.
+        least: What a step of so many rows takes at least, as is known of another setting.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class RehearsedSizes:
         unit: int,
         row_bytes: int,
         workspaces: bool = True,
+        least: Callable[[int], int] | None = None,
     ) -> None:
-        self._rehearse = rehearse
+        self._rehearse, self._least = rehearse, least
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._second = {cut[0]: cut[1] for cut in cuts(rows, unit=unit) if len(cut) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
@@ -79,22 +83,30 @@ class RehearsedSizes:
         """Return the most bytes that live at once in that step; where that must be rehearsed, what it takes at least.
 
         A peak is the largest of straight lines: more rows take no less than fewer do, and no less than the line through two smaller
-        sizes says. So most of what is too much is known without a rehearsal, and `at` tells the rest.
+        sizes says; fewer take their share of what more do. So most of what is too much is known without a rehearsal, and `at` tells the
+        rest.
         """
         parts = min(parts, 2)
-        if parts > 1 and (rows, parts) not in self._traces and self._lines_at(rows, parts) is None:
-            return self._least_bytes(rows, parts)
-        return self._peak(rows, parts)
+        if (rows, parts) in self._traces or self._lines_at(rows, parts) is not None:
+            return self._peak(rows, parts)
+        if parts == 1 and self._least is None:
+            return self._peak(rows, parts)
+        return self._least_bytes(rows, parts)
 
     def _least_bytes(self, rows: int, parts: int) -> int:
+        smallest = rows if parts == 1 else self._second.get(rows, rows)
+        found = [0 if self._least is None else self._least(smallest)]
+        found += [
+            least_bytes(trace, smallest) for (size, _), trace in self._traces.items() if size > rows and parts > 1
+        ]
         known = sorted({size for size, of, _ in self._own if of == parts and size < rows})[-2:]
         if not known:
-            return 0
+            return max(found)
         taken = [self._peak(size, parts) for size in known]
         more = 0.0
         if len(known) > 1 and known[0] >= _FIT[0] * self._unit:
             more = (taken[1] - taken[0]) / (known[1] - known[0]) * (rows - known[1])
-        return taken[-1] + max(int(more), 0)
+        return max(*found, taken[-1] + max(int(more), 0))
 
     def _peak(self, rows: int, parts: int) -> int:
         if (rows, parts) not in self._peaks:
@@ -111,7 +123,8 @@ class RehearsedSizes:
         """Return the lines that a size lies on; None for one that is rehearsed by itself."""
         whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
         uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
-        return None if whole or small or uneven else self._lines_of(parts)
+        few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
+        return None if whole or small or uneven or few else self._lines_of(parts)
 
     def _lines_of(self, parts: int) -> Lines | None:
         if parts not in self._lines:

@@ -1,0 +1,59 @@
+"""A plan is made from as few rehearsals as decide it."""
+
+import pytest
+from rehearsal_zoo import Transformer
+
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planning.rates import Rates
+from lightning_unified.training.levers import recompute_policies
+from lightning_unified.training.planner import planner as planning
+from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.settings import settings_to_compare
+
+PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
+
+
+@pytest.fixture
+def rehearsed(monkeypatch):
+    """What was rehearsed: what is recomputed, rows of a micro-batch, micro-batches."""
+    asked, rehearsals = [], planning.Rehearsals
+
+    class Noted(rehearsals):
+        def __init__(self, *args, recompute, **setting):
+            super().__init__(*args, recompute=recompute, **setting)
+            self.recompute = recompute
+
+        def step(self, rows, parts=1, later_rows=None):
+            asked.append((self.recompute, rows, parts))
+            return super().step(rows, parts, later_rows)
+
+    monkeypatch.setattr(planning, "Rehearsals", Noted)
+    return asked
+
+
+def rates(*, launch):
+    return Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=launch, kernel=0.0, part=0.0, sources={})
+
+
+def chosen(*, share, launch, only_best=True):
+    """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation."""
+    module = Transformer(layers=2)
+    planner = Planner(module, Transformer.batch(8), backend="cuda", rates=rates(launch=launch), workspaces=False)
+    settings = settings_to_compare("32-true", policies=recompute_policies(module))
+    budget = int(share * planner.predict(settings[0]).reserved_bytes)
+    return planner.choose(settings, budget_bytes=budget, rates=rates(launch=launch), only_best=only_best).best
+
+
+def test_a_plan_that_no_other_setting_can_beat_has_no_other_rehearsed(rehearsed):
+    best = chosen(share=0.7, launch=1e-9)
+
+    assert (best.recompute, best.parts) == ("none", 2)
+    assert rehearsed == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [1e-9, 1e-3])
+def test_what_is_chosen_from_few_rehearsals_is_no_slower_than_what_is_chosen_from_all(launch):
+    quick, full = (chosen(share=0.8, launch=launch, only_best=only) for only in (True, False))
+
+    assert quick.seconds <= full.seconds * (1 + 1e-9)
