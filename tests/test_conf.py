@@ -29,6 +29,14 @@ MODELS = (
     "gearhead-34m",
     "gearhead-small",
 )
+EXPERIMENTS = [
+    "compression",
+    "compression-smollm2",
+    "diagnostics",
+    "gearhead-34m-cuda",
+    "gearhead-34m-mps",
+    "gearhead-34m-rocm",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,13 +118,22 @@ def test_what_composes_binds_to_the_signatures(choice):
     )
 
 
-@pytest.mark.parametrize("experiment", ["diagnostics", "gearhead-34m-cuda", "gearhead-34m-mps", "gearhead-34m-rocm"])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes_under_its_own_name(experiment):
     assert compose(f"experiment={experiment}").name == experiment
 
 
 def test_the_experiments_tested_are_all_there_are():
-    assert groups()["experiment"] == ["diagnostics", "gearhead-34m-cuda", "gearhead-34m-mps", "gearhead-34m-rocm"]
+    assert groups()["experiment"] == EXPERIMENTS
+
+
+@pytest.mark.parametrize(("experiment", "model"), [("compression", "small"), ("compression-smollm2", "smollm2")])
+def test_an_experiment_in_compression_brings_its_data_and_is_judged_as_it_trains(experiment, model):
+    config = compose(f"experiment={experiment}")
+
+    assert config.model.preset == f"compressor-{model}"
+    assert config.data == compose(f"data=compressor-{model}", f"hardware={config.hardware.name}").data
+    assert config.callbacks.compression.directory == f"{config.run_dir}/compression"
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -130,12 +130,20 @@ class PassageData(ResumableData):
 
     def example_batch(self) -> dict[str, Tensor]:
         """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
-        shape = (self.batch_size, self.text_length)
-        batch = {"input_ids": torch.zeros(shape, dtype=torch.int64), "mask": torch.ones(shape, dtype=torch.bool)}
+        return self._zeros(self.batch_size)
+
+    def example_validation_batch(self) -> dict[str, Tensor]:
+        """Return the same for a batch of validation."""
+        return self._zeros(self._val_batch_size)
+
+    def _zeros(self, rows: int) -> dict[str, Tensor]:
+        sides = {("input_ids", "mask"): self.text_length}
         if self.continuation_length:
-            shape = (self.batch_size, self.continuation_length)
-            batch["continuation"] = torch.zeros(shape, dtype=torch.int64)
-            batch["continuation_mask"] = torch.ones(shape, dtype=torch.bool)
+            sides["continuation", "continuation_mask"] = self.continuation_length
+        batch = {}
+        for (ids, mask), length in sides.items():
+            batch[ids] = torch.zeros(rows, length, dtype=torch.int64)
+            batch[mask] = torch.ones(rows, length, dtype=torch.bool)
         return batch
 
     def describe(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import inspect
 import pickle
 
+import ddp_compressor
 import ddp_modules
 import ddp_runs
 import pytest
@@ -296,3 +297,14 @@ def test_a_start_method_that_is_none_is_refused():
 
 def test_a_fit_that_ended_badly_says_so_in_these_tests():
     assert isinstance(on_ranks(int, "no number")[0], Ended)
+
+
+def test_a_compressor_on_two_ranks_is_that_of_one_process_on_the_joined_batch():
+    ranks = on_ranks(ddp_compressor.on_two)
+    for objective in ("relaxed", "reinforce"):
+        alone = ddp_compressor.trained("auto", ranks=1, objective=objective)
+        for found in (fits[f"{objective}, {name}"] for fits in ranks for name in ("whole", "cut")):
+            assert (found["weights"] - alone["weights"]).norm() <= 1e-12 * alone["weights"].norm()
+            torch.testing.assert_close(found["price"], alone["price"], rtol=1e-12, atol=0)
+            assert found["figures"] == pytest.approx(alone["figures"], rel=1e-6)
+        assert alone["price"] != alone["first_price"]

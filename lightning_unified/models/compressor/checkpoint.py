@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lightning_unified.models.choices import inference_device
 from lightning_unified.models.compressor.module import Compressor
 from lightning_unified.models.plain_checkpoint import read_plain
 
@@ -43,7 +42,7 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
         RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
     """
     saved = read(path)
-    module = Compressor(**saved["hyper_parameters"])
+    module = Compressor(**{**saved["hyper_parameters"], "load_pretrained": False})
     module.on_load_checkpoint(saved)
     if module.tokenizer is None:
         raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
@@ -51,10 +50,4 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
         module.load_state_dict(saved["state_dict"])
     except RuntimeError as error:
         raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
-    return module.to(_device(device)).eval()
-
-
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return module.to(inference_device(device)).eval()

@@ -1,25 +1,24 @@
 """The compressor as a LightningModule: policy and reader in one backward pass that may be cut exactly."""
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_unified.models.choices import check_choice
 from lightning_unified.models.compressor.codec import Codec
 from lightning_unified.models.compressor.joint import JointLoss
 from lightning_unified.models.compressor.optimizer import build_optimizer
 from lightning_unified.models.compressor.presets import preset as preset_config
 from lightning_unified.models.compressor.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
+from lightning_unified.models.epoch_sums import EpochSums
 
 __all__ = ["Compressor"]
 
@@ -29,25 +28,6 @@ _CHOICES = {
     "schedule": ("linear", "cosine", "constant"),
     "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
 }
-
-
-class _Sums(Metric):
-    """Sums of an epoch over all processes: loss, its terms, language loss, its terms, tokens the policy would keep, tokens."""
-
-    full_state_update = False
-    sums: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("sums", default=torch.zeros(6), dist_reduce_fx="sum")
-
-    @override
-    def update(self, sums: Tensor) -> None:
-        self.sums += sums
-
-    @override
-    def compute(self) -> Tensor:
-        return self.sums
 
 
 class Compressor(LightningModule):
@@ -152,7 +132,9 @@ class Compressor(LightningModule):
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
         self.save_hyperparameters()
-        _check_choices(objective=objective, target=target, schedule=schedule, optimizer_kernel=optimizer_kernel)
+        given = {"objective": objective, "target": target, "schedule": schedule, "optimizer_kernel": optimizer_kernel}
+        for name, choice in given.items():
+            check_choice(name, choice, _CHOICES[name])
         _check_numbers(
             above={"learning_rate": learning_rate, "policy_learning_rate": policy_learning_rate, "eps": eps},
             least={
@@ -189,7 +171,8 @@ class Compressor(LightningModule):
         self.price = Price(target=keep_ratio, start=start, rate=price_rate, damping=price_damping)
         self.collapse = CollapseWatch(patience=collapse_patience)
         self.tokenizer: TextTokenizer | None = None
-        self._validation = _Sums()
+        # loss, its terms, language loss, its terms, tokens the policy would keep, tokens
+        self._validation = EpochSums(6)
 
     @classmethod
     @override
@@ -226,12 +209,38 @@ class Compressor(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the data's tokenizer and length along, so that the checkpoint holds them."""
+        """Take the data's tokenizer and length along, so that the checkpoint holds them.
+
+        Raises:
+            ValueError: If the data's texts are longer than the policy has positions, or lack the continuation that is predicted.
+        """
         data = getattr(self.trainer, "datamodule", None)
+        self._check_lengths(
+            text=getattr(data, "text_length", None), continuation=getattr(data, "continuation_length", None)
+        )
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
             self.attach_tokenizer(tokenizer)
         self.trained_length = getattr(data, "text_length", self.trained_length)
+
+    def _check_lengths(self, *, text: int | None, continuation: int | None) -> None:
+        longest, positions = self.config.policy.positions, self.config.reader.positions
+        if text is not None and text > longest:
+            raise ValueError(
+                f"data.text_length={text}, and the policy has positions for {longest} tokens; lower it, or set "
+                f"model.text_length={text} (the reader then needs {2 * text} positions and has {positions}: model.positions)."
+            )
+        if self.hparams["target"] != "predict" or continuation is None:
+            return
+        if not continuation:
+            raise ValueError(
+                "model.target=predict scores the continuation of each text; set data.continuation_length above 0."
+            )
+        if positions < (text or 0) + continuation:
+            raise ValueError(
+                f"data.text_length={text} and data.continuation_length={continuation} need {(text or 0) + continuation} positions, "
+                f"and the reader has {positions}; lower them or raise model.positions."
+            )
 
     def attach_tokenizer(self, tokenizer: Tokenizer | TextTokenizer) -> None:
         """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
@@ -380,15 +389,6 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         elif key != "dropout" and saved.get(key) != value:
             found.append(f"{key} {saved.get(key)} (here {value})")
     return found
-
-
-def _check_choices(**given: str) -> None:
-    for name, value in given.items():
-        choices = _CHOICES[name]
-        if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f" did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")
 
 
 def _check_numbers(*, above: Mapping[str, float], least: Mapping[str, float]) -> None:

@@ -5,9 +5,10 @@ as it is: at no time are the weights in memory twice.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class PretrainedReader(nn.Module):
     Args:
         name: As in `presets.CompressorConfig.pretrained`.
         config: Its sizes.
-        load: Take the weights from the package; False leaves random ones, for a checkpoint to fill.
+        load: Take the weights from the package; False leaves random ones, for a checkpoint to fill. On the meta device, where a
+            model is planned and not run, none are read.
         recompute: Keep only each block's input for the backward pass.
 
     Raises:
@@ -53,7 +55,7 @@ class PretrainedReader(nn.Module):
     def __init__(self, name: str, config: ReaderConfig, *, load: bool = True, recompute: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.model: nn.Module = _loaded(name) if load else _empty(config)
+        self.model: nn.Module = _loaded(name) if load and not _without_values() else _empty(config)
         found = tuple(self.head_weight.shape)
         if found != (config.vocabulary, config.width):
             raise ValueError(f"{name} has a token table of {found}; expected {(config.vocabulary, config.width)}.")
@@ -131,6 +133,10 @@ def _loaded(name: str) -> Any:
     return model.train()
 
 
+def _without_values() -> bool:
+    return torch.empty(0).is_meta
+
+
 def _empty(config: ReaderConfig) -> Any:
     _require_transformers()
     from transformers import LlamaConfig, LlamaModel
@@ -180,13 +186,14 @@ def _require_transformers() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars out."""
+    """Keep transformers' progress bars out: those that can be switched off, and that of a GGUF file, which cannot."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(StringIO()):
+            yield
     finally:
         if was_on:
             logging.enable_progress_bar()

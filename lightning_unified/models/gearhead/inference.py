@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from lightning_unified.models.choices import inference_device
 from lightning_unified.models.gearhead import codes, layout
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
@@ -49,7 +50,7 @@ class Diagnoser:
             raise RuntimeError(
                 f"{path} holds no tokenizer; train with a data module that has one, and it travels along."
             )
-        target = _device(device)
+        target = inference_device(device)
         config = GearHeadConfig.from_mapping(saved["gearhead"]["config"])
         with torch.device("meta"):
             network = GearHeadNetwork(config)
@@ -167,9 +168,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
         raise RuntimeError(f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one.")
     return saved
-
-
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

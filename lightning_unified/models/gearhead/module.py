@@ -1,6 +1,5 @@
 """GearHead as a LightningModule: losses that may be cut exactly, AdamW with warm-up, a checkpoint that is complete alone."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,9 +11,10 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.epoch_sums import EpochSums
 from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.optimizer import build_optimizer
@@ -23,25 +23,6 @@ from lightning_unified.nn.adamw import learning_rate_factor
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 __all__ = ["GearHead"]
-
-
-class _Sums(Metric):
-    """Loss sums and counts of an epoch, over all processes: loss, tokens, diagnosis loss, diagnoses, right diagnoses."""
-
-    full_state_update = False
-    sums: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("sums", default=torch.zeros(5), dist_reduce_fx="sum")
-
-    @override
-    def update(self, sums: Tensor) -> None:
-        self.sums += sums
-
-    @override
-    def compute(self) -> Tensor:
-        return self.sums
 
 
 class GearHead(LightningModule):
@@ -106,8 +87,8 @@ class GearHead(LightningModule):
     ) -> None:
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
-        _check_choice("schedule", schedule, ("linear", "cosine", "constant"))
-        _check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
+        check_choice("schedule", schedule, ("linear", "cosine", "constant"))
+        check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
         if learning_rate <= 0 or eps <= 0:
             raise ValueError(f"learning_rate={learning_rate} and eps={eps} must both be above 0.")
         if min(warmup_steps, diagnosis_weight, weight_decay) < 0:
@@ -128,7 +109,8 @@ class GearHead(LightningModule):
         )
         self.network = GearHeadNetwork(self.config, recompute=recompute)
         self.tokenizer: Tokenizer | None = None
-        self._validation = _Sums()
+        # loss, tokens, diagnosis loss, diagnoses, right diagnoses
+        self._validation = EpochSums(5)
 
     @property
     def recompute(self) -> bool:
@@ -292,10 +274,3 @@ class GearHead(LightningModule):
             given, self.tokenizer = self.tokenizer, Tokenizer.from_str(saved["tokenizer"])
             if given is not None:
                 self.attach_tokenizer(given)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name}={value!r} is not offered;{hint} choose from {', '.join(choices)}.")

@@ -209,6 +209,21 @@ def test_a_tokenizer_that_does_not_fit_is_refused(build, tokenizer):
         model.attach_tokenizer(other)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"text_length": 33}, "text_length=33, and the policy has positions for 32 tokens; lower it"),
+        ({"text_length": 16, "continuation_length": 0}, r"set data\.continuation_length above 0"),
+        ({"text_length": 32, "continuation_length": 40}, "need 72 positions, and the reader has 64"),
+    ],
+)
+def test_data_whose_lengths_do_not_fit_is_refused_before_the_first_step(build, batch, tmp_path, sizes, message):
+    data = _Data([batch])
+    vars(data).update(sizes)
+    with pytest.raises(ValueError, match=message):
+        Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path).fit(build(target="predict"), data)
+
+
 def test_recomputation_can_be_switched_from_outside_and_changes_no_gradient(build, batch, gradients):
     model = build()
     prepared = model.prepare_batch(batch)

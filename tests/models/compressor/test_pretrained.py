@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightning_unified.models.compressor import Compressor, pretrained
+from lightning_unified.models.compressor import Compressor, checkpoint, pretrained
 from lightning_unified.models.compressor.presets import (
     PRESETS,
     CompressorConfig,
@@ -108,14 +108,35 @@ def test_infill_is_refused_for_a_reader_of_one_direction():
         preset(NAME, layers=3)
 
 
+def test_a_trained_checkpoint_is_loaded_without_the_package_of_weights(little, monkeypatch, tmp_path):
+    model = little().float()
+    model.attach_tokenizer(Tokenizer(models.WordLevel({f"w{index}": index for index in range(300)}, unk_token="w0")))
+    hyper_parameters = {**model.hparams, "load_pretrained": True}  # as a run has it
+    saved = {"state_dict": model.state_dict(), "global_step": 3, "hyper_parameters": hyper_parameters}
+    model.on_save_checkpoint(saved)
+    torch.save(saved, tmp_path / "m.ckpt")
+    monkeypatch.setattr(pretrained, "_loaded", lambda name: pytest.fail("the package's weights were read"))
+    again = checkpoint.load(tmp_path / "m.ckpt", device="cpu")
+
+    assert all(torch.equal(again.state_dict()[name], values) for name, values in model.state_dict().items())
+
+
+def test_no_weights_are_read_where_none_can_be_held(little, monkeypatch):
+    monkeypatch.setattr(pretrained, "_loaded", lambda name: pytest.fail("the package's weights were read"))
+    with torch.device("meta"):
+        assert Compressor(preset=NAME, load_pretrained=True).codec.reader.head_weight.is_meta
+
+
 @pytest.mark.slow
-def test_the_real_weights_read_english_and_their_tokenizer_gives_every_text_back():
+def test_the_real_weights_read_english_and_their_tokenizer_gives_every_text_back(capfd):
     try:
         tokenizer = pretrained.load_tokenizer("smollm2-135m")
     except (FileNotFoundError, RuntimeError) as error:
         pytest.skip(str(error))
+    capfd.readouterr()
     text = "The quick brown fox jumps over the lazy dog. It was the best of times, it was the worst of times."
     model = Compressor(preset=NAME)
+    assert capfd.readouterr().err == ""  # no progress bar
     model.attach_tokenizer(tokenizer)
     ids = torch.tensor([model.tokenizer.encode(text)])
     with torch.no_grad():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.compressor import __main__ as commands
@@ -167,6 +168,17 @@ def test_the_callback_waits_for_its_epoch(tmp_path, tokenizer):
 
     assert "val/loss" in trainer.callback_metrics  # the first epoch has been validated
     assert not (tmp_path / "watch").exists()
+
+
+def test_the_callback_refuses_before_the_first_step_what_it_cannot_evaluate(tmp_path, tokenizer):
+    undescribed = _Data(tokenizer)
+    undescribed.hparams.clear()
+    for module, message in (
+        (BoringModel(), "this is BoringModel"),
+        (Compressor(preset="compressor-tiny"), "seed missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _trainer(tmp_path, EvaluateCompression(), max_steps=1).fit(module, undescribed)
 
 
 def test_a_file_is_compressed_on_the_command_line(checkpoint, tmp_path, capsys):

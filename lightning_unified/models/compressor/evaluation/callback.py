@@ -1,7 +1,7 @@
 """Rate and distortion while a compressor trains: how far its policy is ahead of the baselines by now."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,27 @@ class EvaluateCompression(Callback):
         self._sides = None if texts is None or corpus is None else (list(corpus), list(texts))
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse, before the first step, what could not be evaluated after the last.
+
+        Raises:
+            ValueError: If the module is no compressor, or neither texts nor data say what was held out.
+        """
+        if not isinstance(pl_module, Compressor):
+            raise ValueError(  # noqa: TRY004 - a setting
+                f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}; leave it out, as "
+                "callbacks=default does."
+            )
+        if self._sides is None:
+            held_out.require_described(_settings(trainer))
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
+        assert isinstance(pl_module, Compressor)
         if self._sides is None:
-            self._sides = held_out.sides(getattr(getattr(trainer, "datamodule", None), "hparams", {}))
-        if not isinstance(pl_module, Compressor):
-            raise ValueError(f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}.")  # noqa: TRY004 - a setting
+            self._sides = held_out.sides(_settings(trainer))
         corpus, texts = self._sides
         length = self.length or pl_module.text_length
         record = evaluate(
@@ -100,6 +114,10 @@ class EvaluateCompression(Callback):
         name = f"epoch={record['epoch']}-step={record['global_step']}"
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         plot(record, folder / f"{name}.png")
+
+
+def _settings(trainer: Trainer) -> Mapping[str, Any]:
+    return getattr(getattr(trainer, "datamodule", None), "hparams", {})
 
 
 def _figures(record: dict[str, Any]) -> dict[str, float]:

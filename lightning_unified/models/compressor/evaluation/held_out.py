@@ -8,7 +8,7 @@ from lightning_unified.data import corpora, files
 from lightning_unified.data.documents import Document
 from lightning_unified.data.splitting import ordered_groups, split
 
-__all__ = ["by_group", "read", "sides"]
+__all__ = ["by_group", "read", "require_described", "sides"]
 
 _NEEDED = ("source", "val_fraction", "seed")
 
@@ -24,12 +24,7 @@ def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         ValueError: If these do not say what was held out.
         FileNotFoundError: If the source is not there.
     """
-    missing = [name for name in _NEEDED if settings.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"the data is not described: {', '.join(missing)} missing. Name held-out texts and a training corpus yourself, "
-            "with --data and --corpus."
-        )
+    require_described(settings)
     documents = corpora.load(
         settings["source"],
         path=settings.get("path"),
@@ -38,6 +33,20 @@ def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     )
     parts = split(documents, fraction=settings["val_fraction"], seed=settings["seed"])
     return by_group(parts.train), by_group(parts.validation)
+
+
+def require_described(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that do not say what was held out.
+
+    Raises:
+        ValueError: Names what is missing.
+    """
+    missing = [name for name in _NEEDED if settings.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the data is not described: {', '.join(missing)} missing. Name held-out texts and a training corpus yourself, "
+            "with --data and --corpus, or as texts and corpus."
+        )
 
 
 def read(name: str) -> list[str]:
