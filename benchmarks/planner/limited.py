@@ -3,8 +3,9 @@
 import contextlib
 import ctypes
 import gc
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ STEPS = 3
 
 FIXED = {"budget": "90%", "recover": False, "predict": False, "batch_norm": "micro", "check_split": False}
 """Of a strategy that does as it is told and nothing else."""
+
+
+LEFT_OPEN = {"micro_batch_size": "auto", "recompute": "auto", "batch_norm": "micro"}
+"""Of a strategy that is to choose."""
+
+AMPLE = 2**33
+"""Bytes of a budget that every batch fits into undivided, on a CPU."""
+
+MAPPED = 2**17
+"""On a CPU, the bytes from which blocks are mapped one by one: glibc's own figure at the start of a process, held there."""
 
 
 class Limit(L.Callback):
@@ -101,8 +112,9 @@ def told(levers: dict[str, Any] | None) -> str | None:
 def limits_of_process(name: str, device: str, limit: int | None) -> Iterator[None]:
     """On a CPU, have the system refuse the process more than `limit` bytes of address space beyond what it has.
 
-    Threads reserve none of their own, and blocks of 1 MiB or more go back to the system when they are free, so that the limit is one on
-    what is in use, not on what glibc keeps. The module called `name` has trained on two rows before.
+    Threads reserve none of their own, and blocks from `MAPPED` bytes on go back to the system when they are free, so that the limit is
+    one on what is in use, not on what glibc keeps; the environment says so, as it would if the process had been started like that. The
+    module called `name` has trained on two rows before, unplanned.
     """
     if device != "cpu":
         yield
@@ -110,7 +122,8 @@ def limits_of_process(name: str, device: str, limit: int | None) -> Iterator[Non
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-8, 1)  # M_ARENA_MAX
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, malloc.h
+        mallopt(-3, MAPPED)  # M_MMAP_THRESHOLD, malloc.h
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
     warm_up(name, PRECISION[device])
     before = resource.getrlimit(resource.RLIMIT_AS)
     if limit is not None:
@@ -131,23 +144,27 @@ def run(
     name: str,
     device: str,
     rows: int,
-    strategy: UnifiedStrategy,
+    strategy: Callable[[], UnifiedStrategy],
     *,
     limit: int | None,
     levers: dict[str, Any] | None = None,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """Train the module called `name` on a batch of `rows` rows; return the most that was taken."""
+    """Train the module called `name` on a batch of `rows` rows; return the most that was taken.
+
+    The strategy is made once the process has its limit, and before anything of the fit is there.
+    """
     kind = MODULES[name]
     with limits_of_process(name, device, limit):
         began = _status("VmSize") if device == "cpu" else 0
+        chosen = strategy()
         module, batch = kind.build(device), kind.batch(device, rows)
         fit(
             module,
             batch,
             device=device,
             precision=PRECISION[device],
-            strategy=strategy,
+            strategy=chosen,
             callbacks=[Limit(limit), Pull(levers)],
             steps=steps,
         )
@@ -159,8 +176,13 @@ def run(
 
 
 def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
-    """Return what a fit takes that runs the whole batch at once, without a limit."""
-    strategy = UnifiedStrategy(micro_batch_size=rows, **FIXED)
+    """Return what a fit takes that runs the whole batch at once, without a limit; on a CPU with what planning takes, as of the same memory."""
+
+    def strategy() -> UnifiedStrategy:
+        if device == "cpu":
+            return UnifiedStrategy(budget=budget_of(device, AMPLE), **LEFT_OPEN)
+        return UnifiedStrategy(micro_batch_size=rows, **FIXED)
+
     return run(name, device, rows, strategy, limit=None)
 
 
@@ -174,16 +196,20 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
 
     On a CPU the strategy counts the whole process, so its budget is the limit and what the process holds before.
     """
-    strategy = UnifiedStrategy(
-        budget=budget_of(device, limit), micro_batch_size="auto", recompute="auto", batch_norm="micro"
-    )
+    made: list[UnifiedStrategy] = []
+
+    def make() -> UnifiedStrategy:
+        made.append(UnifiedStrategy(budget=budget_of(device, limit), **LEFT_OPEN))
+        return made[0]
+
     found: dict[str, Any] = {"outcome": "trained"}
     try:
-        found |= run(name, device, rows, strategy, limit=limit, steps=STEPS + 1)
+        found |= run(name, device, rows, make, limit=limit, steps=STEPS + 1)
     except Exception as error:
         is_ours = isinstance(error, LightningUnifiedError)
         found = {"outcome": "refused" if is_ours else "died", "why": f"{type(error).__name__}: {error}"[:400]}
     gc.collect()
+    strategy = made[0]
     found |= {"recoveries": strategy.recoveries, "events": [str(event) for event in strategy.events][:8]}
     if strategy.budget is not None and found["outcome"] == "trained":
         plan = strategy.plan
@@ -202,7 +228,10 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
 
 def attempt(name: str, device: str, rows: int, size: int, levers: dict[str, Any], limit: int) -> dict[str, Any]:
     """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
-    strategy = UnifiedStrategy(micro_batch_size=size, **FIXED)
+
+    def strategy() -> UnifiedStrategy:
+        return UnifiedStrategy(micro_batch_size=size, **FIXED)
+
     try:
         return {"fits": True, **run(name, device, rows, strategy, limit=limit, levers=levers)}
     except Exception as error:

@@ -222,9 +222,13 @@ _ALL = (
     ),
 )  # fmt: skip
 
-MODULES: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
+_NARROW = _size((7500, 30_000), width=384, depth=6)
+_BESIDE = (Kind(name="mlp, narrow", net=Perceptron, rows=_vectors, cpu=_NARROW, cuda=_NARROW),)
+"""What takes much memory for little computing, for budgets on a CPU; in no other table."""
+
+MODULES: Mapping[str, Kind] = {kind.name: kind for kind in (*_ALL, *_BESIDE)}
 
 
 def available() -> dict[str, Kind]:
-    """Return the modules whose libraries are installed."""
-    return {name: kind for name, kind in MODULES.items() if kind.needs()}
+    """Return the modules of the tables whose libraries are installed."""
+    return {kind.name: kind for kind in _ALL if kind.needs()}

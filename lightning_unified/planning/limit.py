@@ -16,7 +16,14 @@ __all__ = ["fits_within"]
 _STEP = 1.01  # between two limits that are tried, about as far as a prediction of what is reserved is off
 
 
-def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expandable_segments: bool = False) -> bool:
+def fits_within(
+    trace: Trace,
+    limit: int,
+    *,
+    backend: str | None = None,
+    expandable_segments: bool = False,
+    mmap_threshold: int | None = None,
+) -> bool:
     """Return whether the steps of a run like `trace` go through with no more than `limit` bytes taken of the machine.
 
     An allocator that comes to its limit gives back what nothing is in, and tries again. When that happens decides how what follows is
@@ -28,6 +35,7 @@ def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expanda
         limit: Bytes.
         backend: Whose allocator; None is the trace's own.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
@@ -35,7 +43,7 @@ def fits_within(trace: Trace, limit: int, *, backend: str | None = None, expanda
     backend = backend or trace.backend
 
     def reserved_within(limit: float) -> int | None:
-        pools = pools_of(backend, expandable_segments=expandable_segments)
+        pools = pools_of(backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
         try:
             return Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held().reserved
         except _FullError:

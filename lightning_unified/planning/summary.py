@@ -17,6 +17,7 @@ def summarise(
     seconds: float | None = None,
     planning_seconds: float = 0.0,
     expandable_segments: bool = False,
+    mmap_threshold: int | None = None,
 ) -> Prediction:
     """Return the prediction that follows from a step's trace.
 
@@ -28,11 +29,12 @@ def summarise(
         seconds: What it is predicted to last; None where nothing is known of the device's speed.
         planning_seconds: What the prediction took.
         expandable_segments: Whether CUDA's allocator was told to use segments that grow.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
         ValueError: If the trace is of a backend whose allocator is unknown.
     """
-    replayed = held(trace, expandable_segments=expandable_segments)
+    replayed = held(trace, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
     rounding = ROUNDING[trace.backend]
     if trace.backend in {"cuda", "rocm"}:
         count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)

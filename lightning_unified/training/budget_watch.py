@@ -21,6 +21,7 @@ from lightning_unified.hardware import (
     reset_peak,
     resolve_budget,
 )
+from lightning_unified.hardware.readers.cpu import mmap_threshold, resident_files
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.units import format_bytes
@@ -66,6 +67,7 @@ class BudgetWatch:
         self._batches = 0
         self._earlier_peak: int | None = None
         self._told = 0
+        self._files = 0
 
     def prepare(self, device: torch.device) -> None:
         """Do what must be done before anything is asked of the device, because asking makes its allocator."""
@@ -113,10 +115,36 @@ class BudgetWatch:
     def begin(self) -> None:
         """Count the peak from here on, and follow other programs if the budget does."""
         reset_peak(self.device, **self._elsewhere)
+        self._files = self._resident_files()
         self._follower = None if self.budget is None else BudgetFollower(self.budget)
         self._has_followed = False
         self._batches = self._told = 0
         self._earlier_peak = None
+
+    @property
+    def counts_process(self) -> bool:
+        """Whether the pool's counters are of the whole process, as on a CPU, and not of tensors alone."""
+        return self.device.type == "cpu"
+
+    @property
+    def mmap_threshold(self) -> int | None:
+        """The bytes from which the C library was told to map blocks one by one; None where it was not, and where tensors are elsewhere."""
+        return mmap_threshold(self._sources) if self.counts_process else None
+
+    @property
+    def _sources(self) -> Sources:
+        return self._elsewhere.get("sources") or Sources.live()
+
+    @property
+    def fresh_code_bytes(self) -> int:
+        """Resident bytes of files, of code that ran for the first time above all, that came in since `begin`; 0 but on a CPU.
+
+        They are not held against the budget, though the counters have them: the system drops them when it is short.
+        """
+        return max(self._resident_files() - self._files, 0)
+
+    def _resident_files(self) -> int:
+        return resident_files(self._sources) if self.counts_process else 0
 
     @property
     def bytes(self) -> int:
@@ -184,6 +212,7 @@ class BudgetWatch:
         peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
             peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
+        peak = None if peak is None else peak - self.fresh_code_bytes
         if peak is None or peak <= max(self.bytes, _NEW_PEAK * self._told):
             return None
         self._earlier_peak, self._told = max(peak, self._earlier_peak or 0), peak

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware import Figure, read
+from lightning_unified.hardware.readers.cpu import mmap_threshold
 
 GIB = 2**30
 
@@ -288,3 +289,16 @@ def test_sources_made_by_hand_know_nothing_of_this_machine(machine):
     assert not any(getattr(bare, name)(*arguments.get(name, [])) for name in callables)
     assert not bare.proc.exists()
     assert replace(bare, machine="arm64").machine == "arm64"
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ({}, None),
+        ({"MALLOC_MMAP_THRESHOLD_": "65536"}, 65536),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=131072"}, 131072),
+        ({"MALLOC_MMAP_THRESHOLD_": "much"}, None),
+    ],
+)
+def test_from_which_size_on_the_c_library_maps_blocks_is_what_it_was_told(machine, written, told):
+    assert mmap_threshold(replace(machine("bare"), platform="linux", environ=written)) == told

@@ -9,8 +9,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified.errors import BudgetError, OutOfMemoryError
+from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planning.calibration import Calibration, calibrated_machines
+from lightning_unified.planning.rates import typical_rates
 from lightning_unified.strategies import UnifiedStrategy
+from lightning_unified.training import budget_watch
+from lightning_unified.training.planner.planner import Planner
 
 MIB = 2**20
 
@@ -146,6 +150,33 @@ def test_a_batch_that_fits_runs_whole_and_bit_for_bit_the_same(undivided):
     assert strategy.micro_batch_size == 32
     assert strategy.plan.prediction.rows == 32
     assert torch.equal(weights(module), undivided)
+
+
+def test_what_planning_takes_of_a_cpus_pool_is_not_given_to_the_step_as_well(monkeypatch):
+    taken, choose = [0], Planner.choose
+
+    def reading(_device):
+        figures = {name: Figure(count, name) for name, count in (("total", 8192 * MIB), ("available", 4096 * MIB))}
+        held = Figure(100 * MIB + sum(taken), "held")
+        return Reading(
+            device="cpu", backend="cpu", name="", pool="unified", **figures, allocated=held, reserved=held, peak=held
+        )
+
+    def choosing(self, *args, **named):
+        taken.append(8 * MIB if len(taken) == 1 else 0)
+        return choose(self, *args, **named)
+
+    monkeypatch.setattr(budget_watch, "read", reading)
+    monkeypatch.setattr(budget_watch, "read_peak", lambda _: Figure(MIB, "made up"))
+    monkeypatch.setattr(budget_watch, "resident_files", lambda _: 0)
+    monkeypatch.setattr(Planner, "choose", choosing)
+    monkeypatch.setattr(Calibration, "speeds", lambda _self, _device: typical_rates("cpu"))
+    strategy = UnifiedStrategy(budget=112 * MIB, recompute=False)
+    fit(strategy, lengths=(128,))
+
+    assert len(taken) == 3  # it was chosen again
+    assert strategy.plan.predicted_peak_bytes <= 112 * MIB
+    assert strategy.plan.predicted_peak_bytes - strategy.plan.prediction.reserved_bytes > 106 * MIB
 
 
 def test_what_fits_in_no_way_is_refused_with_what_would_fit():

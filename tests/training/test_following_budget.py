@@ -1,6 +1,7 @@
 """A run under `leave 6GiB` while other programs come and go: budget, cap and micro-batch follow, and nothing fails for it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.hardware import Cap, Figure, Reading
+from lightning_unified.hardware import Cap, Figure, Reading, Sources, resolve_budget
 from lightning_unified.precision import Platform
 from lightning_unified.training import budget_watch
 from lightning_unified.training.budget_watch import BudgetWatch
@@ -102,6 +103,28 @@ def test_without_a_peak_counter_what_is_held_stands_for_it(monkeypatch):
     watch.follow(), watch.follow()
 
     assert watch.overrun() == "peak 12.00 GiB above the budget of 10.00 GiB"
+
+
+def test_code_that_ran_for_the_first_time_is_not_held_against_a_budget_on_a_cpu(tmp_path):
+    status = tmp_path / "self" / "status"
+    status.parent.mkdir()
+
+    def holds(*, peak, files):
+        status.write_text(f"VmHWM:\t{peak * 1024} kB\nRssFile:\t{files * 1024} kB\n")
+
+    watch = BudgetWatch("500MiB")
+    watch._elsewhere = {"sources": replace(Sources.live(), proc=tmp_path)}
+    watch.budget = resolve_budget(
+        "500MiB", Machine.reading(SimpleNamespace(available=1, allocated=0, reserved=0, peak=0, device="cpu"))
+    )
+    holds(peak=300, files=20)
+    watch.begin()
+    holds(peak=530, files=60)
+    with_code = watch.overrun()
+    holds(peak=530, files=30)
+
+    assert with_code is None
+    assert watch.overrun() == "peak 520.00 MiB above the budget of 500.00 MiB"
 
 
 def test_a_budget_that_is_an_amount_is_not_read_again(monkeypatch):

@@ -14,8 +14,10 @@ __all__ = [
     "host_pool",
     "host_swap",
     "host_total",
+    "mmap_threshold",
     "peak_resident",
     "read_cpu",
+    "resident_files",
 ]
 
 _XSW_BITS, _XSW_USED = 64, 2  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
@@ -113,6 +115,19 @@ def free_in_large_blocks(sources: Sources) -> Figure:
     return Figure(free, "unknown: neither /proc/buddyinfo nor MemFree" if free is None else "MemFree")
 
 
+def mmap_threshold(sources: Sources) -> int | None:
+    """Return the bytes from which the C library maps blocks one by one, if its user has set that; None where it decides by itself.
+
+    Source:
+        The GNU C Library manual, "Memory Allocation Tunables": glibc.malloc.mmap_threshold, of old MALLOC_MMAP_THRESHOLD_.
+    """
+    text = sources.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    for tunable in sources.environ.get("GLIBC_TUNABLES", "").split(":"):
+        name, _, value = tunable.partition("=")
+        text = value if name == "glibc.malloc.mmap_threshold" else text
+    return int(text) if sources.platform == "linux" and text.isdecimal() else None
+
+
 def cpu_name(sources: Sources) -> str:
     """Return the processor's name, the board's where the processor has none, else the architecture."""
     for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
@@ -132,6 +147,11 @@ def _process(sources: Sources, field: str) -> Figure:
         if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
             return Figure(int(words[1]) * 1024, field)
     return Figure(None, f"unknown: {field} needs /proc/self/status, which is not here")
+
+
+def resident_files(sources: Sources) -> int:
+    """Return the resident bytes that are pages of files, such as programs' code, which the system drops when it is short; 0 if unknown."""
+    return _process(sources, "RssFile").bytes or 0
 
 
 def peak_resident(sources: Sources) -> Figure:

@@ -93,6 +93,8 @@ class FirstStep:
         try:
             self._plan(batch, shape)
             self.validation.training_planned(batch, limit=self._left(), factor=self._factor)
+            if self._policy.watch.counts_process:
+                self._policy.watch.release()
             self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
         except BudgetError:
             raise
@@ -110,7 +112,7 @@ class FirstStep:
         """
         self._has_validated = self._batches > 0
         if self._longest == 0 and self._is_worth_it(batch):  # the sanity check
-            self._foreign = max((self._policy.watch.reading().allocated.bytes or 0) - self._held(batch), 0)
+            self._foreign = self._held_by_others(batch)
         elif self._prediction is None:
             return
         self.validation.look(batch, shape, limit=self._left(), factor=self._factor)
@@ -140,13 +142,13 @@ class FirstStep:
         self._batches += self._prediction is not None
         if self._batches != _STEADY or self._calibration is None or self._has_validated:
             return
-        measured = self._policy.watch.measured_peak().bytes
-        predicted = self.predicted_peak_bytes
-        real = self._policy.watch.machine is None
-        if real and measured is not None and predicted is not None and measured > self._foreign:
-            self._calibration.record(
-                self._kind, predicted_bytes=predicted - self._foreign, measured_bytes=measured - self._foreign
-            )
+        watch, predicted = self._policy.watch, self.predicted_peak_bytes
+        measured = watch.measured_peak().bytes
+        if watch.machine is not None or measured is None or predicted is None:
+            return
+        taken = measured - watch.fresh_code_bytes - self._foreign
+        if taken > 0:
+            self._calibration.record(self._kind, predicted_bytes=predicted - self._foreign, measured_bytes=taken)
 
     @property
     def prediction(self) -> Prediction | None:
@@ -161,7 +163,7 @@ class FirstStep:
         """
         if self._prediction is None:
             return None
-        of_process = self._policy.watch.device.type == "cpu"
+        of_process = self._policy.watch.counts_process
         steps = [one for one in (self._prediction, self.validation.prediction) if one is not None]
         return self._foreign + max(one.reserved_bytes if of_process else one.peak_bytes for one in steps)
 
@@ -183,6 +185,11 @@ class FirstStep:
         found_already = not policy.sizes.runs_whole and policy.sizes.has_evidence
         return not found_already and _NEGLIGIBLE * held > policy.watch.bytes
 
+    def _held_by_others(self, batch: Any) -> int:
+        """Return the bytes of the pool that are held now and that no rehearsal counts."""
+        watch = self._policy.watch
+        return max((watch.reading().allocated.bytes or 0) - watch.fresh_code_bytes - self._held(batch), 0)
+
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a rehearsal counts too."""
         need = static_bytes(self._module)
@@ -200,8 +207,7 @@ class FirstStep:
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch = self._policy, self._policy.watch
         reading = watch.reading()
-        self._foreign = max((reading.allocated.bytes or 0) - self._held(batch), 0)
-        budget = self._left()
+        self._foreign = self._held_by_others(batch)
         self._calibration = Calibration.load(
             machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
         )
@@ -217,23 +223,43 @@ class FirstStep:
             unit=self._unit(shape),
             workspaces=watch.machine is None,
             reduction_bytes=self._reduction_bytes,
+            mmap_threshold=watch.mmap_threshold,
         )
         settings = self._settings()
         prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
         if prediction.confidence == "low":
             notes = "; ".join(prediction.notes)
             raise RehearsalError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
-        if self._is_simple(planner, settings, prediction, budget=budget):
-            reason = f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
-            self._act(planner, settings[0], prediction, shape, reason=reason)
-            return
-        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates(), only_best=True)
-        self._act_on(choice, planner, shape, budget=budget)
+        setting, decided, reason = self._decided(planner, settings, prediction)
+        if self._took_room(batch) and not planner.fits(setting, micro_batch_size=decided.rows, limit=self._left()):
+            setting, decided, reason = self._decided(planner, settings, prediction)
+        self._act(planner, setting, decided, shape, reason=reason)
 
-    def _act_on(self, choice: Choice, planner: Planner, shape: BatchShape | None, *, budget: int) -> None:
+    def _decided(
+        self, planner: Planner, settings: list[Setting], prediction: Prediction
+    ) -> tuple[Setting, Prediction, str]:
+        """Return what is set for what is left of the budget, what it takes, and why; `prediction` is that of the first of `settings`."""
+        budget = self._left()
+        if self._is_simple(planner, settings, prediction, budget=budget):
+            return settings[0], prediction, f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
+        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates(), only_best=True)
+        return self._chosen(choice, planner, budget=budget)
+
+    def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
         self.alternatives = choice.alternatives
         best = choice.best or self._smallest(choice, budget)
-        self._act(planner, planner.setting_of(best), planner.prediction_of(best), shape, reason=choice.reason)
+        return planner.setting_of(best), planner.prediction_of(best), choice.reason
+
+    def _took_room(self, batch: Any) -> bool:
+        """Count what planning itself left in the pool, and return whether it did; on a CPU, where it is made of the same memory.
+
+        It loads code and leaves holes between its objects. What can be given back is, and the rest is held from now on.
+        """
+        watch, before = self._policy.watch, self._foreign
+        if watch.counts_process:
+            watch.release()
+            self._foreign = self._held_by_others(batch)
+        return self._foreign > before
 
     def _act(
         self, planner: Planner, setting: Setting, prediction: Prediction, shape: BatchShape | None, *, reason: str

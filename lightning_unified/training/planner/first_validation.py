@@ -93,6 +93,7 @@ class FirstValidation:
                 most=sizes.limit,
                 factor=factor,
                 workspaces=watch.machine is None,
+                mmap_threshold=watch.mmap_threshold,
             )
         except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
             self.reason = f"not predicted: {error}"

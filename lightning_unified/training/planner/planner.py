@@ -80,6 +80,7 @@ class Planner:
         updates: Whether the step writes weights; else what its optimizer takes is left out.
         workspaces: Whether what the backend's libraries take for themselves is counted; a simulated machine has none.
         reduction_bytes: What the device holds all the while to average gradients over ranks; counted as a workspace.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Attributes:
         rows: Of the batch; 1 for one that has no rows to count.
@@ -100,6 +101,7 @@ class Planner:
         updates: bool = True,
         workspaces: bool = True,
         reduction_bytes: int = 0,
+        mmap_threshold: int | None = None,
     ) -> None:
         shape = Cutter(module).shape(batch)
         whole = shape is None or getattr(module, "splittable", True) is False
@@ -112,6 +114,7 @@ class Planner:
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
         self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer)
         self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
+        self._mmap_threshold = mmap_threshold
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
@@ -308,11 +311,12 @@ class Planner:
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
         """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""
-        reserved = int(reserved_bytes(trace) * self._factor(trace))
+        taken = reserved_bytes(trace, mmap_threshold=self._mmap_threshold)
+        reserved = int(taken * self._factor(trace))
         return min(reserved, limit) if reserved <= limit or self._goes_through(trace, limit=limit) else reserved
 
     def _goes_through(self, trace: Trace, *, limit: int) -> bool:
-        return fits_within(trace, int(limit / self._factor(trace)))
+        return fits_within(trace, int(limit / self._factor(trace)), mmap_threshold=self._mmap_threshold)
 
     def _factor(self, trace: Trace) -> float:
         if self._calibration is None:
@@ -322,7 +326,10 @@ class Planner:
     def _summary(self, trace: Trace, *, parts: int) -> Prediction:
         seconds = None if self._rates is None else step_seconds(trace, self._rates)
         found = summarise(
-            trace, seconds=seconds if parts <= 2 else None, planning_seconds=time.monotonic() - self._begun
+            trace,
+            seconds=seconds if parts <= 2 else None,
+            planning_seconds=time.monotonic() - self._begun,
+            mmap_threshold=self._mmap_threshold,
         )
         return replace(found, parts=parts)
 

@@ -116,7 +116,8 @@ class RankedFirstStep(FirstStep):
         if own == chosen or choice is None:
             super()._act(planner, chosen, prediction, shape, reason=reason)
         else:
-            self._act_on(choice, planner, shape, budget=self._left())
+            setting, prediction, reason = self._chosen(choice, planner, budget=self._left())
+            self._act(planner, setting, prediction, shape, reason=reason)
 
     def _predict_joined(self, shape: BatchShape | None) -> None:
         """Predict what runs, where another rank asked for fewer rows at once."""

@@ -56,6 +56,7 @@ def foresee_validation(
     most: int | None = None,
     factor: float = 1.0,
     workspaces: bool = True,
+    mmap_threshold: int | None = None,
 ) -> ValidationForesight:
     """Return the validation step in the fewest parts that go through within `limit` bytes; nothing is run.
 
@@ -71,6 +72,7 @@ def foresee_validation(
         most: The largest number of rows at once that is allowed.
         factor: By what predictions of this kind were too low on this machine.
         workspaces: Whether what the backend's libraries take for themselves is counted.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
         RehearsalError: If the step cannot be rehearsed.
@@ -99,12 +101,13 @@ def foresee_validation(
     ways = cuts(rows, unit=unit, most=most)
 
     def goes_through(trace: Trace) -> bool:
-        return limit is None or fits_within(trace, int(limit / factor))
+        return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=mmap_threshold)
 
     at = _fewest_parts(len(ways), lambda index: goes_through(sizes.at(ways[index][0])))
     while not (fits := goes_through(sizes.exactly(ways[at][0], parts=1))) and at + 1 < len(ways):
         at += 1
-    found = summarise(sizes.at(ways[at][0]), planning_seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    found = summarise(sizes.at(ways[at][0]), planning_seconds=seconds, mmap_threshold=mmap_threshold)
     prediction = replace(found, parts=len(ways[at]))
     return ValidationForesight(
         prediction=prediction,
