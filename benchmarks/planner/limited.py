@@ -183,7 +183,7 @@ def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
             return UnifiedStrategy(budget=budget_of(device, AMPLE), **LEFT_OPEN)
         return UnifiedStrategy(micro_batch_size=rows, **FIXED)
 
-    return run(name, device, rows, strategy, limit=None)
+    return run(name, device, rows, strategy, limit=None, steps=STEPS + (device == "cpu"))
 
 
 def budget_of(device: str, limit: int) -> int:

@@ -32,6 +32,9 @@ log = logging.getLogger("lightning_unified")
 
 _NEW_PEAK = 1.1  # a peak is told anew when it is a tenth higher than the one told last
 _WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
+_NO_TENSORS = (
+    1.01  # judgement: of a budget, what in a process comes and goes beside tensors, for which no batch is made smaller
+)
 _NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lower
 
 
@@ -202,7 +205,7 @@ class BudgetWatch:
         """After a batch: return in words by how much its peak is above the budget, once for each new peak.
 
         On a CPU, whose allocator has no cap, and whenever a budget that follows other programs was read anew; else the allocator
-        raises before it gets there.
+        raises before it gets there. Of a process a hundredth more is let pass.
         """
         self._batches += 1
         is_time = self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
@@ -212,8 +215,8 @@ class BudgetWatch:
         peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
             peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
-        peak = None if peak is None else peak - self.fresh_code_bytes
-        if peak is None or peak <= max(self.bytes, _NEW_PEAK * self._told):
+        allowed = self.bytes * (_NO_TENSORS if self.counts_process else 1)
+        if peak is None or peak - self.fresh_code_bytes <= max(allowed, _NEW_PEAK * self._told):
             return None
         self._earlier_peak, self._told = max(peak, self._earlier_peak or 0), peak
         return f"peak {format_bytes(peak)} above the budget of {format_bytes(self.bytes)}"
