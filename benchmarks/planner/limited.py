@@ -49,6 +49,9 @@ LEFT_OPEN = {"micro_batch_size": "auto", "recompute": "auto", "batch_norm": "mic
 AMPLE = 2**33
 """Bytes of a budget that every batch fits into undivided, on a CPU."""
 
+GRAIN = 2**24
+"""On a CPU, the bytes to which a peak without a limit is rounded up: two fits of one kind are 1 or 2 MiB apart."""
+
 MAPPED = 2**17
 """On a CPU, the bytes from which blocks are mapped one by one: glibc's own figure at the start of a process, held there."""
 
@@ -176,14 +179,20 @@ def run(
 
 
 def unlimited(name: str, device: str, rows: int) -> dict[str, Any]:
-    """Return what a fit takes that runs the whole batch at once, without a limit; on a CPU with what planning takes, as of the same memory."""
+    """Return what a fit takes that runs the whole batch at once, without a limit.
+
+    On a CPU with what planning takes, as of the same memory, and to the next `GRAIN`: what is no tensor differs from run to run.
+    """
 
     def strategy() -> UnifiedStrategy:
         if device == "cpu":
             return UnifiedStrategy(budget=budget_of(device, AMPLE), **LEFT_OPEN)
         return UnifiedStrategy(micro_batch_size=rows, **FIXED)
 
-    return run(name, device, rows, strategy, limit=None, steps=STEPS + (device == "cpu"))
+    if device != "cpu":
+        return run(name, device, rows, strategy, limit=None)
+    taken = run(name, device, rows, strategy, limit=None, steps=STEPS + 1)["reserved"]
+    return {"reserved": -(-taken // GRAIN) * GRAIN, "taken": taken}
 
 
 def budget_of(device: str, limit: int) -> int:
