@@ -6,7 +6,8 @@ reads all of them once.
 On a CPU a plain and a unified run take turns step by step, in two processes on one core, of which one waits: what disturbs the machine
 for longer than a step meets both. The ratio is the median over pairs of neighbouring steps, `ratio_of_means` that of their sums,
 in which is what is done every few steps only (a counter is read, a figure logged, the guard's thread takes a sample), and other programs'
-disturbances. On a GPU steps overlap: there whole blocks of steps take turns, each timed from one wait for the device to the next.
+disturbances. The C library keeps what is freed, in both: whether it gives the heap's top back after a step, and so takes pages anew in
+the next, depends on what happens to lie there, and costs from nothing to a seventh of a step, in either run. On a GPU steps overlap: there whole blocks of steps take turns, each timed from one wait for the device to the next.
 Prints medians with 95 % bootstrap intervals for steps of at least 20 and 100 ms, and the extra microseconds of a tiny one.
 
 Usage: python benchmarks/overhead.py [--device cuda] [--blocks 16] [--steps 20]
@@ -143,6 +144,10 @@ def run(how: str, mine: Semaphore, other: Semaphore, sizes: tuple[int, int, int]
 
 def by_steps(how: str, sizes: tuple[int, int, int], *, steps: int) -> list[tuple[float, float]]:
     """Return the seconds of neighbouring steps, a plain and a unified one each."""
+    os.environ |= {
+        "MALLOC_TRIM_THRESHOLD_": str(8 * 2**30),
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    }  # glibc's largest
     context = multiprocessing.get_context("spawn")
     first, second, results = context.Semaphore(1), context.Semaphore(0), context.Queue()
     processes = [

@@ -87,7 +87,7 @@ class QuickFakeMode(FakeTensorMode):
             if kind is FakeTensor:
                 if not self._is_plain(value):
                     raise _UnknownError
-                key += (value.shape, value.stride(), value.dtype, value._fake_device)
+                key += (value.shape, value.stride(), value.dtype, value.fake_device)
             elif value is None:
                 key.append(None)
             elif kind in _SAME:
@@ -99,7 +99,7 @@ class QuickFakeMode(FakeTensorMode):
                 raise _UnknownError
 
     def _viewed(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        device = args[0]._fake_device
+        device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             result = func(*args, **kwargs)
         told = self._told.get(device)
@@ -146,7 +146,7 @@ class QuickFakeMode(FakeTensorMode):
         if type(one) is not FakeTensor or one.layout is not torch.strided or one.dtype.is_complex or one.requires_grad:
             return None
         storage = one.untyped_storage()
-        shape, stride, dtype, device = tuple(one.shape), one.stride(), one.dtype, one._fake_device
+        shape, stride, dtype, device = tuple(one.shape), one.stride(), one.dtype, one.fake_device
         if one.constant is not None or storage._cdata in storages or one.storage_offset() or one.is_inference():
             return None
         if torch.empty_strided(shape, stride, dtype=dtype, device=_META).untyped_storage().nbytes() != storage.nbytes():
