@@ -7,7 +7,7 @@ __all__ = ["plot"]
 
 _PANELS = (
     ("dropped_cross_entropy", "cross-entropy of dropped tokens, nats"),
-    ("continuation_perplexity", "perplexity of the continuation (dotted: after the full text)"),
+    ("continuation_perplexity", "perplexity of the continuation\n(dotted: after the full text)"),
     ("rouge_l", "ROUGE-L of the reconstruction"),
 )
 _COLOURS = (
