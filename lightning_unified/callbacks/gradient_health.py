@@ -235,19 +235,26 @@ def _witnesses(gradients: list[Tensor]) -> Tensor:
 
 
 def _of_one_kind(gradients: list[Tensor]) -> Tensor:
-    """Return the numbers of gradients of one dtype on one device: the greatest magnitudes, on a CPU sums.
+    """Return the numbers of gradients of one dtype on one device."""
+    on_cpu = gradients[0].device.type == "cpu" and not gradients[0].dtype.is_complex
+    return _sums(gradients) if on_cpu else _norms(gradients)
 
-    The infinity norm, because a 2-norm of finite float32 numbers may itself overflow. On a CPU its kernel is not vectorised (torch
-    2.13), and sums, which are, show every NaN and Inf as well; where one is not finite, which costs nothing to look at there,
-    the extremes tell which of the two the gradient holds, or that it is only the sum that overflows.
-    """
-    device, dtype = gradients[0].device, gradients[0].dtype
-    if device.type == "cpu" and not dtype.is_complex:
-        sums = [gradient.sum() for gradient in gradients]
-        finite = torch.stack(sums).isfinite().tolist()
-        return torch.stack([one if ok else _extreme(g) for one, ok, g in zip(sums, finite, gradients, strict=True)])
-    half = dtype in {torch.float16, torch.bfloat16}
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """Return the greatest magnitudes: a 2-norm of finite float32 numbers may itself overflow. Nothing waits for the device."""
+    half = gradients[0].dtype in {torch.float16, torch.bfloat16}
     return torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32 if half else None))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _sums(gradients: list[Tensor]) -> Tensor:
+    """Return the sums, which show every NaN and Inf; on a CPU they are vectorised, as the infinity norm is not (torch 2.13).
+
+    Where one is not finite, which costs nothing to look at there, the extremes tell which of the two the gradient holds, or
+    that only the sum overflows.
+    """
+    sums = [gradient.sum() for gradient in gradients]
+    finite = torch.stack(sums).isfinite().tolist()
+    return torch.stack([one if ok else _extreme(g) for one, ok, g in zip(sums, finite, gradients, strict=True)])
 
 
 def _extreme(gradient: Tensor) -> Tensor:
