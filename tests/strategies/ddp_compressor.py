@@ -51,7 +51,6 @@ class OwnNumbers(Compressor):
 
 def trained(strategy: Any, *, ranks: int, objective: str) -> dict[str, Any]:
     """Return weights, price and figures after three batches of eight rows over all ranks."""
-    quiet()
     torch.manual_seed(7)
     module = OwnNumbers(ranks=ranks, objective=objective).double()
     first_price = module.price.value.clone()
@@ -73,6 +72,7 @@ def trained(strategy: Any, *, ranks: int, objective: str) -> dict[str, Any]:
 
 def on_two() -> dict[str, dict[str, Any]]:
     """Fits on two ranks, whole and cut, under both objectives."""
+    quiet()
     return {
         f"{objective}, {name}": trained(UnifiedDDPStrategy(predict=False, **cut), ranks=2, objective=objective)
         for objective in ("relaxed", "reinforce")
