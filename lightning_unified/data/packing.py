@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequenc
         scored_to = stop
 
 
-def choose_buckets(lengths: np.ndarray, *, longest: int, most: int = 4) -> list[int]:
+def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4) -> list[int]:
     """Return at most `most` lengths to pad to, so that the fewest tokens are padding; the exact optimum.
 
     Args:
@@ -111,7 +112,7 @@ def choose_buckets(lengths: np.ndarray, *, longest: int, most: int = 4) -> list[
         longest: No bucket is longer.
         most: Each bucket is a shape to compile and a set of buffers to keep; few are better than a perfect fit.
     """
-    rounded = np.minimum(-(-lengths // _MULTIPLE) * _MULTIPLE, longest)
+    rounded = np.minimum(-(-np.asarray(lengths) // _MULTIPLE) * _MULTIPLE, longest)
     sizes, counts = np.unique(rounded, return_counts=True)
     below = np.concatenate([[0], np.cumsum(counts)])
     # cost[j] is the least padded total of all rows up to size j; best[j] the buckets that give it
