@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_unified.data.resumable import ResumableData
 
 __all__ = ["LabelData"]
 
+_MULTIPLE = 8  # what tensor cores ask of a side in 16 bits; in short texts a coarser grid is padding
 _PATHS = {
     "files": "a .csv, .tsv or .jsonl file, or a folder of classes",
     "sentiment": "the source archive of vaderSentiment, or the folder it lies in",
@@ -236,7 +236,7 @@ class LabelData(ResumableData):
 
     def _lengths(self, sizes: Sequence[int]) -> list[int]:
         if isinstance(self._padded_lengths, int):
-            return choose_buckets(sizes, longest=self.text_length, most=self._padded_lengths)
+            return choose_buckets(sizes, longest=self.text_length, most=self._padded_lengths, multiple=_MULTIPLE)
         return list(self._padded_lengths)
 
 

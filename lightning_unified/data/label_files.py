@@ -105,14 +105,14 @@ def _jsonl(file: Path) -> Iterator[LabelledText]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{where}: a row is an object with text and label, not {line.strip()[:40]}")
+            raise ValueError(f"{where}: a row is an object with text and label, not {line.strip()[:40]}")  # noqa: TRY004 - of a file, whatever its type
         yield _labelled(row, where=where)
 
 
 def _labelled(row: Mapping[str, Any], *, where: str) -> LabelledText:
     text, label = row.get("text"), row.get("label")
     if not isinstance(text, str):
-        raise ValueError(f"{where}: text={text!r}; a row needs a text.")
+        raise ValueError(f"{where}: text={text!r}; a row needs a text.")  # noqa: TRY004 - of a file, whatever its type
     if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
         raise ValueError(f"{where}: label={label!r}; it must be the name or the number of a class.")
     split = str(row.get("split") or "")
