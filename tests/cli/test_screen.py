@@ -20,7 +20,7 @@ def shown(capsys, *, plugin, data):
     module = torch.nn.Linear(2, 3)
     module.trainer = SimpleNamespace(strategy=strategy, world_size=1, precision_plugin=plugin)
     show_start(OmegaConf.create({"data": data}), machine, module=module)
-    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
+    return dict(line.strip().split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def shown(capsys, *, plugin, data):
             "16-mixed, gradient scaler on",
         ),
         (
-            precision.MixedPrecision("16-mixed", device_type="cpu", scaler=torch.amp.GradScaler("cpu", enabled=False)),
+            precision.MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", enabled=False)),
             "16-mixed, gradient scaler none",
         ),
         (precision.Precision(), "32-true, gradient scaler none"),
