@@ -508,6 +508,7 @@ def test_what_the_page_is_made_of_is_shipped():
         (0, 4.3 * GIB, "bytes", ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB"]),
         (0, 0.9, "seconds", ["0 ms", "200 ms", "400 ms", "600 ms", "800 ms"]),
         (5.29, 5.82, "", ["5.3", "5.4", "5.5", "5.6", "5.7", "5.8"]),
+        (6.2294, 6.2313, "", ["6.2295", "6.2300", "6.2305", "6.2310"]),
     ],
 )
 def test_ticks_are_round_in_the_unit_they_are_printed_in(low, high, unit, expected):
