@@ -171,6 +171,31 @@ def test_hardware_decides_how_the_34m_model_cuts_its_batch_of_32(hardware, rows,
     ) == (32, rows, length, recompute)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "rows", "workers", "pin_memory"),
+    [
+        ("mps", 64, 4, False),
+        ("cuda", 32, 2, "auto"),
+        ("rocm", 32, 2, "auto"),
+        ("dgx_spark", 32, 2, False),
+        ("jetson", 32, 0, False),
+        ("cpu", 16, 0, False),
+    ],
+)
+def test_hardware_decides_rows_and_loader_processes_of_the_classifier(hardware, rows, workers, pin_memory):
+    config = compose("data=classifier", f"hardware={hardware}", f"platform=classifier/{hardware}")
+
+    assert (config.data.batch_size, config.data.num_workers, config.data.pin_memory) == (rows, workers, pin_memory)
+
+
+def test_the_command_line_and_memory_beat_the_rows_of_the_classifier():
+    chosen = ("data=classifier", "hardware=mps", "platform=classifier/mps")
+
+    assert compose(*chosen, "memory=small").data.batch_size == 8
+    own = compose(*chosen, "memory=small", "data.batch_size=24", "hardware.num_workers=1").data
+    assert (own.batch_size, own.num_workers) == (24, 1)
+
+
 def test_the_command_line_beats_an_experiment_which_beats_memory_which_beats_hardware():
     hardware = compose("model=gearhead-34m", "hardware=cuda")
     memory = compose("model=gearhead-34m", "hardware=cuda", "memory=small")

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_unified.data.datamodule import TextData
+    from lightning_unified.data.label_data import LabelData
     from lightning_unified.data.passage_data import PassageData
 
-__all__ = ["PassageData", "TextData"]
+__all__ = ["LabelData", "PassageData", "TextData"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "LabelData":
+        from lightning_unified.data.label_data import LabelData
+
+        return LabelData
     if name == "PassageData":
         from lightning_unified.data.passage_data import PassageData
 

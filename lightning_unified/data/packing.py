@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
@@ -103,15 +104,16 @@ def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequenc
         scored_to = stop
 
 
-def choose_buckets(lengths: np.ndarray, *, longest: int, most: int = 4) -> list[int]:
+def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple: int = _MULTIPLE) -> list[int]:
     """Return at most `most` lengths to pad to, so that the fewest tokens are padding; the exact optimum.
 
     Args:
         lengths: Tokens of each row, none above `longest`.
         longest: No bucket is longer.
         most: Each bucket is a shape to compile and a set of buffers to keep; few are better than a perfect fit.
+        multiple: Every bucket but the longest is a multiple of this.
     """
-    rounded = np.minimum(-(-lengths // _MULTIPLE) * _MULTIPLE, longest)
+    rounded = np.minimum(-(-np.asarray(lengths) // multiple) * multiple, longest)
     sizes, counts = np.unique(rounded, return_counts=True)
     below = np.concatenate([[0], np.cumsum(counts)])
     # cost[j] is the least padded total of all rows up to size j; best[j] the buckets that give it

@@ -2,6 +2,7 @@
 
 import difflib
 import multiprocessing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_unified.data.corpora import SOURCES
@@ -22,14 +23,19 @@ _SMALLEST = {
     "max_groups": 2,
 }
 _OPTIONAL = {"val_batch_size", "prefetch_factor", "max_groups"}
+_DOCUMENT_PATHS = {"files": "a .jsonl or .txt file, or a folder of them"}
 _SWITCHES = ("persistent_workers", "pin_memory", "drop_last")
 
 
-def check(settings: dict[str, Any]) -> None:
+def check(
+    settings: dict[str, Any], *, sources: Sequence[str] = SOURCES, paths: Mapping[str, str] = _DOCUMENT_PATHS
+) -> None:
     """Refuse settings of a data module that make no sense.
 
     Args:
         settings: Its arguments by name.
+        sources: What `source` may be.
+        paths: The sources that read `path`, and what it is for each.
 
     Raises:
         ValueError: Names the setting, what was given and what is allowed.
@@ -46,20 +52,24 @@ def check(settings: dict[str, Any]) -> None:
     for name in _SWITCHES:
         if not isinstance(settings[name], bool):
             raise ValueError(f"data.{name}={settings[name]!r}; it must be true or false.")  # noqa: TRY004 - a setting, whatever its type
-    _one_of("source", settings["source"], SOURCES)
+    _one_of("source", settings["source"], sources)
     if "loss_on" in settings:
         _one_of("loss_on", settings["loss_on"], ("all", "answer"))
     if settings["start_method"] is not None:
         _one_of("start_method", settings["start_method"], multiprocessing.get_all_start_methods())
-    fraction = settings["val_fraction"]
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 0.5:
-        raise ValueError(f"data.val_fraction={fraction!r}; it must be above 0 and at most 0.5, as in 0.1.")
-    if settings["source"] == "files" and not settings["path"]:
-        raise ValueError("data.source=files needs data.path: a .jsonl or .txt file, or a folder of them.")
-    if settings["source"] != "files" and settings["path"]:
-        raise ValueError(
-            f"data.path={settings['path']} is given, but data.source={settings['source']} reads no path; set data.source=files."
-        )
+    _fraction("val_fraction", settings["val_fraction"])
+    if settings.get("test_fraction"):
+        _fraction("test_fraction", settings["test_fraction"])
+    source, path = settings["source"], settings["path"]
+    if source in paths and not path:
+        raise ValueError(f"data.source={source} needs data.path: {paths[source]}.")
+    if source not in paths and path:
+        raise ValueError(f"data.path={path} is given, but data.source={source} reads no path; set data.source=files.")
+
+
+def _fraction(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 0.5:
+        raise ValueError(f"data.{name}={value!r}; it must be above 0 and at most 0.5, as in 0.1.")
 
 
 def _one_of(name: str, value: Any, allowed: Any) -> None:

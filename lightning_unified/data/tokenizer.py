@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_to
 
 from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS
 
-__all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "train_tokenizer"]
+__all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "serial", "train_tokenizer"]
 
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
@@ -39,7 +39,7 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    with _serial():
+    with serial():
         tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -68,7 +68,7 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Return the ids of plain texts; a `<s>` that stands in a text is four characters, not the special token."""
     tokenizer.encode_special_tokens = True
     try:
-        with _serial():
+        with serial():
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     finally:
         tokenizer.encode_special_tokens = False
@@ -76,12 +76,12 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 def encode_records(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
     """Return ids and character offsets of texts of `layout.render`, whose tags are special tokens."""
-    with _serial():
+    with serial():
         return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
 @contextlib.contextmanager
-def _serial() -> Iterator[None]:
+def serial() -> Iterator[None]:
     """Keep the library's threads out: once used, they make every forked loader worker print a warning about deadlocks."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

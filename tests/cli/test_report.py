@@ -358,6 +358,47 @@ def test_a_sweeps_folder_stands_for_its_runs(tmp_path):
     assert names_of(runs) == ["memory.micro_batch_size=1", "memory.micro_batch_size=4"]
 
 
+def sweep_page(folder, losses):
+    runs = []
+    for (rate, epochs), loss in losses.items():
+        directory = make(
+            folder / f"rate={rate},epochs={epochs}",
+            summary__json=json.dumps(SUMMARY | {"validation": {"loss": loss, "accuracy": 0.5}}),
+        )
+        (directory / ".hydra").mkdir()
+        given = f"[seed=1, model.learning_rate={rate}, trainer.max_epochs={epochs}, '+run_dir={directory}']"
+        (directory / ".hydra/overrides.yaml").write_text(given)
+        runs.append(read_run(directory, name=directory.name))
+    return read_page(*runs)[0]
+
+
+def test_the_runs_of_a_sweep_stand_in_order_of_their_loss_with_what_was_varied(tmp_path):
+    text = sweep_page(tmp_path, {("1e-5", 2): 0.75, ("1e-3", 2): 0.25, ("1e-4", 3): None})
+    section = text[text.index("What was varied") : text.index("<h2>Memory</h2>")]
+    cells = re.findall(r"rate=[^<]*</b></th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", section)
+
+    assert "seed" not in section and "run_dir" not in section
+    assert cells == [
+        ("<b>1e-3</b>", "<b>2</b>", "<b>0.2500</b>", "<b>0.5000</b>"),
+        ("1e-5", "2", "0.7500", "0.5000"),
+        ("1e-4", "3", "4.750", "0.5000"),
+    ]
+
+
+def test_the_loss_is_drawn_over_each_number_that_was_varied(tmp_path):
+    text = sweep_page(tmp_path, {("1e-5", 1): 0.75, ("1e-4", 1): 0.5, ("1e-3", 1): 0.25})
+    chart = re.search(r'<figure class="plot versus">.*?</figure>', text).group()
+    dots = [tuple(map(float, each)) for each in re.findall(r'd="M([\d.]+) ([\d.]+)h0"', chart)]
+
+    assert text.count('class="plot versus"') == 1
+    assert "model.learning_rate" in chart
+    assert dots == [(80.0, 100.0), (500.0, 500.0), (920.0, 900.0)]
+
+
+def test_runs_that_were_given_the_same_are_no_sweep(tmp_path):
+    assert "What was varied" not in read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))[0]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     runs = [make(tmp_path / "a/run"), make(tmp_path / "b/run")]
 
@@ -467,6 +508,7 @@ def test_what_the_page_is_made_of_is_shipped():
         (0, 4.3 * GIB, "bytes", ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB"]),
         (0, 0.9, "seconds", ["0 ms", "200 ms", "400 ms", "600 ms", "800 ms"]),
         (5.29, 5.82, "", ["5.3", "5.4", "5.5", "5.6", "5.7", "5.8"]),
+        (6.2294, 6.2313, "", ["6.2295", "6.2300", "6.2305", "6.2310"]),
     ],
 )
 def test_ticks_are_round_in_the_unit_they_are_printed_in(low, high, unit, expected):

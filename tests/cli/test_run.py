@@ -80,6 +80,9 @@ def test_a_run_keeps_its_contract(done, tmp_path):
     for text in (
         "budget",
         "8.00 GiB (8GiB)",
+        "8 rows for the optimizer, 8 to validate",
+        "0 worker processes, pin memory off",
+        "gradient scaler none",
         "4 rows at a time",
         "Kneser–Ney trigram",
         "Samples of its text",

@@ -21,6 +21,7 @@ from lightning_unified.cli.report.tables import (
     text_of,
     unknown,
 )
+from lightning_unified.cli.report.varied import varied_section
 
 __all__ = ["page"]
 
@@ -67,6 +68,9 @@ def _mood(run: Run) -> str:
 
 def _sections(runs: Sequence[Run]) -> Iterable[str]:
     yield _section("Summary", _summary(runs))
+    varied = varied_section(runs) if len(runs) > 1 else ""
+    if varied:
+        yield _section("What was varied", varied)
     yield _section("Memory", _legend_of(runs) + _charts(memory_plots(runs), runs))
     yield _section("Predicted and measured peak", "".join(_peaks(runs)))
     yield _section("Micro-batch and recoveries", _legend_of(runs) + _charts(course_plots(runs), runs))

@@ -42,7 +42,9 @@ def labels(values: list[float], unit: Unit = "") -> list[str]:
     gap = min((b - a for a, b in pairwise(shown)), default=0.0) or max(map(abs, shown), default=1.0) or 1.0
     if max(map(abs, shown), default=0.0) >= 1e6 or gap < 1e-5:
         return [f"{value:.3g}{name}" for value in shown]
-    digits = next(digits for digits in range(7) if digits == 6 or abs(gap * 10**digits % 1 - 0.5) > 0.49)
+    digits = next(
+        each for each in range(7) if each == 6 or (gap * 10**each > 0.99 and abs(gap * 10**each % 1 - 0.5) > 0.49)
+    )
     return [f"{value:,.{digits}f}{name}" for value in shown]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning import LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +14,7 @@ from rich.table import Table
 from lightning_unified.cli.request.binding import arguments_of, target_of
 from lightning_unified.cli.request.resume import Change
 from lightning_unified.cli.run.machine import Machine
+from lightning_unified.precision import live_scaler, plugin_precision
 from lightning_unified.units import format_bytes
 
 __all__ = ["show_changes", "show_note", "show_start", "show_summary"]
@@ -33,8 +34,11 @@ def show_changes(directory: Path, changes: Sequence[Change]) -> None:
         _CONSOLE.print(f"  {escape(change.key)}: {escape(str(change.old))} → {escape(str(change.new))}")
 
 
-def show_start(config: DictConfig, machine: Machine, *, module: torch.nn.Module) -> None:
-    """Print the configuration where it differs from its targets' defaults, the machine and the budget."""
+def show_start(config: DictConfig, machine: Machine, *, module: LightningModule) -> None:
+    """Print the configuration where it differs from its targets' defaults, the machine, the budget, and how the run uses them.
+
+    How is what really runs, from the Trainer that `module` is attached to: not what was asked for.
+    """
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for group, text in _compact(config):
         table.add_row(f"[bold]{escape(group)}[/bold]", escape(text))
@@ -42,8 +46,28 @@ def show_start(config: DictConfig, machine: Machine, *, module: torch.nn.Module)
     pool = f"{reading.name} ({reading.device}), {reading.pool} pool of {format_bytes(reading.total.bytes)}, {format_bytes(reading.available.bytes)} available"
     table.add_row("[bold]device[/bold]", escape(pool))
     table.add_row("[bold]budget[/bold]", escape(f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"))
+    for name, text in _used(config, machine, module.trainer):
+        table.add_row(f"[bold]{name}[/bold]", escape(text))
     table.add_row("[bold]size[/bold]", f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters")
     _CONSOLE.print(table)
+
+
+def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tuple[str, str]]:
+    """Yield what is easily believed to be on and is not: device, rows of a batch, loader processes, pinning, precision, scaler."""
+    yield (
+        "runs on",
+        f"{trainer.strategy.root_device}, {trainer.world_size} process{'es' if trainer.world_size > 1 else ''}",
+    )
+    rows = config.data.get("batch_size")
+    if rows is not None:
+        yield "batch", f"{rows} rows for the optimizer, {config.data.get('val_batch_size') or rows} to validate"
+    asked, settings = config.data.get, machine.settings
+    workers, method = asked("num_workers", settings.num_workers), asked("start_method", settings.start_method)
+    pinned = "on" if asked("pin_memory", settings.pin_memory) else "off"
+    yield "loading", f"{workers} worker processes{f', by {method}' if workers and method else ''}, pin memory {pinned}"
+    plugin = trainer.precision_plugin
+    scales = "on" if live_scaler(plugin) is not None else "none"
+    yield "precision", f"{plugin_precision(plugin)}, gradient scaler {scales}"
 
 
 def _compact(config: DictConfig) -> Iterable[tuple[str, str]]:

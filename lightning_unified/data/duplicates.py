@@ -1,0 +1,115 @@
+"""Copies and near copies: found exactly, by an index of rare shingles, and taken out of what is learnt from.
+
+Two texts are near copies if their sets of shingles (runs of three words, lowered) have a Jaccard similarity of at least 0.7: in a
+tweet of 15 words that allows `RT @name:` before it, in an article a changed headline, in a posting an added line. Texts of at most
+three words have a single shingle, so only copies of them are found.
+
+No sampling and no hashing: a pair that is as alike as that must share one of the few rarest shingles of either text (prefix
+filtering: Bayardo, Ma, Srikant, "Scaling up all pairs similarity search", WWW 2007), so it is enough to compare texts that do.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["SIMILARITY", "Copies", "find_copies"]
+
+SIMILARITY = 0.7
+"""Least Jaccard similarity of near copies."""
+
+_SHINGLE = 3  # words; runs of one or two are shared by texts that have nothing else in common
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Which texts are to be left out, by their places, ascending.
+
+    Attributes:
+        exact: Copies, but for case and white space, of a text that stays.
+        near: Near copies of a text that stays.
+        of: For each place in the two: the place of the text that stays.
+    """
+
+    exact: tuple[int, ...]
+    near: tuple[int, ...]
+    of: dict[int, int]
+
+
+def find_copies(texts: Sequence[str], *, kept: int = 0, similarity: float = SIMILARITY) -> Copies:
+    """Return which texts to leave out so that no two that stay are near copies, except among the first `kept`.
+
+    Texts are taken in order and stay unless they are too much like one that stays already: what is left out is a near copy of
+    something that is still there, and no chain of near copies takes out a text that is like none of the rest.
+
+    Args:
+        texts: All of them; the order decides which of two copies stays.
+        kept: So many at the beginning stay whatever they are like: a test set, which is not ours to change.
+        similarity: Least Jaccard similarity of near copies, above 0 and up to 1.
+    """
+    shingles = _shingles(texts)
+    index: dict[int, list[int]] = {}
+    exact, near, of = [], [], {}
+    for place, own in enumerate(shingles):
+        # rounding must not lengthen what two alike texts share at least
+        prefix = own[: len(own) - math.ceil(similarity * len(own) - 1e-9) + 1].tolist()
+        if place >= kept:
+            like = _like(own, prefix, index=index, shingles=shingles, similarity=similarity)
+            if like is not None:
+                of[place] = like
+                same = texts[place].casefold().split() == texts[like].casefold().split()
+                (exact if same else near).append(place)
+                continue
+        for shingle in prefix:
+            index.setdefault(shingle, []).append(place)
+    return Copies(exact=tuple(exact), near=tuple(near), of=of)
+
+
+def _like(
+    own: np.ndarray,
+    prefix: list[int],
+    *,
+    index: dict[int, list[int]],
+    shingles: Sequence[np.ndarray],
+    similarity: float,
+) -> int | None:
+    """Return the text most like `own` of those in the index, the first of several; None if none is like enough."""
+    candidates = {place for shingle in prefix for place in index.get(shingle, ())}
+    best, most = None, similarity
+    for place in sorted(candidates):
+        other = shingles[place]
+        if min(len(own), len(other)) < most * max(len(own), len(other)):
+            continue
+        shared = len(np.intersect1d(own, other, assume_unique=True))
+        alike = shared / (len(own) + len(other) - shared)
+        if alike > most or (best is None and alike >= most):
+            best, most = place, alike
+    return best
+
+
+def _shingles(texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the set of shingles of each text as numbers in order of rarity: of all texts, few have a small number.
+
+    Equal runs of words have equal numbers and others have others; a text without words has one shingle too.
+    """
+    words: dict[str, int] = {"": 0}
+    padded = []
+    for text in texts:
+        found = [words.setdefault(word, len(words)) for word in text.casefold().split()]
+        padded.append(np.array(found + [0] * max(0, _SHINGLE - len(found)), dtype=np.int64))
+    if not padded:
+        return []
+    flat = np.concatenate(padded)
+    runs = flat[: len(flat) - _SHINGLE + 1]
+    for later in range(1, _SHINGLE):
+        _, runs = np.unique(runs, return_inverse=True)
+        runs = runs * len(words) + flat[later : len(flat) - _SHINGLE + 1 + later]
+    _, runs = np.unique(runs, return_inverse=True)
+    lengths = np.array([len(ids) for ids in padded])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    sets = [np.unique(runs[start : start + size - _SHINGLE + 1]) for start, size in zip(starts, lengths, strict=False)]
+    counts = np.bincount(np.concatenate(sets), minlength=int(runs.max()) + 1)
+    rank = np.empty(len(counts), dtype=np.int64)
+    rank[np.lexsort((np.arange(len(counts)), counts))] = np.arange(len(counts))
+    return [np.sort(rank[own]) for own in sets]
