@@ -129,9 +129,21 @@ class Calibration:
             device: The machine's own, which is here.
         """
         rates = self.rates or measure_rates(device)
-        if self.rates is None or self.alignment is None:
-            self.keep(rates=rates, alignment=self.alignment or measure_alignment(device))
+        if self.rates is None:
+            self.keep(rates=rates)
+        self.gains(device)
         return rates
+
+    def gains(self, device: torch.device | str) -> Alignment:
+        """Return what aligned sizes gain on this machine; measured the first time, in half a second, and kept.
+
+        Args:
+            device: As for `speeds`.
+        """
+        alignment = self.alignment or measure_alignment(device)
+        if self.alignment is None:
+            self.keep(alignment=alignment)
+        return alignment
 
     def record(
         self,

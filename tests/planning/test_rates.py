@@ -9,6 +9,7 @@ from lightning_unified.hardware.simulated.profiles import PROFILES
 from lightning_unified.planning.rates import (
     Alignment,
     Rates,
+    brief_rates,
     measure_alignment,
     measure_rates,
     tabled_rates,
@@ -27,6 +28,22 @@ def test_a_cpu_is_measured_in_all_that_a_plan_needs(here):
     assert min(*here.flops.values(), here.bandwidth, here.launch) > 0
     assert here.kernel == 0
     assert all(source.startswith(("measured on", "part of", "judgement")) for source in here.sources.values())
+
+
+def test_of_a_machine_in_no_table_a_run_measures_what_it_multiplies_in():
+    brief = brief_rates("cpu", name="a CPU", dtypes=["bfloat16"])
+
+    assert set(brief.flops) == {"float32", "bfloat16"}
+    assert 1e8 < brief.flops["float32"] < 1e14
+    assert brief.sources["flops"].startswith("measured briefly on a CPU")
+
+
+def test_of_a_machine_in_the_tables_a_run_measures_only_the_host(monkeypatch):
+    monkeypatch.setattr("lightning_unified.planning.rates.measured._launch", lambda _: 7e-5)
+    brief, tabled = brief_rates("cuda", name="NVIDIA H200", dtypes=["bfloat16"]), tabled_rates("NVIDIA H200")
+
+    assert (brief.flops, brief.bandwidth, brief.launch) == (tabled.flops, tabled.bandwidth, 7e-5)
+    assert (brief.sources["flops"][:6], brief.sources["launch"][:8]) == ("table:", "measured")
 
 
 def test_a_large_product_is_predicted_within_an_order_of_magnitude(here):

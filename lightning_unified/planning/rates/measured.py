@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_unified.planning.rates.record import Alignment, Rates
-from lightning_unified.planning.rates.tabled import PART
+from lightning_unified.planning.rates.tabled import PART, tabled_rates
 from lightning_unified.units import MIB
 
-__all__ = ["measure_alignment", "measure_rates"]
+__all__ = ["brief_rates", "measure_alignment", "measure_rates"]
 
 _LONG = 0.04  # judgement: seconds of one product after which no larger one is tried
 _REPEATS = 3
@@ -36,7 +37,7 @@ def measure_rates(device: torch.device | str) -> Rates:
     device = torch.device(device)
     name = _name(device)
     with _undisturbed(device):
-        flops = _all_products(device)
+        flops = _all_products(device, dtypes=_dtypes(device))
         launch = _launch(device)
         kernel = 0.0 if device.type == "cpu" else _kernel(device)
         bandwidth = _bandwidth(device)
@@ -56,6 +57,32 @@ def measure_rates(device: torch.device | str) -> Rates:
             "part": "judgement",
         },
     )
+
+
+def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str]) -> Rates:
+    """Return rates that a run can order its plans by, in a tenth of a second: what is published, and measured only what is not.
+
+    What an operation costs the host is no property of the device, and is measured in any case. Of a device that is in no table, one
+    product of each dtype that the run multiplies in is timed, and the bandwidth. Beside that as `measure_rates`.
+
+    Args:
+        device: That is here.
+        name: As its driver writes it.
+        dtypes: Without `"float32"`, which is always there.
+    """
+    device = torch.device(device)
+    known = None if device.type == "cpu" else tabled_rates(name)
+    how = f"measured briefly on {name}, torch {torch.__version__}, {torch.get_num_threads()} threads of the host"
+    with _undisturbed(device):
+        launch = _launch(device)
+        if known is not None:
+            return replace(known, launch=launch, sources={**known.sources, "launch": how})
+        wanted = ["float32", *(["tf32"] if device.type == "cuda" else []), *dtypes]
+        flops = _all_products(device, dtypes=wanted, sizes=slice(1, 2) if device.type == "cpu" else slice(-1, None))
+        kernel = 0.0 if device.type == "cpu" else _kernel(device)
+        bandwidth = _bandwidth(device)
+    sources = {**dict.fromkeys(("flops", "bandwidth", "launch", "kernel"), how), "part": "judgement"}
+    return Rates(name=name, flops=flops, bandwidth=bandwidth, launch=launch, kernel=kernel, part=PART, sources=sources)
 
 
 def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
@@ -128,16 +155,25 @@ def _name(device: torch.device) -> str:
     return "this CPU" if device.type == "cpu" else device.type.upper()
 
 
-def _all_products(device: torch.device) -> dict[str, float]:
+_ALL = slice(None)
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    return {"cpu": ["float32", "bfloat16"], "cuda": ["float32", "tf32", "bfloat16", "float16"]}.get(
+        device.type, ["float32", "bfloat16", "float16"]
+    )
+
+
+def _all_products(device: torch.device, *, dtypes: Sequence[str], sizes: slice = _ALL) -> dict[str, float]:
     """Return the rate of products by dtype; a 16-bit format that the device refuses has none."""
     with _float32_as("highest"):
-        flops = {"float32": _product_rate(device, torch.float32)}
-    if device.type == "cuda":
+        flops = {"float32": _product_rate(device, torch.float32, sizes=sizes)}
+    if "tf32" in dtypes:
         with _float32_as("high"):
-            flops["tf32"] = _product_rate(device, torch.float32)
-    for dtype in ("bfloat16",) if device.type == "cpu" else ("bfloat16", "float16"):
+            flops["tf32"] = _product_rate(device, torch.float32, sizes=sizes)
+    for dtype in [one for one in dtypes if one not in flops]:
         with suppress(RuntimeError, TypeError):
-            flops[dtype] = _product_rate(device, getattr(torch, dtype))
+            flops[dtype] = _product_rate(device, getattr(torch, dtype), sizes=sizes)
     return flops
 
 
@@ -146,10 +182,10 @@ def _sides(device: torch.device, width: int) -> list[int]:
     return [side for side in (256, 512, 1024, 2048, 4096) if side <= largest]
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+def _product_rate(device: torch.device, dtype: torch.dtype, *, sizes: slice) -> float:
     """Return the most operations a second that square products reach; sizes grow until one takes long."""
     best = 0.0
-    for side in _sides(device, dtype.itemsize):
+    for side in _sides(device, dtype.itemsize)[sizes]:
         left, right = _filled((side, side), device, dtype), _filled((side, side), device, dtype)
         seconds = _seconds(lambda left=left, right=right: left @ right, device)
         best = max(best, 2 * side**3 / seconds)

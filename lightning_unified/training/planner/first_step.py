@@ -1,8 +1,10 @@
 """The plan of a fit, made when its first batch is there and acted upon before it runs; then held against what was measured."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,13 +16,13 @@ from lightning_unified.errors import BudgetError, RehearsalError
 from lightning_unified.planning.calibration import Calibration, machine_key
 from lightning_unified.planning.lines import MisalignedError
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.rates import Rates, tabled_rates, typical_rates
 from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.planner import Planner, Setting
 from lightning_unified.training.planner.settings import settings_to_compare
+from lightning_unified.training.planner.speeds import RunSpeeds
 from lightning_unified.training.planner.validation import outline
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.split import BatchShape, tensors_in
@@ -61,9 +63,11 @@ class FirstStep:
         self._reduction_bytes = reduction_bytes
         self._module = trainer.lightning_module
         self._longest = 0
+        self._begun = 0.0
         self._foreign = self._batches = 0
         self._has_validated = False
         self._calibration: Calibration | None = None
+        self._speeds: RunSpeeds | None = None
         self._kind = ""
         self.validation = FirstValidation(trainer, policy, precision=precision)
         self._prediction: Prediction | None = None
@@ -169,9 +173,14 @@ class FirstStep:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """What else there is to say, by what it is about: the validation step, and sizes that are multiples of something."""
-        alignment = None if self._calibration is None or not self.alternatives else self._calibration.alignment
-        said = {"validation": self.validation.reason, "alignment": "" if alignment is None else alignment.describe()}
+        """What else there is to say, by what it is about: the validation step, the speeds that were gone by, sizes that are multiples."""
+        compared = bool(self.alternatives) and self._speeds is not None
+        alignment = self._calibration.alignment if compared and self._calibration is not None else None
+        said = {
+            "validation": self.validation.reason,
+            "speeds": self._speeds.describe() if compared and self._speeds is not None else "",
+            "alignment": "" if alignment is None else alignment.describe(),
+        }
         return {name: words for name, words in said.items() if words}
 
     @property
@@ -205,12 +214,13 @@ class FirstStep:
         return need["weights"] + need["buffers"] + counted + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
-        policy, watch = self._policy, self._policy.watch
+        policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()
         reading = watch.reading()
         self._foreign = self._held_by_others(batch)
         self._calibration = Calibration.load(
             machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
         )
+        self._speeds = RunSpeeds(watch, self._calibration, precision=self._precision)
         light = outline(batch)
         planner = Planner(
             self._module,
@@ -242,8 +252,17 @@ class FirstStep:
         budget = self._left()
         if self._is_simple(planner, settings, prediction, budget=budget):
             return settings[0], prediction, f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
-        choice = planner.choose(settings, budget_bytes=budget, rates=self._rates(), only_best=True)
-        return self._chosen(choice, planner, budget=budget)
+        return self._chosen(self._searched(planner, settings, budget=budget), planner, budget=budget)
+
+    def _searched(self, planner: Planner, settings: list[Setting], *, budget: int) -> Choice:
+        """Return the search's choice; again with what alignment gains where that could matter, by rehearsals that were made."""
+        assert self._speeds is not None
+        choose = partial(planner.choose, settings, budget_bytes=budget, rates=self._speeds.rates, only_best=True)
+        choice = choose()
+        if self._speeds.lacks_alignment and planner.could_be_aligned(choice):
+            self._speeds.measure_alignment()
+            choice = choose()
+        return choice
 
     def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
         self.alternatives = choice.alternatives
@@ -311,15 +330,8 @@ class FirstStep:
             )
         return least
 
-    def _rates(self) -> Rates:
-        assert self._calibration is not None
-        watch = self._policy.watch
-        if watch.machine is None:
-            return self._calibration.speeds(watch.device)
-        profile = watch.machine.profile
-        return tabled_rates(profile.name) or typical_rates(profile.backend)
-
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
+        prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
         self._set_levers(setting, why="as planned")
         self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
         self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")

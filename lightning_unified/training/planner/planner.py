@@ -1,5 +1,6 @@
 """What one step of a module needs, and the best way to run it: rehearsals, numbers and search brought together."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -195,6 +196,19 @@ class Planner:
         """Return what a step takes under a candidate of `choose`."""
         trace = self._of(self.setting_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
         return replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
+
+    def could_be_aligned(self, choice: Choice) -> bool:
+        """Return whether the choice cuts the batch into sizes that are no multiples of what may pay, and others are."""
+        best = choice.best
+        if best is None or best.parts == 1:
+            return False
+        length = self._of(self.setting_of(best)).at(best.micro_batch_size, parts=best.parts).length or 1
+        coarse, fine = (multiple // math.gcd(multiple, length) for multiple in (64, 8))
+        ways = {len(way): way for way in cuts(self.rows, unit=self._unit, least=self._least, most=self._most)}
+        unaligned = any(rows % coarse for rows in ways.pop(best.parts))
+        return unaligned and any(
+            parts > best.parts and not any(rows % fine for rows in way) for parts, way in ways.items()
+        )
 
     def kind(self, setting: Setting) -> str:
         """Return under what name predictions of this kind are corrected by what was measured."""

@@ -103,8 +103,9 @@ class RankedFirstStep(FirstStep):
         self._predict_joined(shape)
 
     def _choice(self, planner: Planner, setting: Setting) -> Choice | None:
+        assert self._speeds is not None
         try:
-            return planner.choose([setting], budget_bytes=self._left(), rates=self._rates())
+            return planner.choose([setting], budget_bytes=self._left(), rates=self._speeds.rates)
         except RehearsalError:
             return None
 
