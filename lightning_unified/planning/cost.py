@@ -56,8 +56,9 @@ def least_seconds(
     *,
     again: Callable[[Work], bool],
     optimizer: bool = True,
-) -> float:
-    """Return the seconds that a step takes at least which runs some operations of another one again, and is as that one elsewhere.
+) -> Callable[[int], float]:
+    """Return what tells, by the number of its micro-batches, the seconds that a step takes at least which runs some operations of another one again, and is as that one
+    elsewhere. Each micro-batch starts its operations and kernels anew.
 
     Args:
         at: The other step, as for `cut_seconds`.
@@ -72,7 +73,30 @@ def least_seconds(
         if isinstance(event, Work) and event.phase == "forward" and again(event):
             _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
-    return _seconds(_cut(left, sizes), backend=trace.backend)
+    fewest, starts = _cut(left, sizes), _cut(_starts(trace, rates, again=again), sizes)
+
+    def least(parts: int) -> float:
+        more = parts / len(sizes) - 1
+        cut = {key: seconds + more * starts.get(key, 0.0) for key, seconds in fewest.items()}
+        return _seconds(cut, backend=trace.backend)
+
+    return least
+
+
+def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
+    """Return what of the loads is there for each micro-batch, however few rows it has."""
+    loads: _Loads = {("host", "forward"): rates.part * trace.parts}
+    for event in trace.events:
+        if not isinstance(event, Work) or event.phase not in _REPEATED:
+            continue
+        kernel = rates.kernel if event.flops or event.moved else 0.0
+        shares = {event.phase: 1.0}
+        if event.phase == "forward" and again(event):
+            shares["backward"] = _AGAIN
+        for phase, share in shares.items():
+            for key, seconds in ((("host", phase), rates.launch), (("device", phase), kernel)):
+                loads[key] = loads.get(key, 0.0) + share * seconds
+    return loads
 
 
 def _cut(loads: _Loads, sizes: Sequence[int]) -> _Loads:

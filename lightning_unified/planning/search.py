@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 from lightning_unified.planning.cost import cut_seconds
 from lightning_unified.planning.cuts import cuts
+from lightning_unified.planning.options import Candidate, Choice, Option, Sizes, what_would_fit
 from lightning_unified.planning.rates import Alignment, Rates
 from lightning_unified.planning.trace import Trace
 from lightning_unified.units import format_bytes
@@ -14,104 +14,6 @@ from lightning_unified.units import format_bytes
 __all__ = ["Candidate", "Choice", "Option", "Sizes", "search", "what_would_fit"]
 
 _EQUAL = 1 + 1e-9  # sums of the same seconds in another order
-
-
-class Sizes(Protocol):
-    """The step under one setting of the levers, at any size, as `planning.lines.Lines` gives it."""
-
-    def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of `rows` rows, the batch of them all in it."""
-        ...
-
-    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the most bytes that live at once in that step."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """One setting of the levers.
-
-    Attributes:
-        lines: The step under it. May make its traces when first asked: options that cannot win are never asked.
-        recompute: What runs again in the backward pass, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention kept"`.
-        again: The share of the forward pass that runs again, from 0 to 1; of two options that differ in nothing else, the one
-            with less is never slower.
-        precision: Lightning's name.
-        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the user's.
-        loss_chunk: Rows of logits at once; None computes the loss as the module does.
-        changes: How many of the user's own settings it changes; decides between options of equal time.
-        least_seconds: What no step under it is faster than, as is known without its traces; a prediction below that is raised to it. The
-            option is then asked only for what can win. 0 asks for its best way to cut in any case, to tell it beside the others.
-        no_faster_than: A step that it is taken to be no faster than at any size: predictions are raised to that one's.
-    """
-
-    lines: Sizes
-    recompute: str = "none"
-    again: float = 0.0
-    precision: str = "32-true"
-    optimizer_kernel: str | None = None
-    loss_chunk: int | None = None
-    changes: int = 0
-    least_seconds: float = 0.0
-    no_faster_than: Sizes | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """One plan: an option with the way a batch is cut under it.
-
-    Attributes:
-        micro_batch_size: Rows of the largest micro-batch.
-        parts: Micro-batches in a step.
-        recompute, precision, optimizer_kernel, loss_chunk: As in `Option`.
-        peak_bytes: The most that tensors take at once.
-        reserved_bytes: What the allocator takes for them; this is held against the budget.
-        seconds: What a step is predicted to last.
-        fits: Whether `reserved_bytes` are within the budget.
-    """
-
-    micro_batch_size: int
-    parts: int
-    recompute: str
-    precision: str
-    optimizer_kernel: str | None
-    loss_chunk: int | None
-    peak_bytes: int
-    reserved_bytes: int
-    seconds: float
-    fits: bool
-
-    def describe(self) -> str:
-        """Return the plan in words: `"2 parts of up to 32 rows, recomputed: 6 of 12 blocks, bf16-mixed"`."""
-        rows = f"{self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)}"
-        upper = "up to " * (self.micro_batch_size != 1)  # parts that are not all even differ by one unit
-        size = f"the whole batch of {rows} at once" if self.parts == 1 else f"{self.parts} parts of {upper}{rows}"
-        recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
-        named = [size, recompute, self.precision]
-        named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
-        named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
-        return ", ".join(named)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for `plan.json`."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """What a search found.
-
-    Attributes:
-        best: The plan of least predicted time; None if none fits.
-        alternatives: The other options, each with its best way to cut: first those that fit, fastest first, then those that do
-            not even in the smallest parts, with what these need, least first.
-        reason: Why, in words.
-    """
-
-    best: Candidate | None
-    alternatives: tuple[Candidate, ...]
-    reason: str
 
 
 def search(
@@ -125,6 +27,7 @@ def search(
     least: int = 1,
     most: int | None = None,
     alignment: Alignment | None = None,
+    own: Option | None = None,
 ) -> Choice:
     """Return the plan that is predicted to take least time within the budget.
 
@@ -135,7 +38,7 @@ def search(
     only adds ways, and so never gives a slower plan.
 
     Args:
-        options: Settings to choose from, the user's own first.
+        options: Settings to choose from, the user's own first unless `own` is given.
         budget_bytes: What the run may use.
         reserve: The bytes that a step takes of the machine, calibrated or not; never less than the lines' `peak_bytes`.
         rows: Of the whole batch.
@@ -144,6 +47,7 @@ def search(
         least: Rows that every micro-batch needs.
         most: The largest micro-batch that the user allows; None allows any.
         alignment: What aligned sizes gain on the machine; None looks at no alignment.
+        own: The user's own among the options, where that is not the first.
 
     Raises:
         ValueError: If there is no option, or a number of rows is not positive.
@@ -152,13 +56,15 @@ def search(
     measure = _Measure(budget_bytes=budget_bytes, reserve=reserve, rates=rates, alignment=alignment)
     fitting: list[tuple[Option, Candidate]] = []
     short: list[Candidate] = []
-    first: Option | None = None
-    multiple = 1
+    first, multiple = own, None
+    asked: dict[int, Option] = {}
     for option in options:
-        if first is None:
-            first, multiple = option, measure.rows_that_align(option, ways)
-        if any(_is_no_faster(option, plan, by) for by, plan in fitting):
-            continue
+        first = first or option
+        multiple = multiple or measure.rows_that_align(first, ways)
+        if option.way is not None:
+            asked[id(option.lines)] = option
+            if measure.is_late(option, fitting):
+                break
         left = _ways_left(option, ways, fitting, multiple=multiple)
         if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):
             continue
@@ -167,6 +73,8 @@ def search(
             plans = [measure.smallest(option, ways, multiple=multiple)]
         fitting += [(option, plan) for plan in plans if plan.fits]
         short += [plan for plan in plans if not plan.fits]
+    if not fitting:
+        short += [measure.smallest(option, ways, multiple=multiple or 1) for option in asked.values()]
     if first is None:
         raise ValueError("a search needs at least one option; give the user's own settings as one.")
     short.sort(key=lambda plan: plan.reserved_bytes)
@@ -177,11 +85,6 @@ def search(
     whole = _peak(first, ways[0])
     reason = _reason(best, others, budget_bytes=budget_bytes, own_bytes=whole, own=first, ways=ways)
     return Choice(best=best, alternatives=(*others, *short), reason=reason)
-
-
-def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
-    """Return what the options need at least, in words and bytes, least first: the table under a refusal."""
-    return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +111,12 @@ class _Measure:
                     break
         return found
 
+    def is_late(self, option: Option, fitting: list[tuple[Option, Candidate]]) -> bool:
+        """Return whether an option, and with it all that come after it, is slower than a plan that fits."""
+        if option.way is None or option.least_seconds is None or not fitting:
+            return False
+        return option.least_seconds(len(option.way)) > min(plan.seconds for _, plan in fitting) * _EQUAL
+
     def smallest(self, option: Option, ways: list[tuple[int, ...]], *, multiple: int) -> Candidate:
         """Return the way with the smallest parts."""
         way = ways[-1]
@@ -219,7 +128,7 @@ class _Measure:
         What is left unasked then is most of what there is to ask of an option: how it is cut.
         """
         fewest = ways[0]
-        is_known = not option.least_seconds  # else what it takes at least may be all that is known, and enough
+        is_known = option.least_seconds is None  # else what it takes at least may be all that is known, and enough
         if len(ways) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
             return False
         if self._seconds(option, fewest, self.rates) <= by * _EQUAL:
@@ -255,12 +164,13 @@ class _Measure:
 
     @staticmethod
     def _seconds(option: Option, way: tuple[int, ...], rates: Rates) -> float:
+        least = 0.0 if option.least_seconds is None else option.least_seconds(len(way))
         found = [
             cut_seconds(lambda rows, parts, lines=lines: lines.at(rows, parts=parts), way, rates)
             for lines in (option.lines, option.no_faster_than)
             if lines is not None
         ]
-        return max(*found, option.least_seconds)
+        return max(*found, least)
 
 
 def _peak(option: Option, way: tuple[int, ...]) -> int:
@@ -271,18 +181,13 @@ def _is_aligned(way: tuple[int, ...], multiple: int) -> bool:
     return all(rows % multiple == 0 for rows in way)
 
 
-def _is_no_faster(option: Option, plan: Candidate, by: Option) -> bool:
-    """Return whether all that is known of an option says that it is not to be taken rather than a plan."""
-    return option.least_seconds > 0 and option.least_seconds * _EQUAL >= plan.seconds and by.changes <= option.changes
-
-
 def _ways_left(
     option: Option, ways: list[tuple[int, ...]], fitting: list[tuple[Option, Candidate]], *, multiple: int
 ) -> list[tuple[int, ...]]:
     """Return the ways by which an option could be faster than the plans that fit, or is worth telling beside them.
 
     One that runs more again, and is elsewhere as an option that fits in so many parts or no faster, is slower in as many parts, or in
-    more: not asked for, if it is only asked for what can win.
+    more: not asked for, if it is only asked for what can win. Neither is one that fits in fewer parts, but in aligned ones.
     """
     fewest = len(ways[-1]) + 1
     for by, plan in fitting:
@@ -290,9 +195,12 @@ def _ways_left(
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
         same = levers and (more or (option.no_faster_than is by.lines and by.again <= option.again))
         way = next(way for way in ways if len(way) == plan.parts)
-        if same and (plan.parts == 1 or (option.least_seconds and _is_aligned(way, multiple))):
+        if same and (plan.parts == 1 or (option.way is not None and _is_aligned(way, multiple))):
             fewest = min(fewest, plan.parts)
-    return [way for way in ways if len(way) < fewest]
+        if option.way is not None and option.lines is by.lines:
+            gains = _is_aligned(option.way, multiple) and not _is_aligned(way, multiple)
+            fewest = fewest if gains else min(fewest, plan.parts)
+    return [way for way in ways if len(way) < fewest and option.way in (None, way)]
 
 
 def _refusal(short: list[Candidate], budget_bytes: int) -> str:

@@ -17,7 +17,8 @@ from lightning_unified.planning.rates import Rates, tabled_rates
 from lightning_unified.planning.search import Choice
 from lightning_unified.training.levers import KERNELS, recompute_policies
 from lightning_unified.training.levers.loss_chunk import chunk_choices
-from lightning_unified.training.planner.planner import Planner, Setting
+from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.planner.validation import foresee_validation
 

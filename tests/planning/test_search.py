@@ -1,6 +1,7 @@
 """The plan that is chosen fits, is the fastest that does, and never gets slower with a larger budget."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -177,6 +178,16 @@ def test_rows_of_an_aligned_length_are_aligned_in_any_number():
     assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(64, 1.5)).best.micro_batch_size == 48
 
 
+class Least(NamedTuple):
+    """What a step takes at least, by its micro-batches."""
+
+    seconds: float
+    each: float = 0.0
+
+    def __call__(self, parts):
+        return self.seconds + parts * self.each
+
+
 works = st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9))
 made_options = st.builds(
     Option,
@@ -191,7 +202,7 @@ made_options = st.builds(
     ),
     precision=st.sampled_from(["32-true", "bf16-mixed"]),
     changes=st.integers(0, 3),
-    least_seconds=st.sampled_from([0.0, 1e-9, 0.1]),
+    least_seconds=st.sampled_from([None, Least(1e-9), Least(0.1), Least(0.0, 1e-3)]),
 )
 
 
@@ -230,7 +241,7 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
 
     assert (best is None) == (not found)
     if found:
-        assert best.seconds == pytest.approx(max(min(found), option.least_seconds), rel=1e-9)
+        assert best.seconds == pytest.approx(max(min(found), (option.least_seconds or Least(0))(best.parts)), rel=1e-9)
 
 
 @settings(deadline=None, max_examples=100)
@@ -241,13 +252,13 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
     rows=st.integers(1, 40),
     budget=st.integers(1, 10**7),
     align=st.sampled_from([None, aligned(8, 1.2)]),
-    floor=st.sampled_from([0.0, 1e-9]),
+    floor=st.sampled_from([None, Least(1e-9)]),
 )
 def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align, floor):
     plain = replace(option.lines)
     saving = replace(plain, per_row=int(keeps * plain.per_row), works=(*plain.works, extra))
     own = replace(option, lines=plain)
-    other = replace(option, lines=saving, recompute="all", again=1.0, least_seconds=max(floor, option.least_seconds))
+    other = replace(option, lines=saving, recompute="all", again=1.0, least_seconds=option.least_seconds or floor)
     alone = [find([one], budget, rows=rows, alignment=align).best for one in (own, other)]
     both = find([own, other], budget, rows=rows, alignment=align).best
 
@@ -255,3 +266,39 @@ def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, bu
         assert alone == [None, None]
     else:
         assert both.seconds == min(plan.seconds for plan in alone if plan is not None)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    options=st.lists(made_options, min_size=1, max_size=4),
+    rows=st.integers(1, 70),
+    unit=st.sampled_from([1, 2]),
+    budget=st.integers(1, 10**7),
+    align=st.sampled_from([None, aligned(8, 1.2)]),
+)
+def test_asked_one_way_to_cut_at_a_time_by_what_they_take_at_least_the_same_is_found(
+    options, rows, unit, budget, align
+):
+    options = [replace(option, least_seconds=option.least_seconds or Least(0)) for option in options]
+    each = [replace(option, way=way) for option in options for way in cuts(rows, unit=unit)]
+    each.sort(key=lambda option: option.least_seconds(len(option.way)))
+    full, quick = (
+        find(asked, budget, rows=rows, unit=unit, alignment=align, own=options[0]) for asked in (options, each)
+    )
+
+    if full.best is None:
+        assert quick.best is None
+        assert {plan.reserved_bytes for plan in full.alternatives} == {
+            plan.reserved_bytes for plan in quick.alternatives
+        }
+    else:
+        assert quick.best.seconds == pytest.approx(full.best.seconds, rel=1e-9)
+
+
+def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
+    quick, slow = (
+        replace(recomputing(0), least_seconds=least, way=way) for least, way in ((Least(0), (16,)), (Least(9), (8, 8)))
+    )
+    find([quick, slow], 10**9)
+
+    assert slow.lines.asked == []

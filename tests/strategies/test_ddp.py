@@ -13,8 +13,8 @@ from on_ranks import Ended, on_ranks
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.training.planner.planner import Setting
 from lightning_unified.training.planner.ranked_first_step import Offer, settled
+from lightning_unified.training.planner.setting import Setting
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,13 @@ def test_a_plan_that_no_other_setting_can_beat_has_no_other_rehearsed(rehearsed)
     assert rehearsed == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
 
 
+def test_a_batch_is_not_rehearsed_in_parts_where_the_whole_of_it_is_faster_in_any_case(rehearsed):
+    best = chosen(share=0.8, launch=1e-3)
+
+    assert (best.recompute, best.parts) == ("1 of 2 blocks", 1)
+    assert [(rows, parts) for _, rows, parts in rehearsed] == [(8, 1), (8, 1)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [1e-9, 1e-3])
 def test_what_is_chosen_from_few_rehearsals_is_no_slower_than_what_is_chosen_from_all(launch):

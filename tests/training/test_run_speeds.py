@@ -6,7 +6,8 @@ from rehearsal_zoo import Perceptron
 from lightning_unified.planning.calibration import Calibration
 from lightning_unified.planning.rates import Rates
 from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.planner.planner import Planner, Setting
+from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.speeds import RunSpeeds
 
 RATES = Rates(name="kept", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-5, kernel=0.0, part=0.0)

@@ -20,7 +20,8 @@ from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
-from lightning_unified.training.planner.planner import Planner, Setting
+from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.planner.speeds import RunSpeeds
 from lightning_unified.training.planner.validation import outline

@@ -1,69 +1,37 @@
 """What one step of a module needs, and the best way to run it: rehearsals, numbers and search brought together."""
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning as L
 
-from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.calibration import Calibration, kind_of
-from lightning_unified.planning.cost import least_seconds, step_seconds
+from lightning_unified.planning.cost import step_seconds
 from lightning_unified.planning.cuts import cuts
-from lightning_unified.planning.floor import is_within, least_bytes
 from lightning_unified.planning.limit import fits_within
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.rates import Rates
 from lightning_unified.planning.reserve import reserved_bytes
 from lightning_unified.planning.search import Candidate, Choice, Option, search
 from lightning_unified.planning.summary import summarise
-from lightning_unified.planning.trace import Event, Take, Trace, Work
+from lightning_unified.planning.trace import Trace
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.planner.bounds import Bounds
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.sizes import RehearsedSizes
+from lightning_unified.training.planner.told import told
 from lightning_unified.training.rehearsal import Rehearsals
 from lightning_unified.training.split import tensors_in
 
-__all__ = ["Planner", "Setting"]
+__all__ = ["Planner"]
 
 _LONGEST = 4.0  # seconds after which no further setting is looked at but the one that needs least
 _ATTEMPTS = 3  # searches, each without the lines that the one before was misled by
-_KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when its attention's output is kept
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """How the levers are set.
-
-    Attributes:
-        recompute: What is recomputed; None leaves the module as it is.
-        precision: Lightning's name.
-        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the optimizer as it was built.
-        loss_chunk: Rows of logits at once; None leaves the module as it is.
-    """
-
-    precision: str
-    recompute: RecomputePolicy | None = None
-    optimizer_kernel: str | None = None
-    loss_chunk: int | None = None
-
-    @property
-    def changes(self) -> int:
-        """How many levers are not as the user left them."""
-        recomputes = self.recompute is not None and self.recompute.blocks != 0
-        return recomputes + (self.optimizer_kernel is not None) + (self.loss_chunk is not None)
-
-    @property
-    def again(self) -> float:
-        """The share of the blocks that runs again in the backward pass."""
-        policy = self.recompute
-        if policy is None or policy.blocks == 0:
-            return 0.0
-        share = 1.0 if policy.blocks == "all" or not policy.of else policy.blocks / policy.of
-        return share * (_KEPT_AGAIN if policy.keep_attention else 1.0)
 
 
 class Planner:
@@ -119,6 +87,7 @@ class Planner:
         self._sizes: dict[Setting, RehearsedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
+        self._ways = cuts(self.rows, unit=self._unit, least=least, most=most)
 
     def predict(self, setting: Setting, *, micro_batch_size: int | None = None) -> Prediction:
         """Return what a step takes under `setting`, rehearsed at exactly that size.
@@ -164,8 +133,12 @@ class Planner:
         """
         self._begun, self._rates = time.monotonic(), rates
         for _ in range(_ATTEMPTS):
-            options = self._promising(settings) if only_best else self._options(settings)
-            choice = self._searched(options, budget_bytes=budget_bytes, rates=rates)
+            options = (
+                self._promising(settings, budget_bytes=budget_bytes, rates=rates)
+                if only_best
+                else self._options(settings)
+            )
+            choice = self._searched(options, settings[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
                 break
@@ -175,7 +148,7 @@ class Planner:
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _searched(self, options: Iterator[Option], *, budget_bytes: int, rates: Rates) -> Choice:
+    def _searched(self, options: Iterator[Option], own: Setting, *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
             options,
             budget_bytes=budget_bytes,
@@ -186,6 +159,7 @@ class Planner:
             most=self._most,
             rates=rates,
             alignment=None if self._calibration is None else self._calibration.alignment,
+            own=self._option(own),
         )
 
     def setting_of(self, candidate: Candidate) -> Setting:
@@ -204,7 +178,7 @@ class Planner:
             return False
         length = self._of(self.setting_of(best)).at(best.micro_batch_size, parts=best.parts).length or 1
         coarse, fine = (multiple // math.gcd(multiple, length) for multiple in (64, 8))
-        ways = {len(way): way for way in cuts(self.rows, unit=self._unit, least=self._least, most=self._most)}
+        ways = {len(way): way for way in self._ways}
         unaligned = any(rows % coarse for rows in ways.pop(best.parts))
         return unaligned and any(
             parts > best.parts and not any(rows % fine for rows in way) for parts, way in ways.items()
@@ -219,85 +193,66 @@ class Planner:
         for index, setting in enumerate(settings):
             if index > 1 and time.monotonic() - self._begun > _LONGEST:
                 return
-            yield self._option(setting, least_seconds=0.0)
+            yield self._option(setting)
 
-    def _promising(self, settings: Sequence[Setting]) -> Iterator[Option]:
-        """Yield the user's own option, and then the others by what they promise."""
-        own = settings[0]
-        yield self._option(own, least_seconds=0.0)
-        floors = {setting: self._least_seconds(setting, own) for setting in settings[1:]}
-        for setting in sorted(settings[1:], key=floors.__getitem__):
-            if setting != settings[1] and time.monotonic() - self._begun > _LONGEST:
-                continue
-            yield self._option(setting, least_seconds=floors[setting], own=own)
+    def _promising(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Iterator[Option]:
+        """Yield settings and ways to cut by the time that they promise, as far as they may fit; told from the user's own step."""
+        bounds = self._bounds(settings[0])
+        waiting: list[tuple[float, int, int]] = []
+        least = [bounds.seconds(setting, rates=rates) for setting in settings]
+        options = [
+            self._option(setting, least=tells, bounds=bounds) for setting, tells in zip(settings, least, strict=True)
+        ]
 
-    def _option(self, setting: Setting, *, least_seconds: float, own: Setting | None = None) -> Option:
+        def wait(index: int, way: int) -> None:
+            may_fit = (
+                at
+                for at in range(way, len(self._ways))
+                if options[index].lines.peak_bytes(self._ways[at][0], parts=len(self._ways[at])) <= budget_bytes
+            )
+            at = next(may_fit, None)
+            if at is not None:
+                heapq.heappush(waiting, (least[index](len(self._ways[at])), index, at))
+
+        told_of: set[int] = set()
+        for index in range(len(settings)):
+            wait(index, 0)
+        while waiting:
+            _, index, way = heapq.heappop(waiting)
+            if index < 2 or time.monotonic() - self._begun <= _LONGEST:
+                yield replace(options[index], way=self._ways[way])
+                told_of.add(index)
+                wait(index, way + 1)
+        yield from (replace(option, way=self._ways[-1]) for at, option in enumerate(options) if at not in told_of)
+
+    def _bounds(self, own: Setting) -> Bounds:
+        rows, parts = self._fewest[0], len(self._fewest)
+        return Bounds(self._module, own, lambda: self._of(own).at(rows, parts=parts), sizes=self._fewest)
+
+    def _option(
+        self, setting: Setting, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
+    ) -> Option:
+        own = None if bounds is None or bounds.own == setting else bounds.own
         option = Option(
-            lines=self._of(setting, own=own),
+            lines=self._of(setting, bounds=bounds),
             recompute="none" if setting.recompute is None else str(setting.recompute),
             again=setting.again,
             precision=setting.precision,
             optimizer_kernel=setting.optimizer_kernel,
             loss_chunk=setting.loss_chunk,
             changes=setting.changes,
-            least_seconds=least_seconds,
+            least_seconds=least,
             no_faster_than=None if own is None or setting.loss_chunk == own.loss_chunk else self._of(own),
         )
         self._settings[_key(option)] = setting
         return option
 
-    def _least_seconds(self, setting: Setting, own: Setting) -> float:
-        """Return the seconds that no step under a setting is faster than: those of the user's own and what runs again.
-
-        A loss in chunks is taken to be no faster than as the module computes it; of an optimizer's other kernel nothing is said.
-        """
-        if self._rates is None or setting.precision != own.precision or own.again:
-            return 0.0
-        sizes = self._fewest
-        again, keeps = self._names_again(setting), setting.recompute is not None and setting.recompute.keep_attention
-
-        def runs_again(work: Work) -> bool:
-            return is_within(work.place, again) and not (keeps and "attention" in work.op)
-
-        sized = self._of(own)
-        return least_seconds(
-            lambda rows, parts: sized.at(rows, parts=parts),
-            sizes,
-            self._rates,
-            again=runs_again,
-            optimizer=setting.optimizer_kernel == own.optimizer_kernel,
-        )
-
-    def _names_again(self, setting: Setting) -> frozenset[str]:
-        """Return the names of the blocks that run again."""
-        policy = setting.recompute
-        return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
-
-    def _names(self, policy: RecomputePolicy) -> frozenset[str]:
-        """Return the names of the blocks that a policy is about; none if there are none."""
-        try:
-            chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
-        except ValueError:
-            return frozenset()
-        return frozenset(name for name, child in self._module.named_modules() if id(child) in chosen)
-
-    def _least_bytes(self, setting: Setting, own: Setting) -> Callable[[int], int] | None:
-        """Return what tells the bytes that a step under a setting takes at least; None if nothing is known of it."""
-        recomputes = setting.recompute is not None and setting.recompute.blocks != 0
-        again = self._names_again(setting)
-        differs = setting.precision != own.precision or setting.optimizer_kernel != own.optimizer_kernel or own.again
-        if differs or (recomputes and not again):
-            return None
-        rows, parts = self._fewest[0], len(self._fewest)
-        only = None if setting.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
-        return lambda smaller: least_bytes(self._of(own).at(rows, parts=parts), smaller, without=again, only=only)
-
     @property
     def _fewest(self) -> tuple[int, ...]:
         """The rows of each micro-batch where there are as few as may be."""
-        return cuts(self.rows, unit=self._unit, least=self._least, most=self._most)[0]
+        return self._ways[0]
 
-    def _of(self, setting: Setting, *, own: Setting | None = None) -> RehearsedSizes:
+    def _of(self, setting: Setting, *, bounds: Bounds | None = None) -> RehearsedSizes:
         if setting not in self._sizes:
             self._sizes[setting] = RehearsedSizes(
                 self._steps(setting),
@@ -305,7 +260,7 @@ class Planner:
                 unit=self._unit,
                 row_bytes=self._row_bytes,
                 workspaces=self._workspaces,
-                least=None if own is None else self._least_bytes(setting, own),
+                least=None if bounds is None else bounds.bytes(setting),
             )
         return self._sizes[setting]
 
@@ -321,7 +276,7 @@ class Planner:
             optimizer_kernel=setting.optimizer_kernel,
             loss_chunk=setting.loss_chunk,
         ).step
-        return partial(_told, step, updates=self._updates, reduction_bytes=self._reduction_bytes)
+        return partial(told, step, updates=self._updates, reduction_bytes=self._reduction_bytes)
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
         """Return what a step takes of the machine, of which an allocator that comes to its limit gives back what it can."""
@@ -350,39 +305,6 @@ class Planner:
 
 def _key(one: Candidate | Option) -> tuple[Any, ...]:
     return one.recompute, one.precision, one.optimizer_kernel, one.loss_chunk
-
-
-def _told(step: Callable[..., Trace], *size: int, updates: bool, reduction_bytes: int) -> Trace:
-    """Return a step of that size as this planner counts it."""
-    trace = _beside(step(*size), reduction_bytes)
-    return trace if updates else _without_optimizer(trace)
-
-
-def _beside(trace: Trace, count: int) -> Trace:
-    """Return the step with so many bytes that are there all the while, for the reduction over ranks."""
-    if not count:
-        return trace
-    taken = (event.storage for event in trace.events if isinstance(event, Take))
-    scratch = Take(storage=max(taken, default=0) + 1, bytes=count, category="workspaces")
-    return replace(trace, events=(Work(op="reduction over ranks", phase="setup"), scratch, *trace.events))
-
-
-def _without_optimizer(trace: Trace) -> Trace:
-    """Return the step as it is where weights are not written: without optimizer state and what its phase does."""
-    events: list[Event] = []
-    left_out: set[int] = set()
-    phase = "setup"
-    for event in trace.events:
-        if isinstance(event, Work):
-            phase = event.phase
-        elif isinstance(event, Take) and (phase == "optimizer step" or event.category == "optimizer state"):
-            left_out.add(event.storage)
-        if phase == "optimizer step" and isinstance(event, Work):
-            continue
-        if not isinstance(event, Work) and event.storage in left_out:
-            continue
-        events.append(event)
-    return replace(trace, events=tuple(events))
 
 
 def _kind(trace: Trace) -> str:

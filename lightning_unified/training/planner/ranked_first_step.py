@@ -12,7 +12,8 @@ from lightning_unified.errors import RehearsalError
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.search import Choice
 from lightning_unified.training.planner.first_step import FirstStep
-from lightning_unified.training.planner.planner import Planner, Setting
+from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.ranked_policy import RankedPolicy
 from lightning_unified.training.ranks import Point, Ranks
 from lightning_unified.training.split import BatchShape

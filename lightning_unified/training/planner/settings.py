@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.training.planner.planner import Setting
+from lightning_unified.training.planner.setting import Setting
 
 __all__ = ["settings_to_compare"]
 
