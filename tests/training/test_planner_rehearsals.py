@@ -31,17 +31,17 @@ def rehearsed(monkeypatch):
     return asked
 
 
-def rates(*, launch):
-    return Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=launch, kernel=0.0, part=0.0, sources={})
+def rates(*, launch, part=0.0):
+    return Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=launch, kernel=0.0, part=part, sources={})
 
 
-def chosen(*, share, launch, only_best=True):
-    """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation."""
-    module = Transformer(layers=2)
-    planner = Planner(module, Transformer.batch(8), backend="cuda", rates=rates(launch=launch), workspaces=False)
+def chosen(*, share, only_best=True, layers=2, **costs):
+    """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation or a part."""
+    module = Transformer(layers=layers)
+    planner = Planner(module, Transformer.batch(8), backend="cuda", rates=rates(**costs), workspaces=False)
     settings = settings_to_compare("32-true", policies=recompute_policies(module))
     budget = int(share * planner.predict(settings[0]).reserved_bytes)
-    return planner.choose(settings, budget_bytes=budget, rates=rates(launch=launch), only_best=only_best).best
+    return planner.choose(settings, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best
 
 
 def test_a_plan_that_no_other_setting_can_beat_has_no_other_rehearsed(rehearsed):
@@ -52,10 +52,11 @@ def test_a_plan_that_no_other_setting_can_beat_has_no_other_rehearsed(rehearsed)
 
 
 def test_a_batch_is_not_rehearsed_in_parts_where_the_whole_of_it_is_faster_in_any_case(rehearsed):
-    best = chosen(share=0.8, launch=1e-3)
+    best = chosen(share=0.9, layers=4, launch=1e-9, part=1.0)
 
-    assert (best.recompute, best.parts) == ("1 of 2 blocks", 1)
-    assert [(rows, parts) for _, rows, parts in rehearsed] == [(8, 1), (8, 1)]
+    assert (best.recompute, best.parts) == ("2 of 4 blocks", 1)
+    assert {(rows, parts) for _, rows, parts in rehearsed} == {(8, 1)}
+    assert len(rehearsed) < 4
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Steps of further sizes, followed on the shadow of the first, are those that rehearsals of their own tell."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning import fake
 from lightning_unified.planning.peak import peak
 from lightning_unified.planning.reserve import reserved_bytes
@@ -15,6 +17,20 @@ from lightning_unified.planning.trace import Give, Take
 from lightning_unified.training.rehearsal import Rehearsals, rehearse
 
 SIZES = ((8, 1), (2, 2), (4, 2))
+
+
+class Switched(Transformer):
+    """Recomputes by an attribute of its own, and names its blocks for whoever wants some of them."""
+
+    recompute = False
+
+    def __init__(self):
+        super().__init__()
+        self.recompute = True
+
+    @property
+    def recompute_blocks(self):
+        return list(self.blocks)
 
 
 def told(trace):
@@ -38,6 +54,32 @@ def followed(module, batch, **setting):
         traces.append(rehearsals.step(rows, parts))
         shared += before is not None and rehearsals._last is before
     return traces, shared
+
+
+POLICIES = (None, True, RecomputePolicy(blocks=1, keep_attention=True), False)
+
+
+@pytest.mark.parametrize("kind", [Transformer, Switched])
+def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind):
+    module, batch, shadows = kind(), kind.batch(8), {}
+    setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
+    asked = [Rehearsals(module, batch, recompute=policy, shadows=shadows, **setting) for policy in POLICIES]
+    traces = [rehearsals.step(rows, parts) for rehearsals in asked for rows, parts in ((8, 1), (4, 2))]
+    alone = [
+        rehearse(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
+        for policy in POLICIES
+        for rows, parts in ((8, 1), (4, 2))
+    ]
+
+    assert len({id(rehearsals._last) for rehearsals in asked}) == 1
+    assert list(map(summed_up, traces)) == list(map(summed_up, alone))
+
+
+def summed_up(trace):
+    """All of the trace but the order in which what is there before the step began to live."""
+    takes = Counter((event.bytes, event.category) for event in trace.events if isinstance(event, Take))
+    works = [event for event in trace.events if not isinstance(event, (Take, Give))]
+    return works, takes, peak(trace).bytes, reserved_bytes(trace), told(trace)[1:]
 
 
 def by_themselves(module, batch, **setting):

@@ -81,7 +81,7 @@ class Planner:
         self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer)
+        self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer, shadows={})
         self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
         self._mmap_threshold = mmap_threshold
         self._sizes: dict[Setting, RehearsedSizes] = {}

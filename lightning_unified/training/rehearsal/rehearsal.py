@@ -77,6 +77,7 @@ class Rehearsal:
         self._template = Template(module, batch)
         self._before = self._template if train_batch is None else Template(module, train_batch)
         self._settings = self._settings_of(accumulate, clip)
+        self._lever: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
@@ -102,8 +103,13 @@ class Rehearsal:
             return trace
         return replace(trace, reads=tuple(replace(read, shapes=False) for read in trace.reads))
 
-    def go_on(self, rows: int, parts: int, later_rows: int | None = None) -> Trace | None:
+    def go_on(
+        self, rows: int, parts: int, later_rows: int | None = None, *, recompute: RecomputePolicy | bool | None = None
+    ) -> Trace | None:
         """Follow one more step where the last one ended, with every counter set back to what it was before the first one followed.
+
+        What is recomputed may be something else by now: it decides what lives within a step, and of what lives between two no more than
+        the order in which it began to.
 
         It is the step that a rehearsal of its own would follow, if that would find the same as this one does. So what lives before it
         must be, byte for byte and in the same order within each category, what lived before the first step that was followed; and so
@@ -116,6 +122,7 @@ class Rehearsal:
         stage, self._stage = self._stage, None
         if stage is None:
             return None
+        self._recompute = recompute
         with contextlib.suppress(RehearsalError):
             trace = self._guarded(
                 partial(self._further, stage, rows, parts, rows if later_rows is None else later_rows)
@@ -160,6 +167,7 @@ class Rehearsal:
         stage.rows, stage.parts, stage.later_rows = rows, parts, later
         with fake_world(stage.world):
             stage.conductor.go_on()
+            self._recompute_as_asked(stage.copy)
             stage.strategy.cut(None if parts == 1 else rows)
             with self._followed(stage):
                 stage.trainer.go_on()
@@ -233,8 +241,19 @@ class Rehearsal:
         for child in copy.modules():
             if "_device" in vars(child):
                 child._device = _DEVICE  # type: ignore[assignment]
-        _pull(copy, self._recompute, self._loss_chunk)
+        self._lever = None
+        self._recompute_as_asked(copy)
+        if self._loss_chunk is not None:
+            LossChunk(copy, self._loss_chunk)
         return copy
+
+    def _recompute_as_asked(self, copy: L.LightningModule) -> None:
+        if self._lever is not None:
+            self._lever.undo()
+        policy = self._recompute
+        if isinstance(policy, bool):
+            policy = RecomputePolicy(blocks="all" if policy else 0)
+        self._lever = None if policy is None else RecomputedBlocks(copy, policy)
 
     def _batch(self, stage: _Stage, *, validation: bool) -> Any:
         """Return the next batch: whole until weights have been written once."""
@@ -303,15 +322,6 @@ class Rehearsal:
 
 def _sizes(trace: Trace) -> list[int]:
     return [event.bytes for event in trace.events if isinstance(event, Take)]
-
-
-def _pull(copy: L.LightningModule, recompute: RecomputePolicy | bool | None, loss_chunk: int | None) -> None:
-    """Set the shadow's levers as asked."""
-    if recompute is not None:
-        whole = RecomputePolicy(blocks="all" if recompute else 0)
-        RecomputedBlocks(copy, recompute if isinstance(recompute, RecomputePolicy) else whole)
-    if loss_chunk is not None:
-        LossChunk(copy, loss_chunk)
 
 
 def _vocabularies(module: nn.Module) -> set[int]:

@@ -130,6 +130,8 @@ class Rehearsals:
         recompute: What is recomputed.
         optimizer_kernel: The optimizers' kernel.
         loss_chunk: Rows of logits at once.
+        shadows: Where the last rehearsal is kept, by all of the setting but what is recomputed: settings that share it, and differ in
+            nothing else, follow their steps on one shadow.
     """
 
     def __init__(
@@ -143,7 +145,10 @@ class Rehearsals:
         recompute: RecomputePolicy | bool | None = None,
         optimizer_kernel: str | None = None,
         loss_chunk: int | None = None,
+        shadows: dict[Any, Rehearsal] | None = None,
     ) -> None:
+        self._recompute, self._key = recompute, (precision, optimizer_kernel, loss_chunk)
+        self._shadows: dict[Any, Rehearsal] = {} if shadows is None else shadows
         self._anew = partial(
             Rehearsal,
             module,
@@ -155,7 +160,6 @@ class Rehearsals:
             loss_chunk=loss_chunk,
             live=trainer,
         )
-        self._last: Rehearsal | None = None
 
     def step(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Return what a step does to memory.
@@ -168,8 +172,14 @@ class Rehearsals:
         Raises:
             RehearsalError: As `rehearse`.
         """
-        trace = None if self._last is None else self._last.go_on(rows, parts, later_rows)
+        last = self._last
+        trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
         if trace is None:
-            self._last = self._anew()
-            trace = self._last.run(rows, parts, later_rows)
+            last = self._shadows[self._key] = self._anew()
+            trace = last.run(rows, parts, later_rows)
         return trace
+
+    @property
+    def _last(self) -> Rehearsal | None:
+        """The rehearsal on whose shadow a further step may be followed."""
+        return self._shadows.get(self._key)
