@@ -260,9 +260,9 @@ class FirstStep:
         assert self._speeds is not None
         choose = partial(planner.choose, settings, budget_bytes=budget, rates=self._speeds.rates, only_best=True)
         choice = choose()
-        if self._speeds.lacks_alignment and planner.could_be_aligned(choice):
-            self._speeds.measure_alignment()
-            choice = choose()
+        speeds = self._speeds
+        if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
+            return choose()
         return choice
 
     def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:

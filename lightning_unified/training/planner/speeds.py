@@ -39,9 +39,9 @@ class RunSpeeds:
         """Whether it is not known yet what aligned sizes gain, and can be measured."""
         return self._watch.machine is None and self._calibration.alignment is None
 
-    def measure_alignment(self) -> None:
-        """Measure what aligned sizes gain."""
-        self._calibration.gains(self._watch.device)
+    def alignment_pays(self) -> bool:
+        """Measure what aligned sizes gain, and return whether it is anything."""
+        return self._calibration.gains(self._watch.device).multiple > 1
 
     def describe(self) -> str:
         """Return where the speeds come from, in words."""
