@@ -133,11 +133,7 @@ class Planner:
         """
         self._begun, self._rates = time.monotonic(), rates
         for _ in range(_ATTEMPTS):
-            options = (
-                self._promising(settings, budget_bytes=budget_bytes, rates=rates)
-                if only_best
-                else self._options(settings)
-            )
+            options = self._promising(settings, rates=rates) if only_best else self._options(settings)
             choice = self._searched(options, settings[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
@@ -195,35 +191,22 @@ class Planner:
                 return
             yield self._option(setting)
 
-    def _promising(self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates) -> Iterator[Option]:
-        """Yield settings and ways to cut by the time that they promise, as far as they may fit; told from the user's own step."""
+    def _promising(self, settings: Sequence[Setting], *, rates: Rates) -> Iterator[Option]:
+        """Yield settings and ways to cut by the time that they promise, told from the user's own step."""
         bounds = self._bounds(settings[0])
-        waiting: list[tuple[float, int, int]] = []
         least = [bounds.seconds(setting, rates=rates) for setting in settings]
         options = [
             self._option(setting, least=tells, bounds=bounds) for setting, tells in zip(settings, least, strict=True)
         ]
-
-        def wait(index: int, way: int) -> None:
-            may_fit = (
-                at
-                for at in range(way, len(self._ways))
-                if options[index].lines.peak_bytes(self._ways[at][0], parts=len(self._ways[at])) <= budget_bytes
-            )
-            at = next(may_fit, None)
-            if at is not None:
-                heapq.heappush(waiting, (least[index](len(self._ways[at])), index, at))
-
-        told_of: set[int] = set()
-        for index in range(len(settings)):
-            wait(index, 0)
+        waiting = [(tells(len(self._ways[0])), index, 0) for index, tells in enumerate(least)]
+        heapq.heapify(waiting)
         while waiting:
             _, index, way = heapq.heappop(waiting)
-            if index < 2 or time.monotonic() - self._begun <= _LONGEST:
-                yield replace(options[index], way=self._ways[way])
-                told_of.add(index)
-                wait(index, way + 1)
-        yield from (replace(option, way=self._ways[-1]) for at, option in enumerate(options) if at not in told_of)
+            if index > 1 and time.monotonic() - self._begun > _LONGEST:
+                continue
+            yield replace(options[index], way=self._ways[way])
+            if way + 1 < len(self._ways):
+                heapq.heappush(waiting, (least[index](len(self._ways[way + 1])), index, way + 1))
 
     def _bounds(self, own: Setting) -> Bounds:
         rows, parts = self._fewest[0], len(self._fewest)
