@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_unified.models.classifier.callback import ClassificationReport
-    from lightning_unified.models.classifier.export import export
+    from lightning_unified.models.classifier.exporting import export
     from lightning_unified.models.classifier.inference import classify
     from lightning_unified.models.classifier.module import TextClassifier
 
@@ -18,7 +18,7 @@ _HOMES = {
     "ClassificationReport": "callback",
     "TextClassifier": "module",
     "classify": "inference",
-    "export": "export",
+    "export": "exporting",
 }
 
 

@@ -94,7 +94,7 @@ def _print_table(texts: Sequence[Given], found: Sequence[Classification], names:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from lightning_unified.models.classifier.export import export
+    from lightning_unified.models.classifier.exporting import export
 
     module = checkpoint.load(options.checkpoint, device="cpu")
     written = export(module, options.folder, program=not options.no_program)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified.models.classifier.module import TextClassifier
 
-WORDS = [f"{letter}{index}" for letter in "abc" for index in range(40)]
+WORDS = [f"{letter}{index}" for letter in "abc" for index in range(6)]
 NAMES = ["apples", "bears", "clouds"]
 
 
@@ -30,7 +30,7 @@ def texts():
     made = []
     for row in range(24):
         count = 2 + row % 8
-        numbers = torch.randint(0, 40, (count,), generator=generator).tolist()
+        numbers = torch.randint(0, 6, (count,), generator=generator).tolist()
         made.append((" ".join(f"{'abc'[row % 3]}{number}" for number in numbers), row % 3))
     return made
 
