@@ -87,9 +87,9 @@ def test_what_it_says_depends_on_the_text(build, batches):
 
 
 def test_a_resumed_run_has_the_weights_of_one_that_was_not_stopped(build, data, fit, tmp_path):
-    data.batches = data.batches[:2]  # the checkpoint is one of an epoch's end: this loader knows no place within
+    data.batches = data.batches[:1] * 4  # this loader knows no place within an epoch
     fit(straight := build(), data, max_steps=4)
-    fit(build(), data, max_steps=-1, max_epochs=1).save_checkpoint(tmp_path / "two.ckpt")
+    fit(build(), data, max_steps=2).save_checkpoint(tmp_path / "two.ckpt")
     fit(second := build(), data, max_steps=4, ckpt_path=tmp_path / "two.ckpt")
 
     assert torch.equal(_weights(second), _weights(straight))
