@@ -85,12 +85,13 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
 
 
 SIZES = (
+    "classifier",
     "classifier-tiny",
     "compressor-125m",
     "compressor-smollm2",
     "gearhead-small",
     "gearhead-118m",
-)  # of one model: the others stand for them in the fast tests
+)  # composed as the others are, which stand for them in the fast tests
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIZES)) for name in MODELS])

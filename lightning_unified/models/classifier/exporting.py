@@ -1,6 +1,8 @@
 """A trained classifier for others: a folder that transformers reads, and a program that needs nothing but torch."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,8 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = _plain_copy(module)
-    model.save_pretrained(folder)
+    with _quiet():
+        model.save_pretrained(folder)
     _save_tokenizer(encoder, longest, folder)
     temperature = module.temperature.detach().cpu()
     facts = {"label_names": module.label_names, "temperature": float(temperature), "text_length": longest}
@@ -82,6 +85,20 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
         program="program.pt2" if program else None,
         largest_difference=difference,
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars out."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def _plain_copy(module: TextClassifier) -> Any:

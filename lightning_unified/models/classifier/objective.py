@@ -1,13 +1,14 @@
 """Cross-entropy of a part of a batch, as a share of the whole batch's: with class weights and smoothed labels, and exact when cut."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["class_weights", "part_of_loss", "total_weight"]
+__all__ = ["IGNORED", "class_weights", "part_of_loss", "total_weight"]
+
+IGNORED = -100  # the label of a row that is not scored; torch's own
 
 
 def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence[int] | None) -> Tensor | None:
@@ -45,19 +46,20 @@ def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence
 
 
 def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
-    """Return the sum (a scalar) of the class weights of all rows (B); their number if classes weigh the same."""
+    """Return the sum (a scalar) of the class weights of the rows (B) that are scored; their number if classes weigh the same."""
+    scored = labels != IGNORED
     if weights is None:
-        return torch.tensor(float(len(labels)), device=labels.device)
-    return weights[labels].sum()
+        return scored.sum()
+    return (weights[labels.clamp(min=0)] * scored).sum()
 
 
-def part_of_loss(logits: Tensor, labels: Tensor, *, total: Any, weights: Tensor | None, smoothing: float) -> Tensor:
+def part_of_loss(logits: Tensor, labels: Tensor, *, total: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
     """Return what some rows add to the whole batch's loss: `cross_entropy(reduction="mean")` of torch, when all parts are added.
 
     Shapes:
-        logits (B, C), labels (B); total, the whole batch's `total_weight`.
+        logits (B, C), labels (B), -100 where a row is not scored; total, the whole batch's `total_weight`.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     own = None if weights is None else weights.to(scores.dtype)
     summed = functional.cross_entropy(scores, labels, weight=own, label_smoothing=smoothing, reduction="sum")
-    return summed / total
+    return summed / total.clamp(min=torch.finfo(scores.dtype).tiny)

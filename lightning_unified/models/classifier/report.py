@@ -15,6 +15,8 @@ from torchmetrics.functional import classification
 from torchmetrics.utilities import dim_zero_cat
 from typing_extensions import override
 
+from lightning_unified.models.classifier.objective import IGNORED
+
 __all__ = ["Outputs", "Report", "report"]
 
 
@@ -38,8 +40,10 @@ class Outputs(Metric):
 
     @override
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Return logits (N, C) and labels (N) of all rows, on the CPU."""
-        return dim_zero_cat(self.logits).cpu(), dim_zero_cat(self.labels).cpu()
+        """Return logits (N, C) and labels (N) of all rows that have a label, on the CPU."""
+        logits, labels = dim_zero_cat(self.logits).cpu(), dim_zero_cat(self.labels).cpu()
+        scored = labels != IGNORED
+        return logits[scored], labels[scored]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,17 @@ def test_the_loss_is_torchs_weighted_mean_over_the_whole_batch(build, batches):
     torch.testing.assert_close(own, torchs)
 
 
+def test_a_row_without_a_label_counts_nowhere(build, batches):
+    model = build(labels=3, class_weights=[1.0, 2.0, 5.0]).double().eval()
+    batch = batches[1]
+    wider = {name: torch.cat([values, values[:2]]) for name, values in batch.items()}
+    wider["labels"][-2:] = -100
+    model._outputs.update(model.batch_logits(wider), wider["labels"])
+
+    torch.testing.assert_close(model.training_step(wider), model.training_step(batch), rtol=1e-12, atol=0)
+    assert torch.equal(model._outputs.compute()[1], batch["labels"])
+
+
 @pytest.mark.parametrize("lengths", [(4, 8, 12), (2, 3, 4, 5, 6)])
 def test_a_part_of_short_rows_loses_its_padding_and_no_prediction_changes(build, batches, lengths):
     model = build(labels=3).double().eval()
