@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ def build(
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"transformers cannot build a sequence classifier with model_type={kind!r} and attention={attention!r}: {error}"
+            f"transformers cannot build a sequence classifier with model_type={kind!r} and attention={attention!r} (eager is there for "
+            f"all it knows): {shorten(str(error), 200)}"
         ) from error
 
 

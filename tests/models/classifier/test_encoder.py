@@ -100,6 +100,44 @@ def test_an_encoder_that_is_not_there_is_one_clear_error(saved, tmp_path_factory
         TextClassifier(encoder=folders.get(name, name))
 
 
+_SIZES = {
+    "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "positions"),
+    [
+        ({**_SIZES, "model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1}, 64),
+        (
+            {"model_type": "distilbert", "vocab_size": 512, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64},
+            512,
+        ),
+        ({**_SIZES, "model_type": "modernbert", "pad_token_id": 1, "max_position_embeddings": 64}, 64),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_other_architectures_have_their_head_blocks_and_positions(build, architecture, positions):
+    network = build(architecture=architecture).double().eval().network
+    network.resize_head(5)
+    network.double()
+    mask = torch.arange(12) < torch.tensor([[12], [5]])
+    ids = torch.where(mask, torch.randint(5, 500, (2, 12)), 1)
+    logits = network(ids, mask)
+
+    assert (logits.shape, len(network.blocks()), network.positions) == ((2, 5), 3, positions)
+    torch.testing.assert_close(logits[1:], network(ids[1:, :5]), rtol=0, atol=1e-12)
+    wanted = network.model(input_ids=ids, attention_mask=mask.long()).logits
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
+    embeddings = network.model.get_input_embeddings()(ids[:1])
+    torch.testing.assert_close(network(None, None, embeddings), logits[:1], rtol=0, atol=1e-12)
+
+
+def test_an_architecture_without_the_kernel_asked_for_says_which_has_it(build):
+    with pytest.raises(ValueError, match=r"model_type='deberta-v2' and attention='sdpa' \(eager is there"):
+        build(architecture={**_SIZES, "model_type": "deberta-v2"})
+
+
 def test_a_preset_of_another_size_than_it_states_is_an_error(monkeypatch):
     tiny = PRESETS["classifier-tiny"]
     monkeypatch.setitem(
