@@ -61,8 +61,12 @@ class TextEncoder:
         return None if name is None else self._backend.token_to_id(name)
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
-        """Return the encodings of texts, with special tokens, cut to `max_length` tokens."""
+        """Return the encodings of texts, with special tokens, cut to `max_length` tokens.
+
+        A special token's name in a text is just characters, as it is in training.
+        """
         backend = Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
         backend.enable_truncation(max_length)
         return backend.encode_batch(list(texts))
 

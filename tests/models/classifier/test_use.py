@@ -44,6 +44,12 @@ def test_a_text_that_is_too_long_is_said_to_be_cut_off(model):
     assert (long.tokens, long.cut_off) == (12, True)
 
 
+def test_a_special_tokens_name_in_a_text_is_just_characters(model):
+    ids = model.identity.encoder.encode(["a1 [SEP] a2"], max_length=12)[0].ids
+
+    assert ids.count(3) == 1
+
+
 def test_the_command_prints_records_and_tables_of_files_and_standard_input(
     trained, texts, tmp_path, capsys, monkeypatch
 ):
