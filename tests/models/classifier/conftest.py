@@ -12,6 +12,11 @@ WORDS = [f"{letter}{index}" for letter in "abc" for index in range(6)]
 NAMES = ["apples", "bears", "clouds"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _needs_transformers():
+    pytest.importorskip("transformers")
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """Return a tokenizer of words, with BERT's special tokens around each text."""
