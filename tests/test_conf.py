@@ -21,6 +21,8 @@ TIERS = {
 }
 HARDWARE = ("auto", "cpu", "cuda", "dgx_spark", "jetson", "mps", "rocm", "strix_halo")
 MODELS = (
+    "classifier",
+    "classifier-tiny",
     "compressor-125m",
     "compressor-small",
     "compressor-smollm2",
@@ -30,6 +32,7 @@ MODELS = (
     "gearhead-small",
 )
 EXPERIMENTS = [
+    "classification",
     "compression",
     "compression-smollm2",
     "diagnostics",
@@ -82,11 +85,13 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
 
 
 SIZES = (
+    "classifier",
+    "classifier-tiny",
     "compressor-125m",
     "compressor-smollm2",
     "gearhead-small",
     "gearhead-118m",
-)  # of one model: the others stand for them in the fast tests
+)  # composed as the others are, which stand for them in the fast tests
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIZES)) for name in MODELS])
@@ -134,6 +139,14 @@ def test_an_experiment_in_compression_brings_its_data_and_is_judged_as_it_trains
     assert config.model.preset == f"compressor-{model}"
     assert config.data == compose(f"data=compressor-{model}", f"hardware={config.hardware.name}").data
     assert config.callbacks.compression.directory == f"{config.run_dir}/compression"
+
+
+def test_the_classification_experiment_keeps_the_best_by_a_metric_of_choice_and_stops_on_it():
+    chosen = ("callbacks.checkpoint.monitor=val/brier", "callbacks.checkpoint.mode=min")
+    found = compose("experiment=classification", *chosen).callbacks
+
+    assert (found.early_stopping.monitor, found.early_stopping.mode) == ("val/brier", "min")
+    assert compose("experiment=classification").callbacks.checkpoint.monitor == "val/macro_f1"
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -50,7 +50,9 @@ def test_only_what_is_tested_is_claimed():
     assert project["requires-python"] == ">=3.11,<3.13"
     assert "torch>=2.11,<2.14" in project["dependencies"]
     assert "lightning>=2.6,<2.7" in project["dependencies"]
-    assert {"models", "data", "pretrained", "sweep", "dev", "all"} == set(project["optional-dependencies"])
+    assert {"models", "data", "pretrained", "classifier", "sweep", "dev", "all"} == set(
+        project["optional-dependencies"]
+    )
 
 
 def test_the_configuration_is_shipped_from_its_folder():

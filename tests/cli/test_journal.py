@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
+from lightning_unified.cli.run import throughput
 from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.strategies import UnifiedStrategy
@@ -110,3 +111,10 @@ def test_speed_is_logged_every_few_batches_under_the_step_of_their_last(tmp_path
 
     assert step == 1
     assert speed["speed/samples_per_second"] * speed["speed/seconds_per_batch"] == pytest.approx(8)
+
+
+def test_of_texts_with_one_label_each_the_tokens_are_counted_and_not_the_labels():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+
+    assert throughput._tokens({"labels": torch.tensor([1, 0]), "attention_mask": mask}) == 4
+    assert throughput._tokens({"labels": torch.tensor([[-100, 3, 4]]), "attention_mask": mask[:1]}) == 2

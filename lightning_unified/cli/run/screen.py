@@ -169,10 +169,12 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     )
     validation = summary["validation"]
     if "loss" in validation:
-        perplexity = validation.get("perplexity")
+        perplexity, accuracy = validation.get("perplexity"), validation.get("accuracy")
         yield (
             "validation",
-            f"loss {validation['loss']:.4f}" + (f", perplexity {perplexity:.1f}" if perplexity is not None else ""),
+            f"loss {validation['loss']:.4f}"
+            + (f", perplexity {perplexity:.1f}" if perplexity is not None else "")
+            + (f", accuracy {accuracy:.4f}" if accuracy is not None else ""),
         )
     for name, perplexity in baselines.items():
         yield name, f"perplexity {perplexity:.1f} over the same tokens"

@@ -106,6 +106,9 @@ def _tokens(batch: Any) -> torch.Tensor | None:
     if not isinstance(batch, dict):
         return None
     labels, mask = batch.get("labels"), batch.get("mask")
+    read = batch.get("attention_mask")
+    if isinstance(labels, torch.Tensor) and labels.ndim == 1 and isinstance(read, torch.Tensor):
+        return (read != 0).sum()  # a label a text: what is trained on are the texts' tokens
     if isinstance(labels, torch.Tensor):
         return (labels != -100).sum()
     return mask.sum() if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None

@@ -1,0 +1,136 @@
+"""`python -m lightning_unified.models.classifier predict|export|explain`: use a trained classifier."""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_unified.models.classifier import checkpoint
+from lightning_unified.models.classifier.inference import Classification, classify
+from lightning_unified.models.classifier.reading import Given, read_texts
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        return _fail(error, code=2)
+    except (RuntimeError, OSError) as error:
+        return _fail(error, code=1)
+    except KeyboardInterrupt:
+        print()
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.classifier", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    predict = commands.add_parser("predict", help="labels and probabilities of texts")
+    predict.add_argument("--json", action="store_true", help="print one JSON record a text")
+    predict.add_argument(
+        "--csv", action="store_true", help="print a table: source, label, one column of probabilities a label"
+    )
+    predict.add_argument("--batch-size", type=int, default=64, help="texts at a time (default %(default)s)")
+    predict.set_defaults(run=_predict)
+    write = commands.add_parser("export", help="a folder for transformers, and a torch.export program")
+    write.add_argument("folder", help="where to write")
+    write.add_argument("--no-program", action="store_true", help="write no torch.export program")
+    write.set_defaults(run=_export)
+    explain = commands.add_parser("explain", help="which words speak for a label, and which against it")
+    explain.add_argument("--label", help="explain this label (default: the likeliest)")
+    explain.add_argument(
+        "--orders", type=int, default=100, help="random orders of deletion to compare with (default 100)"
+    )
+    explain.add_argument("--steps", type=int, default=32, help="steps of the integral to begin with (default 32)")
+    explain.add_argument("--seed", type=int, default=0, help="of the random orders (default 0)")
+    explain.add_argument("--html", help="write the coloured texts to this file")
+    explain.add_argument("--json", action="store_true", help="print one JSON record a text")
+    explain.set_defaults(run=_explain)
+    for command in (predict, explain):
+        command.add_argument(
+            "files", nargs="*", default=["-"], help="text, .csv, .tsv or .jsonl; - reads standard input"
+        )
+        command.add_argument("--lines", action="store_true", help="each line of a text file is a text")
+        command.add_argument("--field", default="text", help="column or key of the text in tables (default text)")
+    for command in (predict, write, explain):
+        command.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
+        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+    return parser
+
+
+def _predict(options: argparse.Namespace) -> None:
+    if options.json and options.csv:
+        raise ValueError("--json and --csv are two forms of the same; give one.")
+    texts = read_texts(options.files, lines=options.lines, field=options.field)
+    module = checkpoint.load(options.checkpoint, device=options.device)
+    found = classify([text for _, text in texts], module=module, batch_size=options.batch_size)
+    if options.json:
+        for (source, _), one in zip(texts, found, strict=True):
+            print(json.dumps({"source": source, **asdict(one)}, ensure_ascii=False))
+    elif options.csv:
+        _print_table(texts, found, module.label_names)
+    else:
+        for (source, _), one in zip(texts, found, strict=True):
+            best = ", ".join(f"{name} {share:.4f}" for name, share in list(one.probabilities.items())[:5])
+            print(f"{source}\t{one.label}\t{best}{' (cut off)' if one.cut_off else ''}")
+
+
+def _print_table(texts: Sequence[Given], found: Sequence[Classification], names: Sequence[str]) -> None:
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["source", "label", *names])
+    for (source, _), one in zip(texts, found, strict=True):
+        table.writerow([source, one.label, *(f"{one.probabilities[name]:.6f}" for name in names)])
+
+
+def _export(options: argparse.Namespace) -> None:
+    from lightning_unified.models.classifier.exporting import export
+
+    module = checkpoint.load(options.checkpoint, device="cpu")
+    written = export(module, options.folder, program=not options.no_program)
+    print(f"{written.folder}: {', '.join(written.files)}")
+    if written.program is not None:
+        print(f"{written.program}: probabilities within {written.largest_difference:.1e} of the model's")
+
+
+def _explain(options: argparse.Namespace) -> None:
+    from lightning_unified.models.classifier import render
+    from lightning_unified.models.classifier.explain import explain
+
+    texts = read_texts(options.files, lines=options.lines, field=options.field)
+    module = checkpoint.load(options.checkpoint, device=options.device)
+    found = [
+        explain(module, text, label=options.label, orders=options.orders, steps=options.steps, seed=options.seed)
+        for _, text in texts
+    ]
+    if options.html:
+        Path(options.html).write_text(render.page(found), encoding="utf-8")
+    if options.json:
+        for (source, _), one in zip(texts, found, strict=True):
+            print(json.dumps({"source": source, **asdict(one)}, ensure_ascii=False))
+        return
+    console = Console()
+    for (source, _), one in zip(texts, found, strict=True):
+        console.print(f"{source}: {render.summary(one)}", highlight=False, soft_wrap=True)
+        console.print(render.terminal(one), soft_wrap=True)
+
+
+def _fail(error: Exception, *, code: int) -> int:
+    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

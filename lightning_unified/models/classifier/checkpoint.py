@@ -1,0 +1,55 @@
+"""A trained classifier from a file, or an error: nothing here ever answers with an untrained head."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_unified.models.choices import inference_device
+from lightning_unified.models.classifier.module import TextClassifier
+from lightning_unified.models.plain_checkpoint import read_plain
+
+__all__ = ["load", "read"]
+
+_NEEDED = ("state_dict", "hyper_parameters", "classifier", "global_step")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return a classifier's checkpoint as plain data (`weights_only=True`): a file cannot run code here.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If it is damaged, is no checkpoint of a classifier, or was saved before the first step of training.
+    """
+    saved = read_plain(path)
+    missing = [name for name in _NEEDED if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise RuntimeError(f"{path} is not a checkpoint of a classifier: {', '.join(missing)} missing.")
+    if not saved["global_step"] > 0:
+        raise RuntimeError(
+            f"{path} was saved before the first step of training: its head would answer by chance. Give a later one."
+        )
+    return saved
+
+
+def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
+    """Return the classifier in a checkpoint that training has saved, in eval mode, with labels and tokenizer.
+
+    The encoder's own files are not needed: the checkpoint holds its configuration and all weights.
+
+    Args:
+        path: The `.ckpt` file.
+        device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
+    """
+    saved = read(path)
+    module = TextClassifier(**saved["hyper_parameters"])
+    module.on_load_checkpoint(saved)
+    if module.identity.encoder is None:
+        raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
+    try:
+        module.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    return module.to(inference_device(device)).eval()

@@ -1,0 +1,87 @@
+"""What a classifier was trained on, apart from its weights: label names, tokenizer, and the lengths of its batches."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_unified.models.classifier.tokens import TextEncoder
+
+__all__ = ["Identity"]
+
+
+class Identity:
+    """Label names, tokenizer and lengths; empty until data or a checkpoint fills it, and then it stays what it is.
+
+    Attributes:
+        label_names: In the order of the logits; empty while nobody has named them.
+        encoder: The tokenizer; None while there is none.
+        lengths: To which rows are padded, rising.
+        text_length: The longest text in tokens, where others are cut off; None while nobody has said.
+    """
+
+    def __init__(self) -> None:
+        self.label_names: list[str] = []
+        self.encoder: TextEncoder | None = None
+        self.lengths: tuple[int, ...] = ()
+        self.text_length: int | None = None
+
+    def take(self, data: Any, *, vocabulary: int, positions: int | None) -> None:
+        """Take over what a data module says.
+
+        Raises:
+            ValueError: If it contradicts what is known, or does not fit in the encoder.
+        """
+        names = getattr(data, "label_names", None)
+        if names:
+            self._take_names([str(name) for name in names])
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer is not None:
+            self._take_encoder(TextEncoder(tokenizer), vocabulary)
+        lengths: Sequence[int] = getattr(data, "padded_lengths", None) or ()
+        longest = getattr(data, "text_length", None) or max(lengths, default=None)
+        if positions is not None and longest is not None and longest > positions:
+            raise ValueError(
+                f"the data's texts have up to {longest} tokens, and the encoder has positions for {positions}; set "
+                f"data.text_length={positions}."
+            )
+        self.lengths = tuple(sorted(int(length) for length in lengths)) or self.lengths
+        self.text_length = longest or self.text_length
+
+    def state(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        text = None if self.encoder is None else self.encoder.to_str()
+        lengths = {"lengths": list(self.lengths), "text_length": self.text_length}
+        return {"label_names": self.label_names, "tokenizer": text, **lengths}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state` has written.
+
+        Raises:
+            ValueError: If labels or tokenizer are known already, and are others.
+        """
+        self._take_names(list(saved["label_names"]))
+        if saved["tokenizer"] is not None:
+            encoder = TextEncoder.from_str(saved["tokenizer"])
+            self._take_encoder(encoder, len(encoder))
+        self.lengths = self.lengths or tuple(saved["lengths"])
+        self.text_length = self.text_length or saved["text_length"]
+
+    def _take_names(self, names: list[str]) -> None:
+        if self.label_names and self.label_names != names:
+            raise ValueError(
+                f"this model tells {', '.join(self.label_names[:8])} apart, in this order, and is given labels "
+                f"{', '.join(names[:8])}; give the data it was trained on."
+            )
+        self.label_names = names
+
+    def _take_encoder(self, given: TextEncoder, vocabulary: int) -> None:
+        if len(given) > vocabulary:
+            raise ValueError(
+                f"the tokenizer has {len(given):,} tokens, the encoder {vocabulary:,}: it is another model's. Give the data the "
+                "tokenizer of this encoder."
+            )
+        if self.encoder is not None and self.encoder != given:
+            raise ValueError(
+                f"this model was trained with another tokenizer ({len(self.encoder):,} tokens) than the one given ({len(given):,} "
+                "tokens); its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
+            )
+        self.encoder = given

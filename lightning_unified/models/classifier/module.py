@@ -1,0 +1,324 @@
+"""The classifier as a LightningModule: exact when its batches are cut, calibrated on validation, complete in its checkpoint."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.classifier import trimming
+from lightning_unified.models.classifier.identity import Identity
+from lightning_unified.models.classifier.network import Network
+from lightning_unified.models.classifier.objective import class_weights as weights_of
+from lightning_unified.models.classifier.objective import part_of_loss, total_weight
+from lightning_unified.models.classifier.optimizer import build_optimizer
+from lightning_unified.models.classifier.report import Outputs, Report, report
+from lightning_unified.models.classifier.temperature import fit_temperature
+
+__all__ = ["TextClassifier"]
+
+_TOTAL = "total_weight"
+
+
+class TextClassifier(LightningModule):
+    """Fine-tunes an encoder of transformers that classifies sequences.
+
+    The loss is the mean cross-entropy over the batch, weighted by class: a sum divided by the whole batch's weight, which
+    `prepare_batch` counts before anybody cuts the batch, so that the parts' losses and gradients add up to those of the whole. Parts
+    of a batch whose rows are short lose their padding, down to the fixed lengths of the data, without a change of any prediction.
+
+    What it is trained on travels with the data module: label names, tokenizer, lengths and class counts are taken over in `setup`,
+    and the checkpoint holds them. After each validation the temperature is fitted; `predict_step` gives scaled probabilities.
+
+    `report` is the last validation's or test's, None before the first.
+
+    Shapes:
+        A batch is a dict: `input_ids` (B, T) int64, `attention_mask` (B, T) bool or int64, `labels` (B) int64.
+
+    Args:
+        preset: A name in `presets.PRESETS`.
+        encoder: A folder, an installed package or a hub id, in place of the preset's encoder.
+        architecture: A transformers configuration, in place of the encoder's own: without `encoder`, weights are random.
+        load_pretrained: Whether the encoder brings its weights; a checkpoint brings others.
+        labels: How many; None takes as many as the data has.
+        dropout: In place of the encoder's own.
+        attention: Kernel of attention, as transformers calls it: "sdpa", or "eager".
+        recompute: Keep only each block's input for the backward pass.
+        lora_rank: Inner size of low-rank adapters, with which only they and the head are trained; None trains everything.
+        lora_alpha: Their product is multiplied by `lora_alpha / lora_rank`.
+        lora_dropout: Share dropped before an adapter.
+        lora_targets: Last names of the layers that get one; None for all linear layers.
+        label_smoothing: Share of a label's weight that is spread over all classes.
+        class_weights: "none", "balanced" (rows of all classes weigh the same in sum), or one weight a label.
+        calibrate: Fit a temperature after each validation.
+        calibration_bins: Bins of confidence for the calibration error.
+        learning_rate: The peak, reached after the warm-up.
+        weight_decay: AdamW's; biases and layer norms have none.
+        betas: AdamW's two decay rates.
+        eps: AdamW's epsilon.
+        warmup_share: Share of the run's steps in which the rate rises from 0.
+        schedule: After the warm-up: "linear" or "cosine" to 0 at the last step of the run, or "constant".
+        optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
+
+    Raises:
+        FileNotFoundError: If the encoder is nowhere to be found.
+        RuntimeError: If a library is missing, or the encoder's files do not belong together.
+        ValueError: If a name is unknown or a number is out of range.
+    """
+
+    loss_reduction: ClassVar[str] = "sum"
+    temperature: Tensor
+
+    def __init__(
+        self,
+        *,
+        preset: str = "classifier-minilm",
+        encoder: str | None = None,
+        architecture: Mapping[str, Any] | None = None,
+        load_pretrained: bool = True,
+        labels: int | None = None,
+        dropout: float | None = None,
+        attention: Literal["sdpa", "eager"] = "sdpa",
+        recompute: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float = 16.0,
+        lora_dropout: float = 0.0,
+        lora_targets: Sequence[str] | None = None,
+        label_smoothing: float = 0.0,
+        class_weights: Literal["none", "balanced"] | Sequence[float] = "none",
+        calibrate: bool = True,
+        calibration_bins: int = 15,
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        warmup_share: float = 0.06,
+        schedule: Literal["linear", "cosine", "constant"] = "linear",
+        optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
+    ) -> None:
+        super().__init__()
+        # a configuration library's lists and mappings must not enter the checkpoint
+        betas = (float(betas[0]), float(betas[1]))
+        class_weights = class_weights if isinstance(class_weights, str) else [float(weight) for weight in class_weights]
+        lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
+        architecture = None if architecture is None else dict(architecture)
+        self.save_hyperparameters()
+        check_choice("schedule", schedule, ("linear", "cosine", "constant"))
+        check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
+        check_choice("attention", attention, ("sdpa", "eager"))
+        _check_least(weight_decay=(weight_decay, 0), calibration_bins=(calibration_bins, 1))
+        _check_least(labels=(labels, 2), lora_rank=(lora_rank, 1))
+        _check_above(learning_rate=learning_rate, eps=eps, lora_alpha=lora_alpha)
+        _check_shares(label_smoothing=label_smoothing, warmup_share=warmup_share)
+        _check_shares(lora_dropout=lora_dropout, dropout=dropout)
+        self.smoothing, self.calibrate, self.calibration_bins = label_smoothing, calibrate, calibration_bins
+        self.network = Network(
+            preset=preset,
+            encoder=encoder,
+            architecture=architecture,
+            load_pretrained=load_pretrained,
+            labels=labels or 2,
+            dropout=dropout,
+            attention=attention,
+            recompute=recompute,
+        )
+        if lora_rank is not None:
+            self.network.adapt(rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
+        self.identity = Identity()
+        self.report: Report | None = None
+        self.trained_steps = 0
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("class_weights", None, persistent=False)
+        if isinstance(class_weights, str):
+            check_choice("class_weights", class_weights, ("none", "balanced"))
+        else:
+            self.class_weights = weights_of(class_weights, labels=labels or len(class_weights), counts=None)
+        self._outputs = Outputs()
+
+    @property
+    def recompute(self) -> bool:
+        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        return self.network.recompute
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        self.network.recompute = bool(value)
+
+    def recompute_blocks(self) -> list[nn.Module]:
+        """Return the encoder's blocks, for who wants some of them to recompute and not others."""
+        return self.network.blocks()
+
+    @property
+    def label_names(self) -> list[str]:
+        """The classes by name; their numbers as long as no data has named them."""
+        return self.identity.label_names or [str(index) for index in range(self.network.labels)]
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take label names, tokenizer, lengths and class counts of the data along, so that the checkpoint holds them.
+
+        Raises:
+            ValueError: If they are not those this model was trained with, or do not fit in the encoder.
+        """
+        # Lightning says that the module's hook is taken and not the data's, which is what is meant
+        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
+        data = getattr(self.trainer, "datamodule", None)
+        if data is None:
+            return
+        self.identity.take(data, vocabulary=self.network.vocabulary, positions=self.network.positions)
+        given, found = self.hparams["labels"], self.identity.label_names
+        if found and len(found) != self.network.labels:
+            if given is not None:
+                raise ValueError(
+                    f"model.labels={given}, and the data has {len(found)}: {', '.join(found[:8])}{' …' if len(found) > 8 else ''}. "
+                    "Leave model.labels out, or give the data that has as many."
+                )
+            self.network.resize_head(len(found))
+        counts = getattr(data, "class_counts", None)
+        weights = weights_of(self.hparams["class_weights"], labels=self.network.labels, counts=counts)
+        self.class_weights = None if weights is None else weights.to(self.device)
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count the rows' lengths while they cost nothing."""
+        return trimming.with_row_lengths(batch)
+
+    def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch with `total_weight`, the sum (a scalar) of its rows' class weights."""
+        return {**batch, _TOTAL: total_weight(batch["labels"], weights=self.class_weights)}
+
+    @override
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (B, C) of texts (B, T); without a mask there are no pads."""
+        return self.network(input_ids, attention_mask)
+
+    def batch_logits(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the logits (B, C) of a batch, without the padding that none of its rows needs."""
+        part = trimming.trimmed(batch, lengths=self.identity.lengths)
+        return self.network(part["input_ids"], trimming.padded_mask(part))
+
+    @override
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
+        if _TOTAL not in batch:
+            batch = self.prepare_batch(batch)
+        loss = part_of_loss(
+            self.batch_logits(batch),
+            batch["labels"],
+            total=batch[_TOTAL],
+            weights=self.class_weights,
+            smoothing=self.smoothing,
+        )
+        if self._trainer is not None:
+            self.log("train/loss", loss.detach(), on_step=True, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
+        self._outputs.update(self.batch_logits(batch), batch["labels"])
+
+    @override
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
+        self._outputs.update(self.batch_logits(batch), batch["labels"])
+
+    @override
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
+        """Return the probabilities (B, C), scaled by the temperature."""
+        return self.probabilities(self.batch_logits(batch))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities (B, C) of logits (B, C): their softmax, divided by the temperature before."""
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        return (scores / self.temperature.to(scores.dtype)).softmax(-1)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._judge("val", fit=self.calibrate and not self.trainer.sanity_checking)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._judge("test", fit=False)
+
+    def _judge(self, stage: str, *, fit: bool) -> None:
+        logits, labels = self._outputs.compute()
+        self._outputs.reset()
+        if fit:
+            self.temperature.fill_(fit_temperature(logits, labels))
+        temperature = float(self.temperature) if self.calibrate else None
+        self.report = report(
+            logits,
+            labels,
+            label_names=self.label_names,
+            temperature=temperature,
+            bins=self.calibration_bins,
+        )
+        bar = {"loss", "accuracy", "macro_f1"}
+        for name, value in self.report.figures().items():
+            self.log(f"{stage}/{name}", value, prog_bar=name in bar)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW and its schedule, one value a step; the run's length is the Trainer's own estimate.
+
+        Raises:
+            ValueError: If the rate is to change with the run's steps and the run has no end.
+        """
+        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
+        if not math.isfinite(total) and (schedule != "constant" or self.hparams["warmup_share"]):
+            raise ValueError(
+                f"schedule={schedule!r} and warmup_share={self.hparams['warmup_share']} need to know the last step; set max_steps or "
+                "max_epochs, or schedule=constant and warmup_share=0."
+            )
+        return build_optimizer(
+            self.network, hparams=self.hparams, total_steps=total, precision=str(self.trainer.precision)
+        )
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put architecture, label names and tokenizer beside the weights: one file is enough, wherever the encoder came from."""
+        own = {"architecture": self.network.architecture(), "load_pretrained": False, "labels": self.network.labels}
+        checkpoint["hyper_parameters"] = {**checkpoint.get("hyper_parameters", {}), **own}
+        checkpoint["classifier"] = {**self.identity.state(), "label_names": self.label_names}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore label names and tokenizer.
+
+        Raises:
+            ValueError: If the checkpoint is of another model, or of other labels or another tokenizer than the data's.
+        """
+        saved = checkpoint.get("classifier")
+        if saved is None:
+            raise ValueError("this checkpoint is not one of TextClassifier: it holds no label names and no tokenizer.")
+        if len(saved["label_names"]) != self.network.labels:
+            if self.identity.label_names:
+                raise ValueError(
+                    f"the checkpoint has {len(saved['label_names'])} labels ({', '.join(saved['label_names'][:8])}), the data "
+                    f"{self.network.labels}; give the data it was trained on."
+                )
+            self.network.resize_head(len(saved["label_names"]))
+        self.identity.restore(saved)
+        self.trained_steps = int(checkpoint.get("global_step", 0))
+
+
+def _check_above(**given: float) -> None:
+    for name, value in given.items():
+        if value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+
+
+def _check_least(**given: tuple[float | None, float]) -> None:
+    for name, (value, least) in given.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}; give {least} or more.")
+
+
+def _check_shares(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{name}={value} is not a share; give 0 up to, but not including, 1.")

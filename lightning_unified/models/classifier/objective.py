@@ -1,0 +1,65 @@
+"""Cross-entropy of a part of a batch, as a share of the whole batch's: with class weights and smoothed labels, and exact when cut."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["IGNORED", "class_weights", "part_of_loss", "total_weight"]
+
+IGNORED = -100  # the label of a row that is not scored; torch's own
+
+
+def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence[int] | None) -> Tensor | None:
+    """Return one weight a class (C), or None for equal ones.
+
+    Args:
+        given: "none"; "balanced", where rows of all classes weigh the same in sum: N / (C · N_c); or the weights themselves.
+        labels: How many classes there are, C.
+        counts: Training rows of each class, N_c.
+
+    Raises:
+        ValueError: If there is not one positive weight a class, or classes cannot be balanced.
+
+    Source: King and Zeng 2001, "Logistic Regression in Rare Events Data", section 4.2.
+    """
+    if given == "none":
+        return None
+    if given == "balanced":
+        if counts is None:
+            raise ValueError(
+                "class_weights=balanced needs the number of training rows of each class, and the data does not say "
+                "(class_counts); give the weights as a list."
+            )
+        if min(counts) < 1:
+            raise ValueError(
+                f"class_weights=balanced, and class {list(counts).index(min(counts))} has no training row; give the weights as a list."
+            )
+        return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
+    weights = [float(weight) for weight in given]
+    if len(weights) != labels or min(weights) < 0 or not any(weights):
+        raise ValueError(
+            f"class_weights={weights}: give {labels} weights, one a label, none below 0; or none, or balanced."
+        )
+    return torch.tensor(weights)
+
+
+def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
+    """Return the sum (a scalar) of the class weights of the rows (B) that are scored; their number if classes weigh the same."""
+    scored = labels != IGNORED
+    if weights is None:
+        return scored.sum()
+    return (weights[labels.clamp(min=0)] * scored).sum()
+
+
+def part_of_loss(logits: Tensor, labels: Tensor, *, total: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
+    """Return what some rows add to the whole batch's loss: `cross_entropy(reduction="mean")` of torch, when all parts are added.
+
+    Shapes:
+        logits (B, C), labels (B), -100 where a row is not scored; total, the whole batch's `total_weight`.
+    """
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    own = None if weights is None else weights.to(scores.dtype)
+    summed = functional.cross_entropy(scores, labels, weight=own, label_smoothing=smoothing, reduction="sum")
+    return summed / total.clamp(min=torch.finfo(scores.dtype).tiny)

@@ -1,0 +1,186 @@
+"""A trained classifier in use: predictions, an exported folder and program, explanations, and clear errors."""
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+
+from lightning_unified.models.classifier import classify, export
+from lightning_unified.models.classifier.__main__ import main
+from lightning_unified.models.classifier.checkpoint import load
+from lightning_unified.models.classifier.explain import explain
+from lightning_unified.models.classifier.render import page, segments
+
+
+@pytest.fixture(scope="session")
+def model(trained):
+    return load(trained, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def folder(model, tmp_path_factory):
+    """Return a folder that `export` wrote."""
+    return export(model, tmp_path_factory.mktemp("exported")).folder
+
+
+def test_predictions_are_the_models_own_whatever_texts_are_together(model, tokenizer, texts):
+    given = [text for text, _ in texts]
+    found = classify(given, module=model, batch_size=5)
+    for text, one in zip(given, found, strict=True):
+        ids = torch.tensor([tokenizer.encode(text).ids])
+        wanted = (model(ids) / model.temperature).softmax(1)[0]
+        own = torch.tensor([one.probabilities[name] for name in model.label_names])
+        torch.testing.assert_close(own, wanted.detach(), rtol=0, atol=1e-6)
+        assert one.label == model.label_names[int(wanted.argmax())]
+    assert [one.label for one in found] == [model.label_names[label] for _, label in texts]
+
+
+def test_a_text_that_is_too_long_is_said_to_be_cut_off(model):
+    short, long = classify(["a1 a2", " ".join(["a1"] * 40)], module=model)
+
+    assert (short.tokens, short.cut_off) == (4, False)
+    assert (long.tokens, long.cut_off) == (12, True)
+
+
+def test_a_special_tokens_name_in_a_text_is_just_characters(model):
+    ids = model.identity.encoder.encode(["a1 [SEP] a2"], max_length=12)[0].ids
+
+    assert ids.count(3) == 1
+
+
+def test_the_command_prints_records_and_tables_of_files_and_standard_input(
+    trained, texts, tmp_path, capsys, monkeypatch
+):
+    table = tmp_path / "texts.csv"
+    table.write_text("id,text\n1,a1 a2 a3\n2,b1 b2\n")
+    (tmp_path / "one.txt").write_text("c1 c2\nc3 c4")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a5 a4\n\nb5 b3 b2\n"))
+
+    assert main(["predict", "--checkpoint", str(trained), "--json", str(table), str(tmp_path / "one.txt"), "-"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["label"] for record in records] == ["apples", "bears", "clouds", "apples", "bears"]
+    assert records[-1]["source"] == "-:3"
+    assert sum(records[0]["probabilities"].values()) == pytest.approx(1)
+    assert main(["predict", "--checkpoint", str(trained), "--csv", "--lines", str(tmp_path / "one.txt")]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["label"] for row in rows] == ["clouds", "clouds"]
+    assert list(rows[0]) == ["source", "label", "apples", "bears", "clouds"]
+
+
+def test_transformers_reads_the_exported_folder_and_says_the_same(model, folder, texts):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    again, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    given = [text for text, _ in texts[:5]]
+    batch = tokenizer(given, padding=True, truncation=True, return_tensors="pt")
+    facts = json.loads((folder / "classifier.json").read_text())
+    with torch.no_grad():
+        found = (again.eval()(**batch).logits / facts["temperature"]).softmax(1)
+    own = [[one.probabilities[name] for name in model.label_names] for one in classify(given, module=model)]
+
+    torch.testing.assert_close(found, torch.tensor(own), rtol=0, atol=1e-5)
+    assert again.config.id2label == dict(enumerate(model.label_names))
+    assert tokenizer.model_max_length == facts["text_length"] == 12
+
+
+def test_the_exported_program_takes_any_batch_and_length(model, folder):
+    program = torch.export.load(folder / "program.pt2").module()
+    for rows, length in ((1, 2), (3, 12)):
+        ids = torch.randint(5, 120, (rows, length))
+        mask = torch.ones_like(ids)
+        mask[-1, 1:] = 0
+        with torch.no_grad():
+            torch.testing.assert_close(program(ids, mask), model.probabilities(model(ids, mask)), rtol=0, atol=1e-5)
+
+
+def test_adapters_are_merged_in_what_is_exported(build, tmp_path, tokenizer, batches):
+    pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    from lightning_unified.models.classifier.tokens import TextEncoder
+
+    model = build(labels=3, lora_rank=2).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.identity.encoder = TextEncoder(tokenizer)
+    export(model, tmp_path, program=False)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids, mask = batches[1]["input_ids"], batches[1]["attention_mask"]
+
+    torch.testing.assert_close(again(ids, attention_mask=mask.long()).logits, model(ids, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_an_explanation_adds_up_and_finds_the_words_that_decide(model):
+    pytest.importorskip("captum")
+    found = explain(model, "b1 a1 a2 a3, a5", orders=40)
+
+    assert found.label == "apples"
+    assert found.converged
+    assert sum(word.attribution for word in found.words) == pytest.approx(found.difference + found.delta, abs=1e-4)
+    assert abs(found.delta) <= 0.05 * abs(found.difference)
+    assert [word.text for word in found.words] == ["b1", "a1", "a2", "a3", ",", "a5"]
+    apples = [word.attribution for word in found.words if word.text.startswith("a")]
+    assert found.words[0].attribution < sum(apples) / len(apples)
+    assert found.deletion.area > found.deletion.random_mean
+    assert found.deletion.p_value <= 0.05
+
+
+def test_the_coloured_text_is_the_text_and_the_page_escapes_it(model):
+    pytest.importorskip("captum")
+    text = "a1 <b>  b2 & a3 " + "a4 " * 20
+    found = explain(model, text, orders=0)
+
+    assert "".join(piece for piece, _ in segments(found)) == text
+    assert max(abs(strength) for _, strength in segments(found)) == 1
+    assert "&lt;" in page([found])
+    assert "<b>" not in page([found])
+
+
+def test_the_command_explains_in_the_terminal_and_as_a_page(trained, tmp_path, capsys):
+    pytest.importorskip("captum")
+    (tmp_path / "one.txt").write_text("c1 c2 a3")
+    page_at = tmp_path / "page.html"
+    given = [
+        "explain",
+        "--checkpoint",
+        str(trained),
+        "--orders",
+        "5",
+        "--html",
+        str(page_at),
+        str(tmp_path / "one.txt"),
+    ]
+
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "clouds" in said
+    assert "random orders" in said
+    assert page_at.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["predict", "here.txt", "--checkpoint", "none.ckpt"], 2, "there is no checkpoint none.ckpt"),
+        (["predict", "no.txt", "--checkpoint", "TRAINED"], 2, "there is no file no.txt"),
+        (["predict", "here.csv", "--checkpoint", "TRAINED"], 2, "no column 'text', but words"),
+        (["predict", "here.txt", "--checkpoint", "UNTRAINED"], 1, "saved before the first step of training"),
+        (["predict", "here.txt", "--checkpoint", "here.txt"], 1, "cannot be read as a checkpoint"),
+        (["explain", "here.txt", "--label", "apple", "--checkpoint", "TRAINED"], 2, "did you mean apples?"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_has_its_exit_code(
+    trained, tmp_path, monkeypatch, capsys, arguments, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").write_text("a1 a2")
+    (tmp_path / "here.csv").write_text("words\na1\n")
+    saved = torch.load(trained, weights_only=True)
+    torch.save({**saved, "global_step": 0}, tmp_path / "untrained.ckpt")
+    names = {"TRAINED": str(trained), "UNTRAINED": "untrained.ckpt"}
+
+    assert main([names.get(argument, argument) for argument in arguments]) == code
+    assert message in capsys.readouterr().err
