@@ -55,6 +55,10 @@ MISTAKES = {
     "a negative batch": (["data.batch_size=-4"], r"data\.batch_size=-4: .*1 or more"),
     "a micro-batch of nothing": (["memory.micro_batch_size=0"], r"memory\.micro_batch_size=0: .*1 or more, or auto"),
     "steps in words": (["trainer.max_steps=many"], r"trainer\.max_steps=many: .*optimizer steps"),
+    "two precisions": (
+        ["trainer.precision=32"],
+        r"beside hardware.precision=auto.* Give hardware.precision=32-true alone",
+    ),
     "a run without an end": (["trainer.max_steps=-1"], r"would never end; give one of them"),
     "an unknown source": (["data.source=pydok"], r"data\.source='pydok'; it must be one of .*did you mean pydoc\?"),
     "an unknown preset": (

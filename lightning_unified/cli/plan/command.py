@@ -65,10 +65,10 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
     from lightning_unified.cli.plan.paper import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
     from lightning_unified.cli.plan.target import configured_for, target_of
-    from lightning_unified.cli.run.machine import check_numbers
+    from lightning_unified.cli.run.machine import check_settings
     from lightning_unified.cli.run.quiet import quiet_third_parties
 
-    check_numbers(config)
+    check_settings(config)
     config, machine = configured_for(config, asked.overrides)
     with open_dict(config):
         config["run_dir"] = str(Path("runs", "plan"))

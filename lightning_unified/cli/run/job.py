@@ -96,9 +96,9 @@ class Job:
             )
         config, changes = self._configuration(directory)
         # the slow imports come after the checks that need none of them
-        from lightning_unified.cli.run.machine import check_numbers, prepare
+        from lightning_unified.cli.run.machine import check_settings, prepare
 
-        check_numbers(config)
+        check_settings(config)
         machine = prepare(config)
         if self.saved is not None:
             check_steps_left(self.saved, config.trainer.max_steps)

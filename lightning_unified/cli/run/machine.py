@@ -22,8 +22,9 @@ from lightning_unified.hardware import (
     resolve_budget,
 )
 from lightning_unified.hardware.simulated import SimulatedMachine
+from lightning_unified.precision import full_name
 
-__all__ = ["Machine", "check_numbers", "prepare", "sources_of"]
+__all__ = ["Machine", "check_settings", "prepare", "sources_of"]
 
 # Of a simulated machine these are what the real one does with its cores; the rest is what the simulated device is like.
 _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
@@ -105,8 +106,8 @@ def _set_threads(count: int, environ: MutableMapping[str, str]) -> None:
     torch.set_num_threads(int(environ.setdefault("OMP_NUM_THREADS", str(count))))
 
 
-def check_numbers(config: DictConfig) -> None:
-    """Refuse counts that cannot be, before anything slow is started.
+def check_settings(config: DictConfig) -> None:
+    """Refuse counts that cannot be, and settings that contradict each other, before anything slow is started.
 
     Raises:
         ConfigurationError: Naming the key.
@@ -130,4 +131,17 @@ def check_numbers(config: DictConfig) -> None:
     if steps == -1 and epochs is None and config.trainer.max_time is None:
         raise ConfigurationError(
             "trainer.max_steps=-1 without trainer.max_epochs or trainer.max_time would never end; give one of them."
+        )
+    _check_precision(config)
+
+
+def _check_precision(config: DictConfig) -> None:
+    """Refuse a precision of the Trainer's beside another one: Lightning does not tell 32-true from nothing said."""
+    if not OmegaConf.is_dict(config.trainer.strategy):
+        return  # a strategy of Lightning's own, which goes by the Trainer
+    said, asked = config.trainer.precision, config.memory.precision
+    if said is not None and asked != "trainer" and full_name(said) != full_name(asked):
+        raise ConfigurationError(
+            f"trainer.precision={said} beside hardware.precision={asked}: the second one decides what runs. Give "
+            f"hardware.precision={full_name(said)} alone."
         )
