@@ -25,6 +25,7 @@ DEVICES = {
     "simulated M1 8 GB, 1.5 GiB": ("hardware=mps", "simulate=m1-8gb", "memory.budget=1536MiB"),
     "simulated RTX 3060 12 GB, 900 MiB": ("hardware=cuda", "simulate=rtx3060-12gb", "memory.budget=900MiB"),
 }
+KEPT = ("device", "precision", "effective_batch_size", "micro_batch_size", "peak_bytes")  # of a run's summary
 TOLERANCE = 1e-4  # of the loss: float32 sums in another order, through so many steps of AdamW
 
 
@@ -42,7 +43,7 @@ def train(overrides: tuple[str, ...], folder: Path, options: argparse.Namespace)
     with next(folder.rglob("metrics.csv")).open(encoding="utf-8") as lines:
         losses = [float(row["train/loss"]) for row in csv.DictReader(lines) if row.get("train/loss")]
     summary = json.loads(next(folder.rglob("summary.json")).read_text(encoding="utf-8"))
-    return {"overrides": list(overrides), "losses": losses, "summary": summary}
+    return {"overrides": list(overrides), "losses": losses, **{name: summary[name] for name in KEPT}}
 
 
 def main() -> None:
