@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["read_plain"]
+__all__ = ["read_plain", "read_trained"]
 
 
 def read_plain(path: str | Path) -> Any:
@@ -33,3 +33,25 @@ def read_plain(path: str | Path) -> Any:
         raise RuntimeError(
             f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
         ) from error
+
+
+def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, Any]:
+    """Return a checkpoint of one kind of model that training has saved, as `read_plain` does.
+
+    Args:
+        path: The `.ckpt` file.
+        model: What it is of, as the model names its own part of it: `"compressor"`.
+        untrained: What it would do if it had not been trained, for the message.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If it is damaged, is of another kind, or was saved before the first step of training.
+    """
+    saved = read_plain(path)
+    needed = ("state_dict", "hyper_parameters", model, "global_step")
+    missing = [name for name in needed if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise RuntimeError(f"{path} is not a checkpoint of a {model}: {', '.join(missing)} missing.")
+    if not saved["global_step"] > 0:
+        raise RuntimeError(f"{path} was saved before the first step of training: {untrained}. Give a later one.")
+    return saved

@@ -5,11 +5,9 @@ from typing import Any
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.classifier.module import TextClassifier
-from lightning_unified.models.plain_checkpoint import read_plain
+from lightning_unified.models.plain_checkpoint import read_trained
 
 __all__ = ["load", "read"]
-
-_NEEDED = ("state_dict", "hyper_parameters", "classifier", "global_step")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -19,15 +17,7 @@ def read(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: If there is no such file.
         RuntimeError: If it is damaged, is no checkpoint of a classifier, or was saved before the first step of training.
     """
-    saved = read_plain(path)
-    missing = [name for name in _NEEDED if not isinstance(saved, dict) or name not in saved]
-    if missing:
-        raise RuntimeError(f"{path} is not a checkpoint of a classifier: {', '.join(missing)} missing.")
-    if not saved["global_step"] > 0:
-        raise RuntimeError(
-            f"{path} was saved before the first step of training: its head would answer by chance. Give a later one."
-        )
-    return saved
+    return read_trained(path, model="classifier", untrained="its head would answer by chance")
 
 
 def load(path: str | Path, *, device: str = "auto") -> TextClassifier:

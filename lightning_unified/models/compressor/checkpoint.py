@@ -1,15 +1,14 @@
 """A trained compressor from a file, or an error: nothing here ever answers with an untrained policy."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.compressor.module import Compressor
-from lightning_unified.models.plain_checkpoint import read_plain
+from lightning_unified.models.plain_checkpoint import read_trained
 
 __all__ = ["load", "read"]
-
-_NEEDED = ("state_dict", "hyper_parameters", "compressor", "global_step")
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -19,19 +18,13 @@ def read(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: If there is no such file.
         RuntimeError: If it is damaged, is no checkpoint of a compressor, or was saved before the first step of training.
     """
-    saved = read_plain(path)
-    missing = [name for name in _NEEDED if not isinstance(saved, dict) or name not in saved]
-    if missing:
-        raise RuntimeError(f"{path} is not a checkpoint of a compressor: {', '.join(missing)} missing.")
-    if not saved["global_step"] > 0:
-        raise RuntimeError(
-            f"{path} was saved before the first step of training: its policy would choose by chance. Give a later one."
-        )
-    return saved
+    return read_trained(path, model="compressor", untrained="its policy would choose by chance")
 
 
 def load(path: str | Path, *, device: str = "auto") -> Compressor:
     """Return the compressor in a checkpoint that training has saved, in eval mode, with its tokenizer.
+
+    Its sizes are those it was trained with, whatever the preset of its name is by now.
 
     Args:
         path: The `.ckpt` file.
@@ -42,7 +35,9 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
         RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
     """
     saved = read(path)
-    module = Compressor(**{**saved["hyper_parameters"], "load_pretrained": False})
+    module = Compressor(
+        **{**saved["hyper_parameters"], **_sizes(saved["compressor"]["config"]), "load_pretrained": False}
+    )
     module.on_load_checkpoint(saved)
     if module.tokenizer is None:
         raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
@@ -51,3 +46,10 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
     except RuntimeError as error:
         raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
     return module.to(inference_device(device)).eval()
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Compressor` that give these sizes; of a pretrained reader they are what they are."""
+    policy = config["policy"]
+    sizes = {"text_length": policy["positions"], "window": policy["window"], "reading": config["reading"]}
+    return sizes if config["pretrained"] else {**config["reader"], **sizes}

@@ -1,6 +1,8 @@
 """From a checkpoint file to fewer tokens and to a record, in Python and on the command line; never with an untrained policy."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified.models.compressor import __main__ as commands
 from lightning_unified.models.compressor import checkpoint as checkpoints
-from lightning_unified.models.compressor import compress
+from lightning_unified.models.compressor import compress, presets
 from lightning_unified.models.compressor.evaluation.callback import EvaluateCompression
 from lightning_unified.models.compressor.module import Compressor
 
@@ -118,6 +120,14 @@ def test_an_untrained_module_is_refused(tokenizer):
 def test_a_checkpoint_of_before_training_is_refused(trained):
     with pytest.raises(RuntimeError, match="saved before the first step"):
         compress(TEXT, checkpoint=trained[0] / "before.ckpt")
+
+
+def test_a_checkpoint_keeps_its_sizes_when_the_preset_of_its_name_has_others(checkpoint, module, tmp_path, monkeypatch):
+    config = presets.PRESETS["compressor-tiny"].config
+    bigger = replace(config, reader=replace(config.reader, layers=3, feed_forward=32))
+    monkeypatch.setitem(presets.PRESETS, "compressor-tiny", SimpleNamespace(config=bigger))
+
+    assert checkpoints.load(checkpoint, device="cpu").config == module.config != bigger
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
