@@ -1,0 +1,347 @@
+"""GRPO as a LightningModule: completions sampled once a batch, a loss that may be cut anywhere, and supervised steps before it."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
+from lightning_unified.models.grpo.objective import Objective, Terms
+from lightning_unified.models.grpo.optimizer import build_optimizer
+from lightning_unified.models.grpo.reference import Reference
+from lightning_unified.models.grpo.rollouts import Sampling, judged, prepared
+from lightning_unified.models.grpo.scoring import check_head, head_of, score
+from lightning_unified.models.grpo.sequences import has_values, outline, supervised
+from lightning_unified.models.grpo.task import Task
+
+__all__ = ["GRPO"]
+
+
+class GRPO(LightningModule):
+    """Trains a causal language model by rewards: group-relative policy optimisation, after supervised steps where a loader has any.
+
+    Of each prompt G completions are sampled from the policy as it is, and judged; what one is worth is its reward less its group's mean.
+    The loss is a mean over the active tokens of the optimizer step, of `Objective`. `prepare_batch` samples, judges and counts once for
+    the whole batch, before anybody cuts it, and what it gives is what a repeated step has again: losses and gradients of parts, of any
+    number of rows, add up to those of the whole. Rows are completions then, so a micro-batch is a number of completions.
+
+    Log-probabilities come in chunks from the last hidden states. The reference's are computed beside the policy's, of the same rows and
+    without a gradient, so that they never take more memory than the step itself. With `inner_iterations` above 1 the first
+    iteration notes both for the others; a `RolloutBuffer` around the loader repeats the batches.
+
+    A batch with `labels` is a supervised one: the mean cross-entropy of its labelled tokens. The reference is the policy at the first
+    batch of prompts, and the optimizer begins anew there.
+
+    Shapes:
+        Batches of prompts: `prompt` (P, L) int64, pads on the left; `prompt_mask` (P, L) bool; `example` (P) int64, see `Task`.
+        Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
+
+    Args:
+        policy: A causal language model of transformers, with adapters of peft or without; those of its weights that require a gradient
+            are trained. A subclass that builds it from plain values has all of them in its checkpoints.
+        task: What judges completions.
+        decode: Turns a list of token ids into text, special tokens left out.
+        stop_ids: Tokens that end a completion, besides the task's stop text.
+        sampler: Samples; None for `rollout.Sampler` with the settings here.
+        group_size: Completions of each prompt, G.
+        max_new_tokens: Tokens of the longest completion.
+        temperature: Of sampling; log-probabilities are of the same distribution.
+        top_k: Only so many of the likeliest tokens are sampled; 0 for all. Log-probabilities are those before that.
+        top_p: Only the likeliest tokens that together have this probability are sampled; 1 for all. Likewise.
+        scale_rewards: "none": advantages are centred; "group": and divided by their group's standard deviation.
+        clip_low: See `Objective`.
+        clip_high: See `Objective`.
+        beta: See `Objective`; 0 has no reference at all.
+        inner_iterations: Optimizer steps on the completions of a batch.
+        sft_steps: Optimizer steps of the supervised phase, for the learning rate; the loader's batches decide what is done.
+        sft_learning_rate: The peak in that phase.
+        learning_rate: The peak under GRPO.
+        weight_decay: AdamW's.
+        betas: AdamW's two decay rates.
+        eps: AdamW's epsilon.
+        warmup_steps: Optimizer steps of linear rise from 0, in each phase.
+        schedule: After the warm-up: "linear" or "cosine" to 0 at the phase's last step, or "constant".
+        optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
+
+    Raises:
+        ValueError: If a name is unknown, a number is out of range, or the policy's head is not a plain linear layer.
+    """
+
+    loss_reduction: ClassVar[str] = "sum"
+    loss_chunk_rows: int | None = None
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        task: Task,
+        decode: Callable[[list[int]], str],
+        stop_ids: Collection[int] = (),
+        sampler: Sampling | None = None,
+        group_size: int = 8,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        scale_rewards: Literal["none", "group"] = "none",
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        beta: float = 0.0,
+        inner_iterations: int = 1,
+        sft_steps: int = 0,
+        sft_learning_rate: float = 1e-4,
+        learning_rate: float = 1e-5,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        warmup_steps: int = 0,
+        schedule: Literal["linear", "cosine", "constant"] = "constant",
+        optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
+    ) -> None:
+        super().__init__()
+        betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
+        self.save_hyperparameters(ignore=["policy", "task", "decode", "stop_ids", "sampler"])
+        check_choice("scale_rewards", scale_rewards, ("none", "group"))
+        check_choice("schedule", schedule, ("linear", "cosine", "constant"))
+        check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
+        _check_above(temperature=temperature, learning_rate=learning_rate, sft_learning_rate=sft_learning_rate, eps=eps)
+        _check_least(
+            group_size=(group_size, 2), max_new_tokens=(max_new_tokens, 1), inner_iterations=(inner_iterations, 1)
+        )
+        _check_least(sft_steps=(sft_steps, 0), warmup_steps=(warmup_steps, 0), weight_decay=(weight_decay, 0))
+        head_of(policy)
+        self.policy, self.task = policy, task
+        self.group_size, self.max_new_tokens = group_size, max_new_tokens
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.scale_rewards, self.inner_iterations = scale_rewards, inner_iterations
+        self.objective = Objective(clip_low=clip_low, clip_high=clip_high, beta=beta)
+        self.reference = Reference()
+        self._decode, self._stop_ids, self._slot = decode, tuple(stop_ids), SamplerSlot(sampler)
+        self._kept = KeptRollouts()
+        self._has_begun = False  # GRPO, after the supervised phase
+        self._is_checked = self._has_run = False  # in this process
+
+    @property
+    def sampler(self) -> Sampling:
+        """What samples completions from the policy as it is."""
+        if self._slot.sampler is None:
+            from lightning_unified.models.grpo.rollout import Sampler
+
+            self._slot.sampler = Sampler(
+                self.policy,
+                stop_ids=self._stop_ids,
+                stop_text=self.task.stop or None,
+                decode=self._decode,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+            )
+        return self._slot.sampler
+
+    def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch as `training_step` cuts and takes it, see `sequences`; one that is so already as it is.
+
+        Completions are sampled here, and judged. Where a step is planned and tensors have no values, the largest there can be are
+        taken for granted.
+
+        Raises:
+            ValueError: If `inner_iterations` is above 1 and the batch does not say which it is.
+        """
+        if "total" in batch:
+            return dict(batch)
+        if "labels" in batch:
+            self._check(batch["tokens"])
+            return supervised(batch["tokens"], batch["labels"])
+        prompt = batch["prompt"]
+        if not has_values(prompt):
+            return outline(
+                len(prompt),
+                prompt_length=prompt.shape[1],
+                group_size=self.group_size,
+                max_new_tokens=self.max_new_tokens,
+                device=prompt.device,
+            )
+        if self.inner_iterations == 1:
+            return self._rollouts(batch)
+        if "iteration" not in batch:
+            raise ValueError(
+                f"inner_iterations={self.inner_iterations} takes each batch several times; put the loader into "
+                f"RolloutBuffer(loader, inner_iterations={self.inner_iterations})."
+            )
+        if int(batch["iteration"]) == 0:
+            return self._kept.begin(self._rollouts(batch), with_reference=self.objective.beta > 0)
+        return self._kept.again()
+
+    @torch.no_grad()
+    def _rollouts(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        self._check(batch["prompt"])
+        self._begin()
+        sampled = self.sampler(
+            batch["prompt"], batch["prompt_mask"], group_size=self.group_size, max_new_tokens=self.max_new_tokens
+        )
+        examples = batch["example"].repeat_interleave(self.group_size)
+        rewards = judged(self.task, examples, sampled, decode=self._decode, step=self._steps)
+        # the first is the largest there will be, since memory is planned by it
+        width = None if self._has_run else self.max_new_tokens
+        self._has_run = True
+        return prepared(batch, sampled, rewards, group_size=self.group_size, scale=self.scale_rewards, width=width)
+
+    def _begin(self) -> None:
+        """Make the policy as it is the reference, and the optimizer forget supervised steps; once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self.objective.beta:
+            self.reference.begin(self.policy)
+        if self._trainer is not None:
+            for optimizer in self.trainer.optimizers:
+                optimizer.state.clear()
+
+    def _check(self, tokens: Tensor) -> None:
+        if not self._is_checked and has_values(tokens):
+            check_head(self.policy)
+            self._is_checked = True
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self._trainer is None else self.trainer.global_step
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> int:
+        """Return the active tokens of a batch, by which a window of batches can be averaged; of one that is not prepared its rows."""
+        return int(batch["total"]) if "total" in batch else len(batch.get("prompt", batch.get("tokens")))
+
+    @override
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> Tensor:
+        if "total" not in batch:
+            with torch.no_grad():
+                batch = self.prepare_batch(batch)
+            torch.clear_autocast_cache()  # autocast keeps what it cast, without a gradient, for the loss as well
+        reference = None
+        if "advantages" in batch and self.objective.beta:
+            reference = self._reference(batch)
+        log_probs, entropy = self._score(batch)
+        if "advantages" not in batch:
+            loss = -log_probs.masked_fill(~batch["mask"], 0.0).sum() / max(batch["total"], 1)
+            self._log({"train/sft_loss": loss.detach()}, prog_bar=True)
+            return loss
+        terms = self.objective(
+            log_probs,
+            mask=batch["mask"],
+            advantages=batch["advantages"],
+            total=batch["total"],
+            old=batch.get("old"),
+            reference=reference,
+        )
+        if "row" in batch:
+            self._kept.note(batch["row"], old=log_probs.detach(), reference=reference)
+        self._log_terms(batch, terms, log_probs.detach(), entropy)
+        return terms.loss
+
+    def _score(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return score(
+            self.policy,
+            batch["tokens"],
+            start=batch["start"],
+            chosen=batch["chosen"],
+            temperature=self.temperature if "advantages" in batch else 1.0,
+            chunk=self.loss_chunk_rows,
+        )
+
+    def _reference(self, batch: Mapping[str, Any]) -> Tensor:
+        if "reference" in batch:
+            return batch["reference"]
+        if self.reference.kind == "none":  # in a step that is planned, before anything ran
+            self.reference.begin(self.policy, is_trained=self.hparams["sft_steps"] > 0)
+        with torch.no_grad(), self.reference.on(self.policy):
+            return self._score(batch)[0]
+
+    def _log_terms(self, batch: Mapping[str, Any], terms: Terms, log_probs: Tensor, entropy: Tensor) -> None:
+        """Log what describes a part by its share of the whole, which add up, and the whole batch's figures as they are."""
+        mask, total = batch["mask"], max(batch["total"], 1)
+        gap = (batch.get("old", log_probs) - batch["sampled_log_probs"]).abs()
+        shares = {
+            "train/entropy": (entropy * mask).sum() / total,
+            "train/clipped": terms.clipped,
+            "train/sampling_gap": (gap * mask).sum() / total,
+        }
+        if terms.kl is not None:
+            shares["train/kl"] = terms.kl
+        self._log({"train/loss": terms.loss.detach()}, prog_bar=True)
+        self._log(shares)
+        if self._trainer is not None:
+            for name, value in batch["figures"].items():
+                self.log(f"train/{name}", value, batch_size=len(mask), prog_bar=name == "reward")
+
+    def _log(self, values: Mapping[str, Tensor], *, prog_bar: bool = False) -> None:
+        if self._trainer is not None:
+            for name, value in values.items():
+                self.log(name, value, prog_bar=prog_bar)
+
+    @override
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
+        """Log the cross-entropy of a supervised batch, or the rewards of one completion of each prompt."""
+        if "labels" in batch:
+            found = supervised(batch["tokens"], batch["labels"])
+            log_probs = self._score(found)[0].masked_fill(~found["mask"], 0.0)
+            self.log("val/sft_loss", -log_probs.sum() / max(found["total"], 1), batch_size=max(found["total"], 1))
+        elif has_values(batch["prompt"]):
+            sampled = self.sampler(
+                batch["prompt"], batch["prompt_mask"], group_size=1, max_new_tokens=self.max_new_tokens
+            )
+            rewards = judged(self.task, batch["example"], sampled, decode=self._decode, step=self._steps)
+            for name, value in rewards.items():
+                of_all = "val/reward" if name == "total" else f"val/reward_{name}"
+                self.log(of_all, value.float().mean(), batch_size=len(value), prog_bar=name == "total")
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW over the weights that are trained, and a schedule of two phases; the run's length is the Trainer's own estimate.
+
+        Raises:
+            ValueError: If the schedule falls to 0 and the run has no end.
+        """
+        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
+        if schedule != "constant" and not math.isfinite(total):
+            raise ValueError(
+                f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
+            )
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        return build_optimizer(trained, hparams=self.hparams, total_steps=total, precision=str(self.trainer.precision))
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put beside the weights whether GRPO has begun, from which reference, and completions that are still to be trained on."""
+        own = {"has_begun": self._has_begun, "reference": self.reference.state(), "rollouts": self._kept.state()}
+        checkpoint["grpo"] = own
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore them.
+
+        Raises:
+            ValueError: If the checkpoint is of another model.
+        """
+        saved = checkpoint.get("grpo")
+        if saved is None:
+            raise ValueError("this checkpoint is not one of GRPO: it does not say whether GRPO had begun.")
+        self._has_begun = saved["has_begun"]
+        self.reference.restore(saved["reference"], self.policy)
+        self._kept.restore(saved["rollouts"], device=self.device)
+
+
+def _check_above(**given: float) -> None:
+    for name, value in given.items():
+        if value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+
+
+def _check_least(**given: tuple[float, float]) -> None:
+    for name, (value, least) in given.items():
+        if value < least:
+            raise ValueError(f"{name}={value}; give {least} or more.")

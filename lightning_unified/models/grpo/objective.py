@@ -1,0 +1,105 @@
+"""The loss of sampled tokens: a clipped ratio times the advantage, and what it costs to leave the reference.
+
+Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; Shao et al. 2024, "DeepSeekMath", eq. 3 and 4; Yu et
+al. 2025, "DAPO", section 3.1 (two limits) and 3.3 (mean over tokens).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Objective", "Terms", "kl_to_reference"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """The loss of a part of a batch and figures beside it; all are shares of the whole batch's, which add up.
+
+    Attributes:
+        loss: 0-dim, to be differentiated.
+        kl: Mean estimate of the divergence from the reference a token; None without a reference.
+        clipped: Share of tokens whose ratio was outside the limits, on the side where the gradient ends.
+    """
+
+    loss: Tensor
+    kl: Tensor | None
+    clipped: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The mean over all active tokens of an optimizer step of `-min(r A, clip(r, 1 - low, 1 + high) A) + beta k3`.
+
+    Attributes:
+        clip_low: How far the ratio may fall below 1 before a negative advantage teaches no more.
+        clip_high: How far it may rise above 1 before a positive one does not.
+        beta: Weight of the divergence from the reference; 0 leaves the reference out.
+
+    Raises:
+        ValueError: If a limit or `beta` is out of range.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low <= 1:
+            raise ValueError(
+                f"clip_low={self.clip_low}; give more than 0 and at most 1, for a ratio cannot fall below 0."
+            )
+        if not self.clip_high > 0:
+            raise ValueError(f"clip_high={self.clip_high} must be above 0.")
+        if self.beta < 0:
+            raise ValueError(f"beta={self.beta} may not be below 0.")
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        *,
+        mask: Tensor,
+        advantages: Tensor,
+        total: float,
+        old: Tensor | None = None,
+        reference: Tensor | None = None,
+    ) -> Terms:
+        """Return the loss of some rows of a batch.
+
+        Args:
+            log_probs: (R, T) of the sampled tokens under the policy.
+            mask: (R, T) bool, the active tokens.
+            advantages: (R).
+            total: Active tokens of the whole batch, of which these rows may be a part.
+            old: (R, T), as `log_probs` when the tokens were sampled; None where that is the policy as it is, of ratio 1.
+            reference: (R, T), as `log_probs` under the reference; needed where `beta` is above 0.
+
+        Raises:
+            ValueError: If the reference is missing.
+        """
+        log_probs = log_probs.masked_fill(~mask, 0.0)  # pads count for nothing, but an infinite ratio times 0 would
+        ratio = (log_probs - (log_probs.detach() if old is None else old.masked_fill(~mask, 0.0))).exp()
+        gain = advantages.to(log_probs.dtype).unsqueeze(1)
+        within = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss, kl = -torch.minimum(ratio * gain, within * gain), None
+        if self.beta:
+            if reference is None:
+                raise ValueError(f"beta={self.beta} needs the reference's log-probabilities.")
+            kl = kl_to_reference(log_probs, reference.masked_fill(~mask, 0.0))
+            loss = loss + self.beta * kl
+        over = ((ratio > 1 + self.clip_high) & (gain > 0)) | ((ratio < 1 - self.clip_low) & (gain < 0))
+        denominator = max(total, 1)
+        return Terms(
+            loss=(loss * mask).sum() / denominator,
+            kl=None if kl is None else (kl.detach() * mask).sum() / denominator,
+            clipped=(over & mask).sum() / denominator,
+        )
+
+
+def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Return `exp(q) - q - 1` at `q = reference - log_probs`: an estimate of KL(policy, reference) that is never negative.
+
+    Source: Schulman 2020, "Approximating KL Divergence" (the estimator called k3 there).
+    """
+    difference = reference - log_probs
+    return difference.exp() - difference - 1

@@ -1,0 +1,153 @@
+"""The policy as it was when GRPO began, from which the trained one is not to stray."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_unified.models.grpo.scoring import evaluating
+
+__all__ = ["Reference"]
+
+
+class Reference(nn.Module):
+    """Holds what a policy's trained weights were, and runs the policy with them.
+
+    Low-rank adapters that nobody has trained yet change nothing: the reference is then the model with its adapters off, and nothing is
+    copied. Else trained weights are copied, be they adapters after supervised steps or the whole model.
+
+    Weights that are frozen are shared. The copies are parameters without gradients, in
+    the module's state dict once there are any.
+
+    Attributes:
+        kind: "none" before `begin`, then "adapters off" or "copy".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "none"
+        self._names: list[str] = []
+
+    def begin(self, policy: nn.Module, *, is_trained: bool | None = None) -> None:
+        """Take the policy as it is for the reference; once, later calls do nothing.
+
+        Args:
+            policy: The model.
+            is_trained: Whether anything has changed its adapters; None looks at them.
+        """
+        if self.kind != "none":
+            return
+        trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
+        if _are_adapters(policy, trained) and not (_have_changed(trained) if is_trained is None else is_trained):
+            self.kind = "adapters off"
+        else:
+            self._hold(list(trained), [value.detach().clone() for value in trained.values()])
+
+    @contextmanager
+    def on(self, policy: nn.Module) -> Iterator[None]:
+        """Make `policy` the reference inside the block, in eval mode.
+
+        Raises:
+            RuntimeError: If `begin` was not called.
+        """
+        if self.kind == "none":
+            raise RuntimeError("there is no reference yet: begin(policy) takes the policy as it is.")
+        with evaluating(policy), _adapters_off(policy) if self.kind == "adapters off" else self._swapped(policy):
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs beside the state dict: plain values."""
+        return {"kind": self.kind, "names": list(self._names)}
+
+    def restore(self, state: Mapping[str, Any], policy: nn.Module) -> None:
+        """Be as a checkpoint says, with room for its copies, which `load_state_dict` then fills.
+
+        Raises:
+            ValueError: If the policy has no such weights.
+        """
+        own = dict(policy.named_parameters())
+        if unknown := [name for name in state["names"] if name not in own]:
+            raise ValueError(
+                f"the checkpoint's reference has weights that this policy has not ({unknown[0]} and {len(unknown) - 1} more); build "
+                "the module with the adapters it was trained with."
+            )
+        self.kind = state["kind"]
+        if self.kind == "copy":
+            self._hold(list(state["names"]), [torch.empty_like(own[name]) for name in state["names"]])
+
+    def _hold(self, names: list[str], values: list[torch.Tensor]) -> None:
+        self.kind, self._names = "copy", names
+        for index, value in enumerate(values):
+            self.register_parameter(f"copy_{index}", nn.Parameter(value, requires_grad=False))
+
+    @contextmanager
+    def _swapped(self, policy: nn.Module) -> Iterator[None]:
+        owners = [(policy.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._names]
+        places = _all_places(policy, [owner._parameters[leaf] for owner, leaf in owners])
+        copies = list(self.parameters())
+        trained = [owner._parameters[leaf] for owner, leaf in owners]
+        try:
+            for copy, found in zip(copies, places, strict=True):
+                for owner, leaf in found:
+                    owner._parameters[leaf] = copy
+            yield
+        finally:
+            for own, found in zip(trained, places, strict=True):
+                for owner, leaf in found:
+                    owner._parameters[leaf] = own
+
+    @override
+    def forward(self) -> None:
+        raise NotImplementedError("a reference runs the policy: with reference.on(policy): policy(...)")
+
+
+def _all_places(policy: nn.Module, values: list[Any]) -> list[list[tuple[nn.Module, str]]]:
+    """Return where in `policy` each of `values` is, which for tied weights is more than one place."""
+    wanted = {id(value): index for index, value in enumerate(values)}
+    places: list[list[tuple[nn.Module, str]]] = [[] for _ in values]
+    for owner in policy.modules():
+        for leaf, value in owner._parameters.items():
+            if id(value) in wanted:
+                places[wanted[id(value)]].append((owner, leaf))
+    return places
+
+
+def _adapter_layers(policy: nn.Module) -> list[Any]:
+    if "peft" not in sys.modules:
+        return []  # whose layers they are has been imported where there are any
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def _are_adapters(policy: nn.Module, trained: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether all that is trained is low-rank adapters."""
+    return bool(trained) and bool(_adapter_layers(policy)) and all(".lora_" in name for name in trained)
+
+
+def _have_changed(adapters: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether any second matrix is not zero, as all are when they are made."""
+    return any(
+        bool(value.any()) for name, value in adapters.items() if ".lora_B." in name or ".lora_embedding_B." in name
+    )
+
+
+@contextmanager
+def _adapters_off(policy: nn.Module) -> Iterator[None]:
+    layers = _adapter_layers(policy)
+    trained = [value for value in policy.parameters() if value.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for value in policy.parameters():  # which peft switches with the adapters
+            value.requires_grad_(False)
+        for value in trained:
+            value.requires_grad_(True)

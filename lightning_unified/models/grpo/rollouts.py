@@ -1,0 +1,126 @@
+"""From a batch of prompts to a prepared batch: completions sampled, judged, and those kept that teach something."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.grpo.advantages import group_advantages, groups_that_tell
+from lightning_unified.models.grpo.sequences import completed
+from lightning_unified.models.grpo.task import Task
+
+__all__ = ["Sampled", "Sampling", "judged", "prepared"]
+
+
+class Sampled(Protocol):
+    """Completions, as `rollout.Completions` has them: N = P * G rows, the G of a prompt side by side, T tokens.
+
+    Attributes:
+        ids: (N, T) int64.
+        mask: (N, T) bool, the tokens of the completion, the one that ends it included.
+        log_probs: (N, T) of the sampled tokens at the sampling temperature.
+        ended: (N) bool, which came to their own end.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    ended: Tensor
+
+
+class Sampling(Protocol):
+    """What samples, as `rollout.Sampler` does."""
+
+    def __call__(self, prompt: Tensor, prompt_mask: Tensor, *, group_size: int, max_new_tokens: int) -> Sampled:
+        """Return `group_size` completions of each prompt."""
+        ...
+
+
+def judged(
+    task: Task, examples: Tensor, sampled: Sampled, *, decode: Callable[[list[int]], str], step: int
+) -> dict[str, Tensor]:
+    """Return the task's rewards (N) by name, on the device of `examples`.
+
+    Args:
+        task: What judges.
+        examples: (N), see `Task.rewards`.
+        sampled: The completions.
+        decode: Turns ids into text.
+        step: See `Task.rewards`.
+
+    Raises:
+        ValueError: If there is no "total", or one is not a number a completion.
+    """
+    lengths = sampled.mask.sum(1).tolist()
+    texts = [decode(row[:length]) for row, length in zip(sampled.ids.tolist(), lengths, strict=True)]
+    rewards = task.rewards(examples, texts, step=step)
+    wrong = [f"{name} {tuple(value.shape)}" for name, value in rewards.items() if value.shape != examples.shape]
+    if "total" not in rewards or wrong:
+        raise ValueError(
+            f"{type(task).__name__}.rewards gave {', '.join(wrong or rewards) or 'nothing'}; it must give one number for each of the "
+            f'{len(examples)} completions under each name, and "total" among them.'
+        )
+    return {name: value.to(examples.device) for name, value in rewards.items()}
+
+
+def prepared(
+    batch: Mapping[str, Tensor],
+    sampled: Sampled,
+    rewards: Mapping[str, Tensor],
+    *,
+    group_size: int,
+    scale: Literal["none", "group"],
+    width: int | None,
+) -> dict[str, Any]:
+    """Return the completions as a prepared batch (see `sequences`), with `advantages` (R), `sampled_log_probs` (R, T) and `figures`.
+
+    Groups whose rewards are all the same teach nothing and are left out, and so are columns that none of the others needs. Where no
+    group is left the first stays, without a token that counts.
+
+    Args:
+        batch: With `prompt`, `prompt_mask` (P, L).
+        sampled: Its completions.
+        rewards: Theirs, (N).
+        group_size: G.
+        scale: See `group_advantages`.
+        width: Tokens of the longest completion there may be: all rows are kept then, those that teach nothing last, and the batch is the
+            largest there will be, for who plans memory by it. None for as few rows and columns as there are.
+    """
+    total, groups = rewards["total"], groups_that_tell(rewards["total"], group_size=group_size)
+    order = (~groups).int().sort(stable=True).indices
+    kept = len(groups) if width is not None else max(int(groups.sum()), 1)
+    rows = (order[:kept, None] * group_size + torch.arange(group_size, device=order.device)).flatten()
+    counts = sampled.mask & groups.repeat_interleave(group_size)[:, None]
+    longest = int(sampled.mask[rows].sum(1).amax()) if width is None else width
+    ids, mask, log_probs = (_columns(one[rows], longest) for one in (sampled.ids, counts, sampled.log_probs.detach()))
+    of_prompt = rows // group_size
+    found = completed(batch["prompt"][of_prompt], batch["prompt_mask"][of_prompt].bool(), ids=ids, mask=mask)
+    advantages = group_advantages(total, group_size=group_size, scale=scale)[rows]
+    return {
+        **found,
+        "advantages": advantages,
+        "sampled_log_probs": log_probs,
+        "total": int(mask.sum()),
+        "figures": _figures(sampled, rewards, told=groups),
+    }
+
+
+def _columns(values: Tensor, width: int) -> Tensor:
+    """Return the first `width` columns of (R, T), of zeros where there are not as many."""
+    return torch.nn.functional.pad(values[:, :width], (0, max(width - values.shape[1], 0)))
+
+
+def _figures(sampled: Sampled, rewards: Mapping[str, Tensor], *, told: Tensor) -> dict[str, float]:
+    """Return what is logged of all completions, dropped ones included."""
+    lengths = sampled.mask.sum(1).float()
+    figures = {f"reward_{name}": value.float().mean() for name, value in rewards.items() if name != "total"}
+    figures |= {
+        "reward": rewards["total"].float().mean(),
+        "reward_spread": rewards["total"].float().std(),
+        "length": lengths.mean(),
+        "longest": lengths.amax(),
+        "ended": sampled.ended.float().mean(),
+        "dropped_groups": 1 - told.float().mean(),
+    }
+    return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
