@@ -119,7 +119,8 @@ class GRPO(LightningModule):
         self.policy, self.task = policy, task
         self.group_size, self.max_new_tokens = group_size, max_new_tokens
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.scale_rewards, self.inner_iterations = scale_rewards, inner_iterations
+        self.scale_rewards: Literal["none", "group"] = scale_rewards
+        self.inner_iterations = inner_iterations
         self.objective = Objective(clip_low=clip_low, clip_high=clip_high, beta=beta)
         self.reference = Reference()
         self._decode, self._stop_ids, self._slot = decode, tuple(stop_ids), SamplerSlot(sampler)
