@@ -80,7 +80,9 @@ def test_all_logits_are_never_there_at_once():
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            largest.extend(one.numel() for one in (result if isinstance(result, tuple) else (result,)) if hasattr(one, "numel"))
+            largest.extend(
+                one.numel() for one in (result if isinstance(result, tuple) else (result,)) if hasattr(one, "numel")
+            )
             return result
 
     with Watch():

@@ -126,7 +126,7 @@ class GRPO(LightningModule):
         self._decode, self._stop_ids, self._slot = decode, tuple(stop_ids), SamplerSlot(sampler)
         self._kept = KeptRollouts()
         self._has_begun = False  # GRPO, after the supervised phase
-        self._is_checked = self._has_run = False  # in this process
+        self._is_checked = False
 
     @property
     def sampler(self) -> Sampling:
@@ -182,15 +182,15 @@ class GRPO(LightningModule):
     @torch.no_grad()
     def _rollouts(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         self._check(batch["prompt"])
+        width = (
+            None if self._has_begun else self.max_new_tokens
+        )  # the first is the largest, for memory is planned by it
         self._begin()
         sampled = self.sampler(
             batch["prompt"], batch["prompt_mask"], group_size=self.group_size, max_new_tokens=self.max_new_tokens
         )
         examples = batch["example"].repeat_interleave(self.group_size)
         rewards = judged(self.task, examples, sampled, decode=self._decode, step=self._steps)
-        # the first is the largest there will be, since memory is planned by it
-        width = None if self._has_run else self.max_new_tokens
-        self._has_run = True
         return prepared(batch, sampled, rewards, group_size=self.group_size, scale=self.scale_rewards, width=width)
 
     def _begin(self) -> None:

@@ -4,13 +4,15 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from grpo_parts import Dice, Gradients, fit, grpo, policy, prompts, traces
+from grpo_rival import train
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedStrategy
-from lightning_unified.models.grpo import RolloutBuffer
-from tests.models.grpo import rival
-from tests.models.grpo.conftest import Gradients, fit, grpo, policy, prompts, traces
+from lightning_unified import UnifiedStrategy, predict
+from lightning_unified.models.grpo import RolloutBuffer, outline
+
+TWO = [prompts(), prompts(first=4, seed=5)]
 
 
 class _Logged(Callback):
@@ -21,44 +23,274 @@ class _Logged(Callback):
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+class _Fails(Callback):
+    """Runs out of memory once, in the forward pass of a step that has prepared its batch."""
+
+    def __init__(self, step):
+        self.step, self.raised = step, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            handle = pl_module.policy.model.layers[-1].register_forward_hook(lambda *_: self._raise(pl_module, handle))
+
+    def _raise(self, module, handle):
+        if torch.is_grad_enabled():
+            handle.remove()
+            self.raised += 1
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
+            )
+
+
 def _loader(batches, *, inner=1):
     loader = DataLoader(batches, batch_size=None)
     return loader if inner == 1 else RolloutBuffer(loader, inner_iterations=inner)
 
 
-def _strategy(size):
-    return "auto" if size is None else UnifiedStrategy(micro_batch_size=size, predict=False)
+def _cut(size):
+    return UnifiedStrategy(micro_batch_size=size, predict=False)
 
 
-@pytest.mark.parametrize("size", [None, 1, 5, 12])
-@pytest.mark.parametrize("adapters", [False, True])
-def test_gradients_and_losses_are_those_of_the_plain_algorithm(size, adapters):
-    """With padding, the reference term, clipping that bites and two inner iterations, in float64."""
-    limits = {"low": 0.1, "high": 0.15, "beta": 0.3}
-    batches = [prompts(), prompts(first=4, seed=5)]
+def _weights(module):
+    return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
+
+
+@pytest.mark.parametrize(("adapters", "size"), [(False, None), (False, 5), (True, None), (True, 1), (True, 12)])
+def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
+    """In float64 with padding, the reference term, clipping that bites and two inner iterations; whole without our strategy, or cut."""
     model = policy(adapters=adapters)
     plain, anchor = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     module = grpo(model, inner_iterations=2, clip_low=0.1, clip_high=0.15, beta=0.3)
     seen, logged = Gradients(), _Logged()
-    fit(module, _loader(batches, inner=2), steps=4, strategy=_strategy(size), callbacks=[seen, logged])
+    strategy = "auto" if size is None else _cut(size)
+    fit(module, _loader(TWO, inner=2), steps=4, strategy=strategy, callbacks=[seen, logged])
 
-    gradients, losses, shares = rival.train(
-        plain,
-        anchor,
-        module.sampler.given,
-        [batch["example"] for batch in batches],
-        inner=2,
-        learning_rate=1e-2,
-        **limits,
-    )
+    examples = [batch["example"] for batch in TWO]
+    settings = {"inner": 2, "learning_rate": 1e-2, "low": 0.1, "high": 0.15, "beta": 0.3}
+    gradients, losses, shares = train(plain, anchor, module.sampler.given, examples, **settings)
     assert shares[0] == shares[2] == 0
     assert min(shares[1], shares[3]) > 0.1  # clipping bites
     assert len(seen.steps) == 4
     for ours, theirs, step, loss, share in zip(seen.steps, gradients, logged.steps, losses, shares, strict=True):
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
-            assert float((ours[name] - gradient).norm()) <= 1e-10 * float(gradient.norm() + 1e-12), name
-        assert step["train/loss"] == pytest.approx(loss, rel=1e-6, abs=1e-7)  # logged in float32
-        assert step["train/clipped"] == pytest.approx(share, abs=1e-6)
-    for ours, theirs in zip(module.policy.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+            assert float((ours[name] - gradient).norm()) <= 1e-10 * float(gradient.norm()) + 1e-15, name
+        assert step["train/loss"] == pytest.approx(loss, rel=1e-10, abs=1e-12)
+        assert step["train/clipped"] == pytest.approx(share)
+    own = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
+    torch.testing.assert_close(_weights(module), own, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_logged_of_a_cut_batch_is_that_of_the_whole():
+    runs = []
+    for size in (None, 3):
+        module = grpo(policy(adapters=True), beta=0.1)
+        trainer = fit(module, _loader(TWO), steps=2, strategy="auto" if size is None else _cut(size))
+        runs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    whole, cut = runs
+    assert {
+        "train/reward",
+        "train/reward_even",
+        "train/reward_small",
+        "train/kl",
+        "train/entropy",
+        "train/length",
+    } <= set(cut)
+    assert cut == pytest.approx(whole, rel=1e-6)
+    assert cut["train/dropped_groups"] == 0.25  # prompt 5 of 4 to 7 pays nothing to anybody
+
+
+def test_completions_are_sampled_once_for_a_step_that_is_repeated():
+    runs = []
+    for fails in (_Fails(1), _Fails(-1)):
+        module = grpo(policy(adapters=True), beta=0.1, sampler=Dice())
+        strategy = UnifiedStrategy(micro_batch_size=4, predict=False)
+        fit(module, _loader(TWO), steps=2, strategy=strategy, callbacks=[fails])
+        runs.append((module, fails.raised))
+    (failed, raised), (calm, _) = runs
+    assert raised == 1
+    assert failed.sampler.calls == calm.sampler.calls == 2
+    torch.testing.assert_close(_weights(failed), _weights(calm), rtol=1e-9, atol=1e-9)
+
+
+def test_the_rows_of_a_batch_are_completions_that_teach_something():
+    module = grpo()
+    module.prepare_batch(prompts())  # the first is the largest there can be
+    batch = module.prepare_batch(prompts())
+    rows = len(batch["tokens"])
+    assert rows == 12  # of 16: prompt 2 pays nothing to anybody
+    assert {len(value) for value in batch.values() if isinstance(value, torch.Tensor)} == {rows}
+    assert batch["total"] == int(batch["mask"].sum())
+    assert module.prepare_batch(batch)["tokens"] is batch["tokens"]  # a prepared batch is left as it is
+    assert float(batch["advantages"].unflatten(0, (3, 4)).sum(1).abs().max()) < 1e-12
+
+
+def test_the_first_batch_is_the_largest_there_can_be_and_teaches_the_same():
+    module = grpo()
+    batch = module.prepare_batch(prompts())
+    largest = outline(4, prompt_length=6, group_size=4, max_new_tokens=7)
+    for name, value in largest.items():
+        if isinstance(value, torch.Tensor):
+            assert batch[name].shape == value.shape, name
+    assert batch["mask"].any(1).tolist() == [True] * 12 + [False] * 4
+
+
+def test_nothing_is_learnt_where_no_group_tells_anything():
+    module = grpo(learning_rate=0.1)
+    batch = prompts()
+    batch["example"] = torch.full((4,), 2)
+    before = _weights(module).double()
+    fit(module, _loader([batch, batch]), steps=2, strategy=_cut(3))
+    assert torch.equal(_weights(module), before)
+
+
+def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens():
+    model = policy(adapters=True)
+    plain = copy.deepcopy(model).double()
+    module, seen = grpo(model), Gradients()
+    fit(module, _loader([traces()]), steps=1, strategy=_cut(1), callbacks=[seen])
+    logits, labels = plain(input_ids=traces()["tokens"]).logits, traces()["labels"]
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(seen.steps[0][name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_the_reference_is_the_policy_after_the_supervised_phase_and_the_optimizer_begins_anew():
+    class After(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                weights.append(_weights(pl_module))
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            counts.append({int(state["step"]) for state in optimizer.state.values()})
+
+    weights, counts = [], []
+    module = grpo(policy(adapters=True), beta=0.5)
+    fit(module, _loader([traces(), traces(seed=2), *TWO]), steps=4, callbacks=[After()])
+    assert counts == [set(), {1}, set(), {1}]
+    assert module.reference.kind == "copy"
+    with module.reference.on(module.policy):
+        assert torch.equal(_weights(module), weights[0])
+    assert not torch.equal(_weights(module), weights[0])
+
+
+def test_each_phase_has_its_own_rate():
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    rates = []
+    settings = {
+        "sft_steps": 2,
+        "sft_learning_rate": 1e-3,
+        "learning_rate": 1e-4,
+        "warmup_steps": 1,
+        "schedule": "linear",
+    }
+    fit(grpo(**settings), _loader([traces(), traces(), *TWO]), steps=4, callbacks=[Rates()])
+    assert rates == pytest.approx([5e-4, 1e-3, 5e-5, 1e-4])
+
+
+@pytest.mark.parametrize("stopped", [1, 2, 3])
+def test_a_resumed_run_is_one_that_was_not_stopped(tmp_path, stopped):
+    """Stopped after the supervised step, and between two iterations on the same completions."""
+
+    def run(steps, **options):
+        module = grpo(
+            policy(adapters=True), beta=0.2, inner_iterations=3, sampler=options.pop("sampler", None) or Dice()
+        )
+        loader = RolloutBuffer(_Resumable([traces(), *TWO]), inner_iterations=3)
+        # Lightning loads a checkpoint before it makes the module float64, in float32
+        fit(module.double(), loader, steps=steps, precision="32-true", **options)
+        return module
+
+    straight = run(7)
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="stopped", every_n_train_steps=stopped)
+    half = run(stopped, callbacks=[saver], enable_checkpointing=True)
+    resumed = run(7, ckpt_path=tmp_path / "stopped.ckpt", sampler=half.sampler)
+    assert resumed.sampler.calls == 2
+    torch.testing.assert_close(_weights(resumed), _weights(straight), rtol=0, atol=0)
+
+
+class _Resumable:
+    """A loader that knows its place."""
+
+    def __init__(self, batches):
+        self.batches, self.place, self.supervised_batches = batches, 0, 1
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while self.place < len(self.batches):
+            self.place += 1
+            yield self.batches[self.place - 1]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def test_autocast_keeps_the_gradients_of_weights_that_sampling_has_used():
+    """Without our strategy a batch is prepared in the step itself, in the same autocast, which keeps casts that have no gradient."""
+
+    class Uses(Dice):
+        def __call__(self, prompt, prompt_mask, **options):
+            model(input_ids=prompt)
+            return super().__call__(prompt, prompt_mask, **options)
+
+    model = policy(adapters=True)
+    module, seen = grpo(model, sampler=Uses()), Gradients()
+    fit(module, _loader(TWO), steps=1, precision="bf16-mixed", callbacks=[seen])
+    assert any(bool(gradient.any()) for name, gradient in seen.steps[0].items() if "lora_B" in name)
+    assert len(seen.steps[0]) == 2 * 3 * 2
+
+
+def test_a_step_is_planned_from_shapes_alone_and_nothing_is_sampled():
+    module = grpo(policy(adapters=True), beta=0.1)
+    with torch.device("meta"):
+        shapes = {name: torch.empty_like(value, device="meta") for name, value in prompts().items()}
+        found = module.prepare_batch(shapes)
+    assert found["tokens"].shape == (16, 13)
+    largest = outline(4, prompt_length=6, group_size=4, max_new_tokens=7)
+    whole = predict(module, largest, device="cuda")
+    part = predict(module, largest, device="cuda", micro_batch_size=4)
+    assert (whole.confidence, part.confidence) == ("high", "high")
+    assert part.peak_bytes < whole.peak_bytes
+    assert module.sampler.calls == 0
+    assert module.reference.kind == "none"
+
+
+def test_validation_logs_rewards_of_prompts_and_the_loss_of_traces():
+    module = grpo()
+    trainer = fit(module, _loader(TWO), steps=2, val=_loader([prompts(), traces()]))
+    assert {"val/reward", "val/reward_even", "val/sft_loss"} <= set(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"group_size": 1}, "group_size=1; give 2 or more"),
+        ({"scale_rewards": "grop"}, "did you mean group"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"clip_low": 1.5}, "clip_low=1.5; give more than 0 and at most 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        grpo(**options)
+
+
+def test_inner_iterations_need_a_loader_that_numbers_them():
+    with pytest.raises(ValueError, match="put the loader into RolloutBuffer"):
+        grpo(inner_iterations=2).prepare_batch(prompts())
+
+
+def test_rewards_that_are_not_one_a_completion_are_refused():
+    module = grpo()
+    module.task.rewards = lambda examples, completions, step=0: {"total": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"gave total \(3,\); it must give one number for each of the 16 completions"):
+        module.prepare_batch(prompts())

@@ -1,8 +1,7 @@
 """GRPO once more, written the plain way: sequence by sequence without padding, all logits at once, one loop; for comparison only."""
 
 import torch
-
-from tests.models.grpo.conftest import GROUP, TEMPERATURE, Task, decode
+from grpo_parts import GROUP, TEMPERATURE, Task, decode
 
 
 def rollouts(given, examples):
