@@ -78,10 +78,12 @@ class SamplerSlot:
 
     Attributes:
         sampler: The sampler, or None as long as nothing was sampled.
+        temperature: At which it samples; None where that is its own affair.
     """
 
     def __init__(self, sampler: Sampling | None = None) -> None:
         self.sampler = sampler
+        self.temperature: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SamplerSlot":
         return SamplerSlot()

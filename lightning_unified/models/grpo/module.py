@@ -48,7 +48,7 @@ class GRPO(LightningModule):
         task: What judges completions.
         decode: Turns a list of token ids into text, special tokens left out.
         stop_ids: Tokens that end a completion, besides the task's stop text.
-        sampler: Samples; None for `rollout.Sampler` with the settings here.
+        sampler: Samples at `temperature`, which it must know; None for `rollout.Sampler` with the settings here.
         group_size: Completions of each prompt, G.
         max_new_tokens: Tokens of the longest completion.
         temperature: Of sampling; log-probabilities are of the same distribution.
@@ -130,11 +130,13 @@ class GRPO(LightningModule):
 
     @property
     def sampler(self) -> Sampling:
-        """What samples completions from the policy as it is."""
-        if self._slot.sampler is None:
+        """What samples completions from the policy as it is, at the temperature of now."""
+        slot = self._slot
+        if slot.sampler is None or slot.temperature not in {None, self.temperature}:
             from lightning_unified.models.grpo.rollout import Sampler
 
-            self._slot.sampler = Sampler(
+            slot.temperature = self.temperature
+            slot.sampler = Sampler(
                 self.policy,
                 stop_ids=self._stop_ids,
                 stop_text=self.task.stop or None,
@@ -143,7 +145,7 @@ class GRPO(LightningModule):
                 top_k=self.top_k,
                 top_p=self.top_p,
             )
-        return self._slot.sampler
+        return slot.sampler
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch as `training_step` cuts and takes it, see `sequences`; one that is so already as it is.
@@ -222,7 +224,6 @@ class GRPO(LightningModule):
         if "total" not in batch:
             with torch.no_grad():
                 batch = self.prepare_batch(batch)
-            torch.clear_autocast_cache()  # autocast keeps what it cast, without a gradient, for the loss as well
         reference = None
         if "advantages" in batch and self.objective.beta:
             reference = self._reference(batch)

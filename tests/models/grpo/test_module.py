@@ -55,6 +55,12 @@ def _weights(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
 
 
+def _cross_entropy(model, *batches):
+    logits = [model(input_ids=batch["tokens"]).logits[:, :-1].flatten(0, 1) for batch in batches]
+    labels = [batch["labels"][:, 1:].flatten() for batch in batches]
+    return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(labels))
+
+
 @pytest.mark.parametrize(("adapters", "size"), [(False, None), (False, 5), (True, None), (True, 1), (True, 12)])
 def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
     """In float64 with padding, the reference term, clipping that bites and two inner iterations; whole without our strategy, or cut."""
@@ -149,8 +155,7 @@ def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens():
     plain = copy.deepcopy(model).double()
     module, seen = grpo(model), Gradients()
     fit(module, _loader([traces()]), steps=1, strategy=_cut(1), callbacks=[seen])
-    logits, labels = plain(input_ids=traces()["tokens"]).logits, traces()["labels"]
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    _cross_entropy(plain, traces()).backward()
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(seen.steps[0][name], parameter.grad, rtol=1e-10, atol=1e-12)
@@ -234,19 +239,16 @@ class _Resumable:
         self.place = state["place"]
 
 
-def test_autocast_keeps_the_gradients_of_weights_that_sampling_has_used():
-    """Without our strategy a batch is prepared in the step itself, in the same autocast, which keeps casts that have no gradient."""
-
-    class Uses(Dice):
-        def __call__(self, prompt, prompt_mask, **options):
-            model(input_ids=prompt)
-            return super().__call__(prompt, prompt_mask, **options)
-
-    model = policy(adapters=True)
-    module, seen = grpo(model, sampler=Uses()), Gradients()
-    fit(module, _loader(TWO), steps=1, precision="bf16-mixed", callbacks=[seen])
-    assert any(bool(gradient.any()) for name, gradient in seen.steps[0].items() if "lora_B" in name)
-    assert len(seen.steps[0]) == 2 * 3 * 2
+def test_a_window_of_batches_is_normalised_by_all_its_tokens():
+    model = policy()
+    plain, both = copy.deepcopy(model).double(), [traces(), traces(seed=2)]
+    both[1]["labels"][:2] = -100
+    module, seen = grpo(model), Gradients()
+    strategy = UnifiedStrategy(micro_batch_size=2, predict=False, window_mean="terms")
+    fit(module, _loader(both), steps=1, strategy=strategy, callbacks=[seen], accumulate_grad_batches=2)
+    _cross_entropy(plain, *both).backward()
+    for name, parameter in plain.named_parameters():  # whose norms are computed in float32
+        assert float((seen.steps[0][name] - parameter.grad).norm()) < 1e-6 * float(parameter.grad.norm()), name
 
 
 def test_a_step_is_planned_from_shapes_alone_and_nothing_is_sampled():
