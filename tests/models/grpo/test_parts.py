@@ -137,6 +137,13 @@ def test_a_scale_between_hidden_states_and_logits_is_refused():
         check_head(model)
 
 
+def test_a_soft_cap_is_refused_before_it_shows():
+    model = policy()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="a soft cap or a scale is in between"):
+        check_head(model)
+
+
 def test_the_buffer_repeats_prompts_and_numbers_them():
     loader = [traces(), prompts(), prompts(first=4)]
     found = list(RolloutBuffer(loader, inner_iterations=2))
