@@ -43,7 +43,7 @@ class GRPO(LightningModule):
         Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
 
     Args:
-        policy: A causal language model of transformers, with adapters of peft or without; those of its weights that require a gradient
+        model: The policy: a causal language model of transformers, with adapters of peft or without; those of its weights that require a gradient
             are trained. A subclass that builds it from plain values has all of them in its checkpoints.
         task: What judges completions.
         decode: Turns a list of token ids into text, special tokens left out.
@@ -78,7 +78,7 @@ class GRPO(LightningModule):
 
     def __init__(
         self,
-        policy: nn.Module,
+        model: nn.Module,
         *,
         task: Task,
         decode: Callable[[list[int]], str],
@@ -105,8 +105,11 @@ class GRPO(LightningModule):
         optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
     ) -> None:
         super().__init__()
-        betas = (float(betas[0]), float(betas[1]))  # a configuration library's list must not enter the checkpoint
-        self.save_hyperparameters(ignore=["policy", "task", "decode", "stop_ids", "sampler"])
+        betas = (float(betas[0]), float(betas[1]))
+        self.save_hyperparameters(ignore=["model", "task", "decode", "stop_ids", "sampler"])
+        self.hparams["betas"] = (
+            betas  # a configuration library's list, a subclass's maybe, must not enter the checkpoint
+        )
         check_choice("scale_rewards", scale_rewards, ("none", "group"))
         check_choice("schedule", schedule, ("linear", "cosine", "constant"))
         check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
@@ -115,8 +118,8 @@ class GRPO(LightningModule):
             group_size=(group_size, 2), max_new_tokens=(max_new_tokens, 1), inner_iterations=(inner_iterations, 1)
         )
         _check_least(sft_steps=(sft_steps, 0), warmup_steps=(warmup_steps, 0), weight_decay=(weight_decay, 0))
-        head_of(policy)
-        self.policy, self.task = policy, task
+        head_of(model)
+        self.policy, self.task = model, task
         self.group_size, self.max_new_tokens = group_size, max_new_tokens
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.scale_rewards: Literal["none", "group"] = scale_rewards

@@ -50,7 +50,7 @@ def judged(
         step: See `Task.rewards`.
 
     Raises:
-        ValueError: If there is no "total", or one is not a number a completion.
+        ValueError: If there is no "total", one is not a number a completion, or not finite.
     """
     lengths = sampled.mask.sum(1).tolist()
     texts = [decode(row[:length]) for row, length in zip(sampled.ids.tolist(), lengths, strict=True)]
@@ -60,6 +60,10 @@ def judged(
         raise ValueError(
             f"{type(task).__name__}.rewards gave {', '.join(wrong or rewards) or 'nothing'}; it must give one number for each of the "
             f'{len(examples)} completions under each name, and "total" among them.'
+        )
+    if endless := [name for name, value in rewards.items() if not bool(value.isfinite().all())]:
+        raise ValueError(
+            f"{type(task).__name__}.rewards gave {endless[0]} values that are infinite or no numbers; let it pay 0."
         )
     return {name: value.to(examples.device) for name, value in rewards.items()}
 

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from grpo_parts import Dice, Gradients, fit, grpo, policy, prompts, traces
+from grpo_parts import Dice, Gradients, Task, decode, fit, grpo, policy, prompts, traces
 from grpo_rival import train
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy, predict
-from lightning_unified.models.grpo import RolloutBuffer, outline
+from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
 
 TWO = [prompts(), prompts(first=4, seed=5)]
 
@@ -296,3 +296,29 @@ def test_rewards_that_are_not_one_a_completion_are_refused():
     module.task.rewards = lambda examples, completions, step=0: {"total": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"gave total \(3,\); it must give one number for each of the 16 completions"):
         module.prepare_batch(prompts())
+
+
+def test_rewards_that_are_no_numbers_are_refused():
+    module = grpo()
+    module.task.rewards = lambda examples, completions, step=0: {"total": torch.full((16,), torch.nan)}
+    with pytest.raises(ValueError, match="gave total values that are infinite or no numbers"):
+        module.prepare_batch(prompts())
+
+
+def test_a_subclass_that_builds_its_policy_has_its_values_in_the_checkpoint(tmp_path):
+    make = policy
+
+    class Built(GRPO):
+        def __init__(self, *, policy="tiny", betas=(0.9, 0.99)):
+            super().__init__(
+                make(), task=Task(), decode=decode, sampler=Dice(), group_size=4, max_new_tokens=7, betas=betas
+            )
+
+    module = Built(policy="small", betas=[0.8, 0.9])
+    trainer = fit(module, _loader(TWO), steps=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    trainer.save_checkpoint(tmp_path / "built.ckpt")
+    again = Built.load_from_checkpoint(tmp_path / "built.ckpt", weights_only=True)
+    assert again.hparams["policy"] == "small"
+    assert again.hparams["betas"] == (0.8, 0.9)
+    assert not {"model", "task", "decode", "sampler"} & set(again.hparams)
+    torch.testing.assert_close(_weights(again).double(), _weights(module))
