@@ -103,3 +103,17 @@ def test_what_makes_no_sense_is_refused(changed, words):
     options = {"tokens": tokens, **changed}
     with pytest.raises(ValueError, match=words):
         token_log_probs(hidden, weight, **options)
+
+
+@pytest.mark.gpu
+def test_a_large_vocabulary_takes_a_few_chunks_on_a_gpu():
+    """8,192 tokens of a vocabulary of 151,936 have 4.6 GiB of float32 logits."""
+    hidden = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(151_936, 2048, device="cuda", dtype=torch.bfloat16)
+    tokens = torch.randint(151_936, (8192,), device="cuda")
+    token_log_probs(hidden, weight, tokens).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    token_log_probs(hidden, weight, tokens).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29

@@ -130,3 +130,23 @@ def grpo(model=None, **options):
     settings = {"sampler": Dice(), "group_size": GROUP, "max_new_tokens": LONGEST, "temperature": TEMPERATURE}
     settings |= {"learning_rate": 1e-2, "optimizer_kernel": "forloop", **options}
     return GRPO(policy() if model is None else model, task=Task(), decode=decode, **settings)
+
+
+class Plain:
+    """Samples token by token, every sequence anew and alone: slow, and plainly from the policy."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @torch.no_grad()
+    def __call__(self, prompt, prompt_mask, *, group_size, max_new_tokens):
+        rows = [row[mask].tolist() for row, mask in zip(prompt, prompt_mask, strict=True) for _ in range(group_size)]
+        ids, found = torch.zeros(len(rows), max_new_tokens, dtype=torch.int64), torch.zeros(len(rows), max_new_tokens)
+        for place in range(max_new_tokens):
+            for index, row in enumerate(rows):
+                scores = (self.model(input_ids=torch.tensor([row])).logits[0, -1] / TEMPERATURE).log_softmax(-1)
+                token = int(scores.exp().multinomial(1))
+                ids[index, place], found[index, place] = token, scores[token]
+                row.append(token)
+        ended = torch.ones(len(rows), dtype=torch.bool)
+        return SimpleNamespace(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), log_probs=found, ended=ended)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from grpo_parts import Dice, Gradients, Task, decode, fit, grpo, policy, prompts, traces
+from grpo_parts import Dice, Gradients, Plain, Task, decode, fit, grpo, policy, prompts, traces
 from grpo_rival import train
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -319,3 +319,27 @@ def test_a_subclass_that_builds_its_policy_has_its_values_in_the_checkpoint(tmp_
     assert again.hparams["betas"] == (0.8, 0.9)
     assert not {"model", "task", "decode", "sampler"} & set(again.hparams)
     torch.testing.assert_close(_weights(again).double(), _weights(module))
+
+
+@pytest.mark.slow
+def test_the_policy_learns_what_is_paid():
+    class Even(Task):
+        def rewards(self, examples, completions, *, step=0):
+            shares = [sum(int(word) % 2 == 0 for word in text.split()) / 4 for text in completions]
+            return {"total": torch.tensor(shares)}
+
+    model, logged = policy(adapters=True), _Logged()
+    settings = {
+        "group_size": 8,
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "learning_rate": 1e-2,
+        "scale_rewards": "group",
+    }
+    module = GRPO(model, task=Even(), decode=decode, sampler=Plain(model), **settings)
+    torch.manual_seed(0)
+    batches = [prompts(seed=seed) for seed in range(60)]
+    fit(module, _loader(batches), steps=60, strategy=_cut(12), precision="32-true", callbacks=[logged])
+    rewards = [step["train/reward"] for step in logged.steps]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
+    assert max(step["train/sampling_gap"] for step in logged.steps) < 1e-5
