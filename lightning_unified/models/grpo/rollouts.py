@@ -100,6 +100,8 @@ def prepared(
     ids, mask, log_probs = (_columns(one[rows], longest) for one in (sampled.ids, counts, sampled.log_probs.detach()))
     of_prompt = rows // group_size
     found = completed(batch["prompt"][of_prompt], batch["prompt_mask"][of_prompt].bool(), ids=ids, mask=mask)
+    if width is None:
+        found["tokens"] = found["tokens"][:, : int((found["start"] + mask.sum(1)).amax())]
     advantages = group_advantages(total, group_size=group_size, scale=scale)[rows]
     return {
         **found,
@@ -121,7 +123,7 @@ def _figures(sampled: Sampled, rewards: Mapping[str, Tensor], *, told: Tensor) -
     figures = {f"reward_{name}": value.float().mean() for name, value in rewards.items() if name != "total"}
     figures |= {
         "reward": rewards["total"].float().mean(),
-        "reward_spread": rewards["total"].float().std(),
+        "spread": rewards["total"].float().std(),
         "length": lengths.mean(),
         "longest": lengths.amax(),
         "ended": sampled.ended.float().mean(),

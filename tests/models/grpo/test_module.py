@@ -125,6 +125,7 @@ def test_the_rows_of_a_batch_are_completions_that_teach_something():
     batch = module.prepare_batch(prompts())
     rows = len(batch["tokens"])
     assert rows == 12  # of 16: prompt 2 pays nothing to anybody
+    assert batch["tokens"].shape[1] == int((batch["start"] + batch["mask"].sum(1)).max())
     assert {len(value) for value in batch.values() if isinstance(value, torch.Tensor)} == {rows}
     assert batch["total"] == int(batch["mask"].sum())
     assert module.prepare_batch(batch)["tokens"] is batch["tokens"]  # a prepared batch is left as it is
