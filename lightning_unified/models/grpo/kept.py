@@ -23,7 +23,7 @@ class KeptRollouts:
         self._noted: dict[str, Tensor] = {}
 
     def begin(self, batch: dict[str, Any], *, with_reference: bool) -> dict[str, Any]:
-        """Keep a prepared batch, and return it with `row` (R), the place of each row.
+        """Keep a prepared batch, and return it for its first iteration, as `again` does for the others.
 
         Args:
             batch: Of the first iteration.
@@ -33,7 +33,7 @@ class KeptRollouts:
         self._noted = {"old": torch.zeros_like(batch["sampled_log_probs"], dtype=torch.float32)}
         if with_reference:
             self._noted["reference"] = torch.zeros_like(self._noted["old"])
-        return {**batch, "row": torch.arange(len(batch["mask"]), device=batch["mask"].device)}
+        return self.again(0)
 
     @torch.no_grad()
     def note(self, row: Tensor, *, old: Tensor, reference: Tensor | None) -> None:
@@ -46,8 +46,12 @@ class KeptRollouts:
             into = self._noted[name]
             into.index_copy_(0, row.to(into.device), values.to(into.device))
 
-    def again(self) -> dict[str, Any]:
-        """Return the batch for one more step, with what was noted as `old` and, where there is a reference, `reference` (R, T).
+    def again(self, iteration: int) -> dict[str, Any]:
+        """Return the batch with `iteration`, a plain number; `row` (R), the place of each row; and what was noted: `old` and, where there
+        is one, `reference` (R, T). Before the first iteration that is nothing yet, but there: a plan is for batches that have it.
+
+        Args:
+            iteration: The first is 0.
 
         Raises:
             RuntimeError: If no batch was begun.
@@ -56,7 +60,9 @@ class KeptRollouts:
             raise RuntimeError(
                 "a batch is to be trained on again, and none was before it; its iterations must come in order."
             )
-        return {**self._batch, **{name: values.clone() for name, values in self._noted.items()}}
+        row = torch.arange(len(self._batch["mask"]), device=self._batch["mask"].device)
+        noted = {name: values.clone() for name, values in self._noted.items()}
+        return {**self._batch, **noted, "row": row, "iteration": iteration}
 
     def state(self) -> dict[str, Any]:
         """Return all of it, for a checkpoint."""

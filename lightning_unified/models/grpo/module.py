@@ -180,9 +180,10 @@ class GRPO(LightningModule):
                 f"inner_iterations={self.inner_iterations} takes each batch several times; put the loader into "
                 f"RolloutBuffer(loader, inner_iterations={self.inner_iterations})."
             )
-        if int(batch["iteration"]) == 0:
-            return self._kept.begin(self._rollouts(batch), with_reference=self.objective.beta > 0)
-        return self._kept.again()
+        iteration = int(batch["iteration"])
+        if iteration:
+            return self._kept.again(iteration)
+        return self._kept.begin(self._rollouts(batch), with_reference=self.objective.beta > 0)
 
     @torch.no_grad()
     def _rollouts(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -227,25 +228,26 @@ class GRPO(LightningModule):
         if "total" not in batch:
             with torch.no_grad():
                 batch = self.prepare_batch(batch)
-        reference = None
-        if "advantages" in batch and self.objective.beta:
-            reference = self._reference(batch)
-        log_probs, entropy = self._score(batch)
         if "advantages" not in batch:
+            log_probs, _ = self._score(batch)
             loss = -log_probs.masked_fill(~batch["mask"], 0.0).sum() / max(batch["total"], 1)
             self._log({"train/sft_loss": loss.detach()}, prog_bar=True)
             return loss
+        repeated = batch.get("iteration", 0) > 0
+        reference = batch.get("reference") if repeated else self._reference(batch)
+        log_probs, entropy = self._score(batch)
+        old = batch["old"] if repeated else log_probs.detach()
         terms = self.objective(
             log_probs,
             mask=batch["mask"],
             advantages=batch["advantages"],
             total=batch["total"],
-            old=batch.get("old"),
+            old=old,
             reference=reference,
         )
-        if "row" in batch:
-            self._kept.note(batch["row"], old=log_probs.detach(), reference=reference)
-        self._log_terms(batch, terms, log_probs.detach(), entropy)
+        if "row" in batch and not repeated:
+            self._kept.note(batch["row"], old=old, reference=reference)
+        self._log_terms(batch, terms, old, entropy)
         return terms.loss
 
     def _score(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -258,18 +260,18 @@ class GRPO(LightningModule):
             chunk=self.loss_chunk_rows,
         )
 
-    def _reference(self, batch: Mapping[str, Any]) -> Tensor:
-        if "reference" in batch:
-            return batch["reference"]
+    def _reference(self, batch: Mapping[str, Any]) -> Tensor | None:
+        if not self.objective.beta:
+            return None
         if self.reference.kind == "none":  # in a step that is planned, before anything ran
             self.reference.begin(self.policy, is_trained=self.hparams["sft_steps"] > 0)
         with torch.no_grad(), self.reference.on(self.policy):
             return self._score(batch)[0]
 
-    def _log_terms(self, batch: Mapping[str, Any], terms: Terms, log_probs: Tensor, entropy: Tensor) -> None:
+    def _log_terms(self, batch: Mapping[str, Any], terms: Terms, old: Tensor, entropy: Tensor) -> None:
         """Log what describes a part by its share of the whole, which add up, and the whole batch's figures as they are."""
         mask, total = batch["mask"], max(batch["total"], 1)
-        gap = (batch.get("old", log_probs) - batch["sampled_log_probs"]).abs()
+        gap = (old - batch["sampled_log_probs"]).abs()
         shares = {
             "train/entropy": (entropy * mask).sum() / total,
             "train/clipped": terms.clipped,

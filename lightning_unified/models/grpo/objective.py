@@ -61,7 +61,7 @@ class Objective:
         mask: Tensor,
         advantages: Tensor,
         total: float,
-        old: Tensor | None = None,
+        old: Tensor,
         reference: Tensor | None = None,
     ) -> Terms:
         """Return the loss of some rows of a batch.
@@ -71,14 +71,14 @@ class Objective:
             mask: (R, T) bool, the active tokens.
             advantages: (R).
             total: Active tokens of the whole batch, of which these rows may be a part.
-            old: (R, T), as `log_probs` when the tokens were sampled; None where that is the policy as it is, of ratio 1.
+            old: (R, T), as `log_probs` when the tokens were sampled, without a gradient; their own values while the policy is the same.
             reference: (R, T), as `log_probs` under the reference; needed where `beta` is above 0.
 
         Raises:
             ValueError: If the reference is missing.
         """
         log_probs = log_probs.masked_fill(~mask, 0.0)  # pads count for nothing, but an infinite ratio times 0 would
-        ratio = (log_probs - (log_probs.detach() if old is None else old.masked_fill(~mask, 0.0))).exp()
+        ratio = (log_probs - old.masked_fill(~mask, 0.0)).exp()
         gain = advantages.to(log_probs.dtype).unsqueeze(1)
         within = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss, kl = -torch.minimum(ratio * gain, within * gain), None

@@ -75,17 +75,6 @@ def test_what_pads_hold_does_not_matter():
     assert torch.equal(worse["log_probs"].grad, batch["log_probs"].grad)
 
 
-def test_the_policy_as_it_is_has_the_gradient_of_its_own_old_self():
-    objective, batch = Objective(), _batch()
-    own = {**batch, "old": batch["log_probs"].detach()}
-    gradients = [
-        torch.autograd.grad(objective(**one, total=9).loss, batch["log_probs"])[0]
-        for one in (own, {**batch, "old": None})
-    ]
-    assert torch.equal(*gradients)
-    assert gradients[0].any()
-
-
 def test_the_divergence_is_never_negative_and_zero_at_the_reference():
     batch = _batch()
     assert float(kl_to_reference(batch["log_probs"], batch["reference"]).min()) > 0
