@@ -72,7 +72,7 @@ def traces(
         raise ValueError(f"{', '.join(strange[:5])} may not be a secret; take answers of the list.")
     random = np.random.default_rng(seed)
     table = patterns or Patterns(words)
-    order = [secrets[place] for place in random.permutation(len(secrets)).tolist()]
+    order = [secrets[place] for place in map(int, random.permutation(len(secrets)))]
     games = (_game(table, secret, choices=choices, slips=slips, random=random) for secret in order)
     return chain.from_iterable(games)
 
