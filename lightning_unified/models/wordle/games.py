@@ -7,11 +7,11 @@ from math import sqrt
 from statistics import fmean
 from typing import Any, Protocol
 
-from lightning_unified.models.wordle.prompts import Answer, parse
+from lightning_unified.models.wordle.prompts import parse
 from lightning_unified.models.wordle.state import MAX_TURNS, State
 from lightning_unified.models.wordle.words import WordList
 
-__all__ = ["Game", "GameReport", "Player", "play_games", "wilson"]
+__all__ = ["Game", "GameReport", "Player", "TrainedPlayer", "play_games", "wilson"]
 
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
@@ -22,6 +22,18 @@ class Player(Protocol):
     def answers(self, states: Sequence[State]) -> list[str]:
         """Return one completion (`prompts.STOP` included) for each state, none of them solved."""
         ...
+
+
+class TrainedPlayer(Player, Protocol):
+    """A player out of a checkpoint, which knows what it was trained on.
+
+    Attributes:
+        words: The list that it was trained with.
+        held_out: The answers that were never the secret of a training game.
+    """
+
+    words: WordList
+    held_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +149,7 @@ def _judge(game: Game, words: WordList) -> list[tuple[bool, bool, bool]]:
     """Return, for each answer, whether it is in form, a word, and consistent."""
     state, verdicts = State(), []
     for text in game.answers:
-        answer: Answer = parse(text)
+        answer = parse(text)
         valid = answer.guess is not None and answer.guess in words.index
         consistent = valid and state.allows(str(answer.guess))
         verdicts.append((answer.format_ok and not answer.trailing, valid, consistent))
