@@ -62,16 +62,16 @@ def verdict(game: Game) -> str:
 
 def comparison(reports: dict[str, GameReport]) -> Table:
     """Return a table of players, a row each."""
-    table = Table(box=SIMPLE, caption="in brackets the 95 % Wilson interval; the last three are shares of all answers")
-    table.add_column("player")
-    for heading in ("games", "won", "tries to win", "in form", "valid", "consistent"):
+    table = Table(box=SIMPLE, caption="95 % Wilson interval; tries of games won; shares of all answers")
+    table.add_column("player", no_wrap=True)
+    for heading in ("games", "won", "tries", "form", "valid", "consistent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, report in reports.items():
         low, high = report.win_interval
         table.add_row(
             name,
             str(report.games),
-            f"{report.win_rate:.1%} ({low:.1%}, {high:.1%})",
+            f"{report.win_rate:.1%} ({100 * low:.1f}-{100 * high:.1f})",
             "-" if report.mean_turns is None else f"{report.mean_turns:.2f}",
             *(f"{share:.1%}" for share in (report.format_share, report.valid_share, report.consistent_share)),
         )
