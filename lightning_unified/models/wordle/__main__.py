@@ -106,10 +106,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     secrets = _secrets(options, model, words)
     patterns = Patterns(words)
     players: dict[str, Player] = {"model": model} if model else {}
-    players |= {
-        "entropy-greedy": EntropyGreedy(patterns),
-        "random-consistent": _solver("random", patterns, options.seed),
-    }
+    players |= {name: _solver(name, patterns, options.seed) for name in _SOLVERS}
     reports: dict[str, GameReport] = {}
     for name, player in players.items():
         reports[name] = play_games(player, secrets, words)

@@ -62,7 +62,7 @@ def verdict(game: Game) -> str:
 
 def comparison(reports: dict[str, GameReport]) -> Table:
     """Return a table of players, a row each."""
-    table = Table(box=SIMPLE, caption="95 % Wilson interval; tries of games won; shares of all answers")
+    table = Table(box=SIMPLE, pad_edge=False, caption="95 % Wilson interval; tries of games won; shares of all answers")
     table.add_column("player", no_wrap=True)
     for heading in ("games", "won", "tries", "form", "valid", "consistent"):
         table.add_column(heading, justify="right", no_wrap=True)
