@@ -1,7 +1,5 @@
 """What an answer is worth: nothing out of form, and no word ever more than the secret."""
 
-from functools import lru_cache
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,7 +61,7 @@ class Reward:
         self.patterns = patterns
         self.weights = weights
         self.entropy_from_step = entropy_from_step
-        self._candidates = lru_cache(maxsize=4096)(self._find_candidates)  # a group asks about one state many times
+        self._last: tuple[State, NDArray[np.bool_]] | None = None  # a group asks about one state many times in a row
 
     def __call__(self, secret: str, state: State, completion: str, *, step: int = 0) -> dict[str, float]:
         """Return what each of `COMPONENTS` pays, and their sum as "total".
@@ -94,5 +92,7 @@ class Reward:
             "solved": float(guess == secret),
         }
 
-    def _find_candidates(self, state: State) -> NDArray[np.bool_]:
-        return self.patterns.candidates(state.turns)
+    def _candidates(self, state: State) -> NDArray[np.bool_]:
+        if self._last is None or self._last[0] != state:
+            self._last = state, self.patterns.candidates(state.turns)
+        return self._last[1]

