@@ -12,7 +12,6 @@ from lightning_unified.planning.rates import Rates
 from lightning_unified.planning.trace import Trace, Work
 from lightning_unified.training.split import part_sizes
 
-
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
 
 
