@@ -4,7 +4,8 @@ The same rows (token ids, log-normal lengths of 6 to 128), the same shapes of BE
 AdamW, clipping at 1, four loader processes that stay, pinned batches. The rival pads all to 128, pads each batch to its own longest row, or groups rows
 by length. Ours is what a run has by default: `strategy="unified"` with its plan, `TextClassifier`, our rows and loader with a few fixed
 lengths, memory monitor, gradient health, pressure guard, and a CSV log every 10 steps; `compiled` is the same with what
-`hardware.compile=true` does. Neither validates, saves or draws a bar.
+`hardware.compile=true` does, and `-within` is either with `memory.budget` at 0.78 of the peak of the fastest rival so far, so that batches of the
+longest rows are cut. Neither validates, saves or draws a bar.
 
 Every cell is a process of its own that trains two epochs, and the order of the cells turns round from one repeat to the next. Both epochs are timed
 on both sides, from one wait for the device to another: the first has all that a run does once (kernels are loaded and chosen, loader
@@ -44,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 RIVALS = ("pad128", "dynamic", "grouped")
-CELLS = (*RIVALS, "ours", "compiled")
+CELLS = (*RIVALS, "ours", "compiled", "ours-within", "compiled-within")
+WITHIN = 0.78  # of the fastest rival's peak
 AIMS = {"samples_per_second": 1.5, "peak": 0.8}  # at least, and at most, of the fastest rival's
 
 
@@ -53,7 +55,11 @@ def main() -> None:
     if options.cell:
         from classifier_rivals_cell import run_cell
 
-        print(json.dumps(run_cell(options.cell, options.models[0], rows=options.rows, batch=options.batch)))
+        print(
+            json.dumps(
+                run_cell(options.cell, options.models[0], rows=options.rows, batch=options.batch, budget=options.budget)
+            )
+        )
         return
     if options.smoke:
         options.models, options.rows, options.batch, options.repeats = ["smoke"], 160, 8, 1
@@ -62,6 +68,7 @@ def main() -> None:
         for repeat in range(options.repeats):
             for model in options.models:
                 for cell in options.cells[:: -1 if repeat % 2 else 1]:
+                    options.budget = _budget(model, output) if cell.endswith("-within") else None
                     _keep(_run(cell, model, options) | {"repeat": repeat}, output)
         print(json.dumps(json.loads(output.read_text(encoding="utf-8"))["summary"], indent=2))
 
@@ -71,6 +78,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["minilm", "bert-base"])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--cell", choices=CELLS, help="one of them, in this process")
+    parser.add_argument(
+        "--budget", type=int, help="bytes that a cell of ours may use; set for those that end in -within"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rows", type=int, default=12800)
     parser.add_argument("--batch", type=int, default=64)
@@ -87,7 +97,7 @@ def _run(cell: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
         os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if options.smoke else {}) | {"TOKENIZERS_PARALLELISM": "false"}
     )
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    found = {"model": model, "cell": cell}
+    found = {"model": model, "cell": cell, "budget": options.budget}
     if ended.returncode:
         found["failed"] = ended.stderr.strip()[-3000:]
         print(f"{model} {cell} failed:\n{found['failed']}", flush=True)
@@ -96,6 +106,13 @@ def _run(cell: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds = " and ".join(f"{each:,.0f}" for each in found["samples_per_second"])
         print(f"{model} {cell}: {seconds} samples/s, peak {(found['peak_bytes'] or 0) / 2**30:.3f} GiB", flush=True)
     return found
+
+
+def _budget(model: str, path: Path) -> int | None:
+    """Return what a run held to less than the fastest rival may use; None while no rival's peak is known."""
+    summary = json.loads(path.read_text(encoding="utf-8"))["summary"].get(model, {}) if path.exists() else {}
+    peak = summary["cells"][summary["fastest_rival"]]["peak_bytes"] if "fastest_rival" in summary else 0
+    return int(WITHIN * peak) or None
 
 
 def _keep(run: dict[str, Any], path: Path) -> None:

@@ -34,16 +34,17 @@ LONGEST, SHORTEST, EPOCHS, WORKERS, LENGTHS = 128, 6, 2, 4, 4
 ON_GPU = torch.cuda.is_available()
 
 
-def run_cell(cell: str, model: str, *, rows: int, batch: int) -> dict[str, Any]:
-    """Return samples a second of both epochs and the peak in bytes."""
+def run_cell(cell: str, model: str, *, rows: int, batch: int, budget: int | None = None) -> dict[str, Any]:
+    """Return samples a second of both epochs and the peak in bytes; `budget` is what a run of ours may use, in bytes."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     texts, labels = _texts(rows, vocabulary=MODELS[model].get("vocab_size", 30000))
     torch.manual_seed(0)
     marks = Marks()
     began = time.perf_counter()
-    if cell in ("ours", "compiled"):
-        known = _ours(MODELS[model], texts, labels, batch=batch, marks=marks, compiles=cell == "compiled")
+    if cell.startswith(("ours", "compiled")):
+        strategy, compiles = UnifiedStrategy(budget=budget or "auto"), cell.startswith("compiled")
+        known = _ours(MODELS[model], texts, labels, batch=batch, marks=marks, strategy=strategy, compiles=compiles)
     else:
         known = _rival(MODELS[model], texts, labels, batch=batch, marks=marks, padding=cell)
     return {
@@ -128,7 +129,14 @@ class _Epochs(Callback):
 
 
 def _ours(
-    sizes: dict[str, Any], texts: list[list[int]], labels: list[int], *, batch: int, marks: Marks, compiles: bool
+    sizes: dict[str, Any],
+    texts: list[list[int]],
+    labels: list[int],
+    *,
+    batch: int,
+    marks: Marks,
+    strategy: UnifiedStrategy,
+    compiles: bool,
 ) -> dict[str, Any]:
     data = _Texts(texts, labels, batch=batch)
     module = TextClassifier(
@@ -137,7 +145,6 @@ def _ours(
         learning_rate=5e-5,
         optimizer_kernel="fused",
     )
-    strategy = UnifiedStrategy()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="cuda" if ON_GPU else "cpu",
