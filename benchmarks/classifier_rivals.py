@@ -7,7 +7,8 @@ lengths, memory monitor, gradient health, pressure guard, and a CSV log every 10
 `hardware.compile=true` does, and `-within` is either with `memory.budget` at 0.78 of the peak of the fastest rival so far, so that batches of the
 longest rows are cut. Neither validates, saves or draws a bar.
 
-Every cell is a process of its own that trains two epochs, and the order of the cells turns round from one repeat to the next. Both epochs are timed
+Every cell is a process of its own that trains two epochs, and the order of the cells turns round from one repeat to the next; with
+`--together` those of a repeat start at once, and take turns once they have imported what they need. Both epochs are timed
 on both sides, from one wait for the device to another: the first has all that a run does once (kernels are loaded and chosen, loader
 processes started, and on our side the plan made and graphs compiled), the second has none of it. The second is compared. The peak is
 `torch.cuda.max_memory_allocated` over both epochs.
@@ -24,6 +25,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,14 @@ def main() -> None:
 
         print(
             json.dumps(
-                run_cell(options.cell, options.models[0], rows=options.rows, batch=options.batch, budget=options.budget)
+                run_cell(
+                    options.cell,
+                    options.models[0],
+                    rows=options.rows,
+                    batch=options.batch,
+                    budget=options.budget,
+                    turn=options.turn,
+                )
             )
         )
         return
@@ -67,9 +77,10 @@ def main() -> None:
         output = Path(folder, "smoke.json") if options.smoke else options.output
         for repeat in range(options.repeats):
             for model in options.models:
-                for cell in options.cells[:: -1 if repeat % 2 else 1]:
-                    options.budget = _budget(model, output) if cell.endswith("-within") else None
-                    _keep(_run(cell, model, options) | {"repeat": repeat}, output)
+                cells = options.cells[:: -1 if repeat % 2 else 1]
+                budget = _budget(model, output)
+                for found in _runs(cells, model, options, budget=budget, turn=Path(folder, "turn")):
+                    _keep(found | {"repeat": repeat}, output)
         print(json.dumps(json.loads(output.read_text(encoding="utf-8"))["summary"], indent=2))
 
 
@@ -81,6 +92,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=int, help="bytes that a cell of ours may use; set for those that end in -within"
     )
+    parser.add_argument("--turn", type=Path, help="a file that whoever measures holds; set for cells")
+    parser.add_argument("--together", action="store_true", help="start the cells of a model at once")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rows", type=int, default=12800)
     parser.add_argument("--batch", type=int, default=64)
@@ -89,23 +102,36 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(cell: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a process of its own has measured, or how it failed."""
-    command = [sys.executable, __file__, "--cell", cell, "--models", model]
+def _runs(
+    cells: Sequence[str], model: str, options: argparse.Namespace, *, budget: int | None, turn: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield what each cell has measured in a process of its own, or how it failed."""
+    begin = partial(_begin, model=model, options=options, budget=budget, turn=turn)
+    begun = ((cell, begin(cell)) for cell in cells)
+    for cell, process in list(begun) if options.together else begun:
+        said, complaint = process.communicate()
+        found: dict[str, Any] = {"model": model, "cell": cell, "budget": budget if cell.endswith("-within") else None}
+        if process.returncode:
+            found["failed"] = complaint.strip()[-3000:]
+            print(f"{model} {cell} failed:\n{found['failed']}", flush=True)
+        else:
+            found |= json.loads(said.strip().splitlines()[-1])
+            seconds = " and ".join(f"{each:,.0f}" for each in found["samples_per_second"])
+            print(f"{model} {cell}: {seconds} samples/s, peak {(found['peak_bytes'] or 0) / 2**30:.3f} GiB", flush=True)
+        yield found
+
+
+def _begin(
+    cell: str, *, model: str, options: argparse.Namespace, budget: int | None, turn: Path
+) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--cell", cell, "--models", model, "--turn", str(turn)]
     command += ["--rows", str(options.rows), "--batch", str(options.batch)]
+    if cell.endswith("-within") and budget is not None:
+        command += ["--budget", str(budget)]
     environment = (
         os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if options.smoke else {}) | {"TOKENIZERS_PARALLELISM": "false"}
     )
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    found = {"model": model, "cell": cell, "budget": options.budget}
-    if ended.returncode:
-        found["failed"] = ended.stderr.strip()[-3000:]
-        print(f"{model} {cell} failed:\n{found['failed']}", flush=True)
-    else:
-        found |= json.loads(ended.stdout.strip().splitlines()[-1])
-        seconds = " and ".join(f"{each:,.0f}" for each in found["samples_per_second"])
-        print(f"{model} {cell}: {seconds} samples/s, peak {(found['peak_bytes'] or 0) / 2**30:.3f} GiB", flush=True)
-    return found
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def _budget(model: str, path: Path) -> int | None:

@@ -1,5 +1,6 @@
 """One cell of `classifier_rivals.py`: two epochs of one trainer on one shape, in this process."""
 
+import fcntl
 import logging
 import random
 import tempfile
@@ -7,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -34,13 +36,27 @@ LONGEST, SHORTEST, EPOCHS, WORKERS, LENGTHS = 128, 6, 2, 4, 4
 ON_GPU = torch.cuda.is_available()
 
 
-def run_cell(cell: str, model: str, *, rows: int, batch: int, budget: int | None = None) -> dict[str, Any]:
-    """Return samples a second of both epochs and the peak in bytes; `budget` is what a run of ours may use, in bytes."""
+def run_cell(
+    cell: str, model: str, *, rows: int, batch: int, budget: int | None = None, turn: Path | None = None
+) -> dict[str, Any]:
+    """Return samples a second of both epochs and the peak in bytes.
+
+    Args:
+        cell: Who trains.
+        model: Of `MODELS`.
+        rows: Texts of an epoch.
+        batch: Of them in a step.
+        budget: What a run of ours may use, in bytes.
+        turn: A file that whoever measures holds.
+    """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     texts, labels = _texts(rows, vocabulary=MODELS[model].get("vocab_size", 30000))
     torch.manual_seed(0)
     marks = Marks()
+    if turn is not None:
+        holder = turn.open("w")
+        fcntl.flock(holder, fcntl.LOCK_EX)  # until this process ends
     began = time.perf_counter()
     if cell.startswith(("ours", "compiled")):
         strategy, compiles = UnifiedStrategy(budget=budget or "auto"), cell.startswith("compiled")
