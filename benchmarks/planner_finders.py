@@ -1,19 +1,26 @@
 """How soon training begins inside a limit: seconds and samples from `fit()` to the first optimizer step that is kept, ours and the finders'.
 
-    python benchmarks/planner_finders.py [--device cuda] [--repeats 1] [--output FILE]
+    python benchmarks/planner_finders.py [--device cuda] [--jobs 3] [--repeats 3] [--output FILE]
 
 The same module, the same data, the same limit (60 % of what the undivided batch takes), each in a fresh process, one after the other:
 `UnifiedStrategy(micro_batch_size="auto")`, the same without a plan (its recovery alone), Lightning's `BatchSizeFinder` by powers and by
 bisection, and Accelerate's `find_executable_batch_size` around a plain loop. Ours trains with the batch that was asked for, in parts;
 the others make the batch smaller. A step is kept if the run that it belongs to goes on: steps of trials that are thrown away, and of
 attempts that run out of memory, count as samples and as time. Samples are rows that went through the network, of any kind of step.
+
+Processes are spawned, as a user's is: a fork of one that holds much copies it when it collects garbage, seconds that no user waits. With
+`--jobs` several begin at a time and measure one after the other. The first process of a machine reads libraries from its disk, seconds
+again: the middle of the repeats is told, and every other one goes backwards.
 """
 
+import contextlib
 import copy
+import fcntl
 import sys
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -101,10 +108,31 @@ class Clock(L.Callback):
         self.first, self.samples = time.perf_counter(), self.seen
 
 
-def measured(name: str, device: str, rows: int, limit: int, method: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def alone(turn: str) -> Iterator[None]:
+    """Wait until no other process measures, and let none begin."""
+    with open(turn, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def free(name: str, device: str, rows: int, turn: str) -> dict[str, Any]:
+    """Return what the undivided batch takes."""
+    with alone(turn):
+        return unlimited(name, device, rows)
+
+
+def measured(name: str, device: str, rows: int, limit: int, method: str, turn: str) -> dict[str, Any]:
     """Return how long `method` takes to its first kept step, in the limit; the module is built before."""
     if method == METHODS[-1] and find_spec("accelerate") is None:
         return {"status": "not installed"}
+    if device == "cuda":
+        torch.zeros(1, device=device)  # the context
+    with alone(turn):
+        return _measured(name, device, rows, limit, method)
+
+
+def _measured(name: str, device: str, rows: int, limit: int, method: str) -> dict[str, Any]:
     module, batch, clock = MODULES[name].build(device), MODULES[name].batch(device, rows), Clock()
     with limits_of_process(name, device, limit):
         if device == "cuda" and method not in METHODS[:2]:
@@ -243,11 +271,13 @@ class Progress:
             f"{self._device} | {name} | {method} | run {run}": (name, method)
             for run in range(1, options.repeats + 1)
             for name in CHOSEN[self._device]
-            for method in METHODS
+            for method in METHODS[:: 1 if run % 2 else -1]
         }
         lacking = [key for key in keys if options.only in key and record.lacks(key, again=options.again)]
         self._wanted = {key: keys[key] for key in lacking[: options.limit]}
         self._rows: dict[str, dict[str, Any]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="finders-")
+        self._turn = f"{self._folder.name}/turn"
 
     def begin(self) -> list[Task]:
         """Return the fits without a limit of the modules whose limit the record does not tell."""
@@ -255,7 +285,14 @@ class Progress:
         for name in dict.fromkeys(name for name, _ in self._wanted.values()):
             known = next((row["budget"] for row in self._record.rows.values() if row["module"] == name), None)
             if known is None:
-                tasks.append(Task(name=f"free: {name}", work=unlimited, args=(name, self._device, self._batch(name))))
+                tasks.append(
+                    Task(
+                        name=f"free: {name}",
+                        work=free,
+                        args=(name, self._device, self._batch(name), self._turn),
+                        seconds=900,
+                    )
+                )
             else:
                 tasks += self._limited(name, known)
         return tasks
@@ -276,16 +313,18 @@ class Progress:
             if module == name:
                 row = {"cell": key, "module": name, "method": method, "device": self._device, "budget": budget}
                 self._rows[key] = row
-                args = (name, self._device, self._batch(name), budget, method)
-                tasks.append(Task(name=f"method: {key}", work=measured, args=args))
+                args = (name, self._device, self._batch(name), budget, method, self._turn)
+                tasks.append(Task(name=f"method: {key}", work=measured, args=args, seconds=900))
         return tasks
 
 
 def main() -> int:
     arguments = parser(__doc__, name="planner_finders", jobs=1)
-    arguments.add_argument("--repeats", type=int, default=1, help="runs of each method (default: 1)")
+    arguments.add_argument("--repeats", type=int, default=3, help="runs of each method (default: 3)")
     what = "seconds and samples to the first kept optimizer step"
-    return measure(arguments.parse_args(), what=what, summarise=summarise, tables=tables, progress=Progress)
+    return measure(
+        arguments.parse_args(), what=what, summarise=summarise, tables=tables, progress=Progress, start="spawn"
+    )
 
 
 if __name__ == "__main__":

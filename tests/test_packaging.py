@@ -59,3 +59,8 @@ def test_the_configuration_is_shipped_from_its_folder():
     assert PROJECT["tool"]["setuptools"]["package-dir"]["lightning_unified.conf"] == "conf"
     assert (ROOT / "conf" / "__init__.py").is_file()
     assert "**/*.yaml" in PROJECT["tool"]["setuptools"]["package-data"]["lightning_unified.conf"]
+
+
+def test_the_words_of_wordle_are_shipped():
+    assert PROJECT["tool"]["setuptools"]["package-data"]["lightning_unified.models.wordle"] == ["words.txt"]
+    assert (ROOT / "lightning_unified" / "models" / "wordle" / "words.txt").is_file()

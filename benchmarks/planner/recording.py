@@ -89,6 +89,7 @@ def measure(
     summarise: Callable[[list[dict]], Any],
     tables: Callable[[list[dict]], Iterable[str]],
     progress: Callable[[Record, argparse.Namespace], Progress],
+    start: str | None = None,
 ) -> int:
     """Run a benchmark from its command line to its tables, and return the exit status.
 
@@ -100,14 +101,15 @@ def measure(
         summarise: Makes figures of the rows, for the record's head.
         tables: Makes Markdown of the rows.
         progress: Leads through the rows that the record lacks.
+        start: How processes are started, as for `run_all`; None forks them where that can be done.
     """
     if options.summary is not None:
         print("\n\n".join(tables(_rows(options.summary))))
         return 0
-    about, start, capacity = _begin(options)
+    about, found, capacity = _begin(options)
     record = Record(_output(options), about={"what": what, **about}, summarise=summarise)
     leader = progress(record, options)
-    run_all(leader.begin(), jobs=options.jobs, done=leader.done, capacity=capacity, start=start)
+    run_all(leader.begin(), jobs=options.jobs, done=leader.done, capacity=capacity, start=start or found)
     print("\n\n".join(["", *tables(list(record.rows.values()))]))
     return 0
 

@@ -6,9 +6,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.hardware.simulated.pools import MetalHeaps
 from lightning_unified.units import format_bytes
 
-__all__ = ["describe_bytes", "describe_shortage", "static_bytes"]
+__all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]
 
 # State tensors as large as the parameter, by the base class they come from (torch/optim/*.py). SGD's is counted by its momentum.
 _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
@@ -43,6 +44,19 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
         "optimizer state": sum(_optimizer_bytes(optimizer) for optimizer in optimizers),
         "buffers": sum(_bytes(buffer) for buffer in module.buffers()),
     }
+
+
+def metal_heap_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of the heaps that Metal takes for a module's weights and buffers: one large tensor can take a heap of 1 GiB.
+
+    Args:
+        module: With its parameters in their final dtype; they may be on the meta device.
+    """
+    pools = MetalHeaps()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if count := _bytes(tensor):
+            pools.place(pools.rounded(count), pressed=False)
+    return pools.reserved
 
 
 def describe_bytes(categories: dict[str, int]) -> str:

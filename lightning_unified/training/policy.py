@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
-from lightning_unified.planning import describe_bytes, describe_shortage, static_bytes
+from lightning_unified.planning import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.training.levers import Levers
@@ -106,10 +106,19 @@ class MemoryPolicy:
         self._module, self._optimizers = module, list(optimizers)
         need = static_bytes(module, self._optimizers)
         budget = self.watch.budget
-        if budget is not None and sum(need.values()) > budget.bytes:
+        if budget is None:
+            return
+        given = f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}"
+        if sum(need.values()) > budget.bytes:
             raise BudgetError(
-                f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}: {describe_bytes(need)}, "
+                f"{given}: {describe_bytes(need)}, "
                 f"before any activation. Give a budget well above {format_bytes(sum(need.values()))}, or train a smaller model."
+            )
+        heaps = metal_heap_bytes(module) if self.watch.device.type == "mps" else 0
+        if heaps > budget.bytes:
+            raise BudgetError(
+                f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "
+                f"for tensors of 10 MiB and more. Give a budget well above {format_bytes(heaps)}, or train a smaller model."
             )
 
     def begin(self, module: L.LightningModule, optimizers: list[Optimizer], *, precision: str) -> None:

@@ -104,6 +104,11 @@ class MicroBatchSize:
         """Whether any size is known to fit or not to."""
         return bool(self._failures or self._proven)
 
+    def is_proven(self, shape: BatchShape) -> bool:
+        """Return whether as many rows at once as such a batch would run in fit, for rows as long or longer."""
+        rows = self.at_once(shape)
+        return any(elements >= shape.elements and known >= rows for elements, known in self._proven)
+
     def plan(self, shape: BatchShape, *, rows: int, refused: int, room_bytes: int | None) -> None:
         """Begin with `rows` at once, where it is predicted that `refused` do not fit, as if both had been tried."""
         self._failures.append(Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes))
@@ -126,7 +131,7 @@ class MicroBatchSize:
     def worked(self, shape: BatchShape) -> None:
         """Note that the size in use for such a batch went well."""
         rows = self.at_once(shape)
-        if not any(elements >= shape.elements and known >= rows for elements, known in self._proven):
+        if not self.is_proven(shape):
             self._proven = [good for good in self._proven if good[0] > shape.elements or good[1] > rows]
             self._proven.append((shape.elements, rows))
             if self._calm >= self._patience:

@@ -15,7 +15,7 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.request.nearest import nearest
 from lightning_unified.cli.request.overrides import parse_overrides, single_run, swept_values
 from lightning_unified.cli.request.resume import apply_changes, merged_overrides
-from lightning_unified.cli.run.parts import compiled
+from lightning_unified.cli.run.compiling import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
 from lightning_unified.cli.run.record import versions, write_json
 from lightning_unified.cli.run.samples import printable

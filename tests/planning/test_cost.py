@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_traces import MadeLines, rates
 
+from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.cost import cut_seconds, step_seconds
 from lightning_unified.planning.cuts import cuts
 from lightning_unified.planning.rates import Rates
 from lightning_unified.planning.trace import Trace, Work
 from lightning_unified.training.split import part_sizes
+
+KEPT = RecomputePolicy(blocks="all", keep_attention=True)
 
 
 def trace(*works, backend="cuda", parts=1):
@@ -44,6 +47,13 @@ def test_a_step_of_tiny_operations_lasts_as_long_as_their_launches():
     works = [Work("add", "forward", moved=64)] * 1000
 
     assert step_seconds(trace(*works), rates()) == pytest.approx(1000 * rates().launch)
+
+
+def test_keeping_attention_costs_the_host_for_every_operation_of_the_forward_pass_twice():
+    works = [Work("add", "forward", moved=64)] * 1000
+    kept = Trace(events=works, rows=4, backend="cuda", options={"recompute": str(KEPT)})
+
+    assert step_seconds(kept, rates()) == pytest.approx((1000 + 2 * 2500) * rates().launch)
 
 
 def test_an_optimizer_that_loops_over_the_parameters_costs_more_than_one_fused_kernel():

@@ -117,6 +117,17 @@ def test_weights_that_the_budget_does_not_hold_are_refused_before_the_first_step
         fit(strategy, module=Wide())
 
 
+def test_a_budget_below_the_heap_that_one_embedding_takes_is_refused_before_the_first_step():
+    class Wide(Deep):
+        def __init__(self):
+            super().__init__()
+            self.unused = torch.nn.Embedding(3000, 1000)
+
+    strategy = UnifiedStrategy(simulate="m1-8gb", budget="400MiB")
+    with pytest.raises(BudgetError, match=r"Metal keeps its weights of 11\.\d+ MiB in heaps of 1\.01 GiB together"):
+        fit(strategy, module=Wide())
+
+
 def test_the_plan_and_the_peak_say_that_they_are_simulated():
     strategy = UnifiedStrategy(simulate="h200", budget="50%")
     fit(strategy)

@@ -104,6 +104,7 @@ class Job:
             check_steps_left(self.saved, config.trainer.max_steps)
         check_binding(config)
         from lightning_unified.cli.run import parts as building
+        from lightning_unified.cli.run.compiling import compiled
         from lightning_unified.cli.run.result import finish
         from lightning_unified.cli.run.screen import show_changes, show_start
 
@@ -119,7 +120,7 @@ class Job:
             show_start(config, machine, module=module)
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
-        with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
+        with compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None

@@ -1,7 +1,6 @@
 """Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
-__all__ = ["Parts", "build", "callback_of", "callbacks_of", "compiled", "trainer_of"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,23 +95,6 @@ def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
 def callback_of(parts: Parts, kind: str) -> Any:
     """Return the callback whose class is called `kind`, or None: a user may have left it out."""
     return next((callback for callback in parts.callbacks.values() if type(callback).__name__ == kind), None)
-
-
-@contextmanager
-def compiled(module: LightningModule, *, wanted: bool) -> Iterator[None]:
-    """Compile, meanwhile and in place, the modules that `module` consists of.
-
-    Not `module` itself: its steps log, count and are called by a strategy, none of which a graph can hold. Not for
-    longer than the training either: texts of every length would each be compiled for.
-    """
-    parts = list(module.children()) if wanted else []
-    for part in parts:
-        part.compile()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part._compiled_call_impl = None  # `Module.compile` has no opposite (torch 2.13)
 
 
 def _resolved(node: DictConfig) -> dict[str, Any]:

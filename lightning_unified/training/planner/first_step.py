@@ -37,6 +37,7 @@ _NEGLIGIBLE = (
     2000  # judgement: a step takes less than this many times its weights, state and batch, whatever is in between
 )
 _STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
+_SHORTER = 4  # judgement: lengths below the longest that are planned for; each takes a second or two, and data has few or countless
 _SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
 
 
@@ -64,6 +65,8 @@ class FirstStep:
         self._reduction_bytes = reduction_bytes
         self._module = trainer.lightning_module
         self._longest = 0
+        self._shorter: set[int] = set()
+        self._setting: Setting | None = None
         self._begun = 0.0
         self._foreign = self._batches = 0
         self._has_validated = False
@@ -76,7 +79,7 @@ class FirstStep:
         self.reason = "no batch has run yet"
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
-        """Plan for `batch`, if it is the first one or its rows are longer than those planned for.
+        """Plan for `batch`, if it is the first one, its rows are longer than those planned for, or shorter than some that had to be cut.
 
         Args:
             batch: Whole.
@@ -88,6 +91,11 @@ class FirstStep:
         """
         elements = 1 if shape is None else shape.elements
         if elements <= self._longest:
+            if shape is not None and self._could_run_more(shape):
+                self._plan_shorter(batch, shape)
+                if self._policy.watch.counts_process:
+                    self._policy.watch.release()
+                    self._policy.watch.count_anew()
             return
         self._longest = elements
         if not self._is_worth_it(batch):
@@ -107,6 +115,33 @@ class FirstStep:
             kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
             self._prediction, self.reason = None, f"not predicted: {kind}{error}"
             self._probe(batch, shape, step=step, why=f"{kind}{error}")
+
+    def _could_run_more(self, shape: BatchShape) -> bool:
+        """Return whether such a batch would run in larger parts than longer rows, and nobody has told yet that these fit."""
+        sizes = self._policy.sizes
+        asked = shape.elements in self._shorter or len(self._shorter) >= _SHORTER
+        untold = self._prediction is None or sizes.runs_whole or sizes.is_proven(shape)
+        return not asked and not untold and not self._policy.refuses_cut(shape)
+
+    def _plan_shorter(self, batch: Any, shape: BatchShape) -> None:
+        """Predict how many of these rows fit at once, with the levers as they are set; the plan of the longest stays the run's."""
+        self._shorter.add(shape.elements)
+        if self._setting is None or self._speeds is None:
+            return
+        began, planner, limit = time.monotonic(), self._planner(batch, shape), self._left()
+        try:
+            if planner.fits(self._setting, micro_batch_size=self._policy.sizes.limit, limit=limit):
+                return
+            best = planner.choose([self._setting], budget_bytes=limit, rates=self._speeds.rates).best
+        except Exception as error:  # as in `look`; what fits is then found by trying
+            log.info("Shorter rows could not be planned for: %s", error)
+            return
+        if best is None or best.parts == 1:
+            return
+        self._begin_with(shape, rows=best.micro_batch_size, parts=best.parts)
+        seconds = time.monotonic() - began
+        self._policy.events.append(f"shorter rows planned in {seconds:.1f} s: {best.micro_batch_size} at once")
+        log.info("%s", self._policy.events[-1])
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
         """Plan for a batch of validation, in the sanity check or later, if none as large has been planned for.
@@ -192,7 +227,10 @@ class FirstStep:
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
         held = self._held(batch) + static_bytes(self._module, self._trainer.optimizers)["gradients"]
-        found_already = not policy.sizes.runs_whole and policy.sizes.has_evidence
+        planned = (
+            self._prediction is not None and not policy.recoveries
+        )  # sizes are what was predicted, and not what was tried
+        found_already = not planned and not policy.sizes.runs_whole and policy.sizes.has_evidence
         return not found_already and _NEGLIGIBLE * held > policy.watch.bytes
 
     def _held_by_others(self, batch: Any) -> int:
@@ -222,20 +260,7 @@ class FirstStep:
             machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
         )
         self._speeds = RunSpeeds(watch, self._calibration, precision=self._precision)
-        light = outline(batch)
-        planner = Planner(
-            self._module,
-            batch if light is None else light,  # what a rehearsal has seen lives until garbage is collected
-            backend=reading.backend,
-            trainer=self._trainer,
-            calibration=self._calibration,
-            least=policy.sizes.least,
-            most=policy.sizes.limit,
-            unit=self._unit(shape),
-            workspaces=watch.machine is None,
-            reduction_bytes=self._reduction_bytes,
-            mmap_threshold=watch.mmap_threshold,
-        )
+        planner = self._planner(batch, shape)
         settings = self._settings()
         prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
         if prediction.confidence == "low":
@@ -245,6 +270,22 @@ class FirstStep:
         if self._took_room(batch) and not planner.fits(setting, micro_batch_size=decided.rows, limit=self._left()):
             setting, decided, reason = self._decided(planner, settings, prediction)
         self._act(planner, setting, decided, shape, reason=reason)
+
+    def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:
+        policy, watch, light = self._policy, self._policy.watch, outline(batch)
+        return Planner(
+            self._module,
+            batch if light is None else light,  # what a rehearsal has seen lives until garbage is collected
+            backend=watch.reading().backend,
+            trainer=self._trainer,
+            calibration=self._calibration,
+            least=policy.sizes.least,
+            most=policy.sizes.limit,
+            unit=self._unit(shape),
+            workspaces=watch.machine is None,
+            reduction_bytes=self._reduction_bytes,
+            mmap_threshold=watch.mmap_threshold,
+        )
 
     def _decided(
         self, planner: Planner, settings: list[Setting], prediction: Prediction
@@ -288,8 +329,12 @@ class FirstStep:
         self._adopt(planner, setting, prediction, reason=reason)
         sizes = self._policy.sizes
         if shape is not None and prediction.parts > 1 and (sizes.limit is None or prediction.rows < sizes.limit):
-            refused = -(-shape.rows // (prediction.parts - 1))
-            sizes.plan(shape, rows=prediction.rows, refused=refused, room_bytes=self._policy.watch.bytes)
+            self._begin_with(shape, rows=prediction.rows, parts=prediction.parts)
+
+    def _begin_with(self, shape: BatchShape, *, rows: int, parts: int) -> None:
+        """Have such batches cut into so many parts, where fewer are predicted not to fit."""
+        refused = -(-shape.rows // (parts - 1))
+        self._policy.sizes.plan(shape, rows=rows, refused=refused, room_bytes=self._policy.watch.bytes)
 
     def _settings(self) -> list[Setting]:
         """Return what is compared, the user's own first."""
@@ -335,6 +380,7 @@ class FirstStep:
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
         self._set_levers(setting, why="as planned")
         self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
+        self._setting = setting
         self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 

@@ -1,0 +1,98 @@
+"""What an answer is worth: nothing out of form, and no word ever more than the secret."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_unified.models.wordle.candidates import Patterns
+from lightning_unified.models.wordle.prompts import parse
+from lightning_unified.models.wordle.state import MAX_TURNS, State
+from lightning_unified.models.wordle.words import WordList
+
+__all__ = ["COMPONENTS", "Reward"]
+
+COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solved")
+
+
+class Reward:
+    """Pays one answer to one state. Everything is 0 unless the answer has the form asked for and ends with its guess; then come,
+    each times its weight: 1 for the form, 1 for a word of the list, 1 for a word that agrees with all feedback so far, the share
+    of what is unknown that the word is expected to tell (`Patterns.gain`; 0 for the last guess, after which nothing can be done
+    with it), 1 for the secret.
+
+    The secret gets every component but the entropy in full, so it is the best paid word of every state as long as solving pays at
+    least what entropy can, which is checked.
+
+    Args:
+        words: The list.
+        patterns: Its feedback table.
+        format: Weight of the form.
+        valid: Weight of a word of the list.
+        consistent: Weight of agreement with the feedback.
+        entropy: Weight of what is learnt.
+        solved: Weight of the secret.
+        entropy_from_step: Entropy pays nothing before this training step.
+
+    Raises:
+        ValueError: If a weight is negative, or entropy could pay more than the secret.
+    """
+
+    def __init__(
+        self,
+        words: WordList,
+        patterns: Patterns,
+        *,
+        format: float = 0.1,  # noqa: A002 - a component's weight is named as the component
+        valid: float = 0.1,
+        consistent: float = 0.5,
+        entropy: float = 0.3,
+        solved: float = 1.0,
+        entropy_from_step: int = 0,
+    ) -> None:
+        weights = dict(zip(COMPONENTS, (format, valid, consistent, entropy, solved), strict=True))
+        negative = [f"{name}={weight}" for name, weight in weights.items() if weight < 0]
+        if negative:
+            raise ValueError(f"a reward must not be negative: {', '.join(negative)}; take 0 to leave a component out.")
+        if entropy > solved:
+            raise ValueError(
+                f"entropy={entropy} is more than solved={solved}: a word that is not the secret could be paid more than the "
+                "secret; lower the one or raise the other."
+            )
+        self.words = words
+        self.patterns = patterns
+        self.weights = weights
+        self.entropy_from_step = entropy_from_step
+        self._last: tuple[State, NDArray[np.bool_]] | None = None  # a group asks about one state many times in a row
+
+    def __call__(self, secret: str, state: State, completion: str, *, step: int = 0) -> dict[str, float]:
+        """Return what each of `COMPONENTS` pays, and their sum as "total".
+
+        Args:
+            secret: An answer of the list that the state allows.
+            state: The game before this answer.
+            completion: What the model wrote, up to and with the stop text.
+            step: The training step, for `entropy_from_step`.
+        """
+        answer = parse(completion)
+        paid = dict.fromkeys((*COMPONENTS, "total"), 0.0)
+        if not answer.format_ok or answer.trailing or answer.guess is None:
+            return paid
+        shares = {"format": 1.0, **self._of_word(answer.guess, secret=secret, state=state, step=step)}
+        paid.update({name: self.weights[name] * share for name, share in shares.items()})
+        paid["total"] = sum(paid[name] for name in COMPONENTS)
+        return paid
+
+    def _of_word(self, guess: str, *, secret: str, state: State, step: int) -> dict[str, float]:
+        if guess not in self.words.index:
+            return {}
+        matters = step >= self.entropy_from_step and len(state.turns) + 1 < MAX_TURNS and self.weights["entropy"] > 0
+        return {
+            "valid": 1.0,
+            "consistent": float(state.allows(guess)),
+            "entropy": self.patterns.gain(guess, self._candidates(state)) if matters else 0.0,
+            "solved": float(guess == secret),
+        }
+
+    def _candidates(self, state: State) -> NDArray[np.bool_]:
+        if self._last is None or self._last[0] != state:
+            self._last = state, self.patterns.candidates(state.turns)
+        return self._last[1]
