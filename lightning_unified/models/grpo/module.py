@@ -296,7 +296,7 @@ class GRPO(LightningModule):
         if "labels" in batch:
             found = supervised(batch["tokens"], batch["labels"])
             log_probs = self._score(found)[0].masked_fill(~found["mask"], 0.0)
-            self.log("val/sft_loss", -log_probs.sum() / max(found["total"], 1), batch_size=max(found["total"], 1))
+            self.log("val/loss", -log_probs.sum() / max(found["total"], 1), batch_size=max(found["total"], 1))
         elif has_values(batch["prompt"]):
             sampled = self.sampler(
                 batch["prompt"], batch["prompt_mask"], group_size=1, max_new_tokens=self.max_new_tokens

@@ -267,7 +267,7 @@ def test_a_step_is_planned_from_shapes_alone_and_nothing_is_sampled():
 def test_validation_logs_rewards_of_prompts_and_the_loss_of_traces():
     module = grpo()
     trainer = fit(module, _loader(TWO), steps=2, val=_loader([prompts(), traces()]))
-    assert {"val/reward", "val/reward_even", "val/sft_loss"} <= set(trainer.callback_metrics)
+    assert {"val/reward", "val/reward_even", "val/loss"} <= set(trainer.callback_metrics)
 
 
 @pytest.mark.parametrize(
