@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unified.models.choices import check_choice
+from lightning_unified.models.grpo.budget import CompletionBudget
 from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
 from lightning_unified.models.grpo.objective import Objective, Terms
-from lightning_unified.models.grpo.optimizer import build_optimizer
+from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
 from lightning_unified.models.grpo.rollouts import Sampling, judged, prepared
 from lightning_unified.models.grpo.scoring import check_head, head_of, score
@@ -50,7 +52,9 @@ class GRPO(LightningModule):
         stop_ids: Tokens that end a completion, besides the task's stop text.
         sampler: Samples at `temperature`, which it must know; None for `rollout.Sampler` with the settings here.
         group_size: Completions of each prompt, G.
-        max_new_tokens: Tokens of the longest completion.
+        max_new_tokens: Tokens of the longest completion there may ever be.
+        completion_budget: "fixed": completions may always be as long; "auto": about as long as recent ones needed to end, see
+            `budget.CompletionBudget`.
         temperature: Of sampling; log-probabilities are of the same distribution.
         top_k: Only so many of the likeliest tokens are sampled; 0 for all. Log-probabilities are those before that.
         top_p: Only the likeliest tokens that together have this probability are sampled; 1 for all. Likewise.
@@ -86,6 +90,7 @@ class GRPO(LightningModule):
         sampler: Sampling | None = None,
         group_size: int = 8,
         max_new_tokens: int = 128,
+        completion_budget: Literal["fixed", "auto"] = "fixed",
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -110,6 +115,7 @@ class GRPO(LightningModule):
         self.hparams["betas"] = (
             betas  # a configuration library's list, a subclass's maybe, must not enter the checkpoint
         )
+        check_choice("completion_budget", completion_budget, ("fixed", "auto"))
         check_choice("scale_rewards", scale_rewards, ("none", "group"))
         check_choice("schedule", schedule, ("linear", "cosine", "constant"))
         check_choice("optimizer_kernel", optimizer_kernel, ("auto", "fused", "foreach", "forloop"))
@@ -128,6 +134,18 @@ class GRPO(LightningModule):
         self.reference = Reference()
         self._decode, self._stop_ids, self._slot = decode, tuple(stop_ids), SamplerSlot(sampler)
         self._kept = KeptRollouts()
+        self._rates = Rates(
+            sft_steps=sft_steps,
+            sft_learning_rate=sft_learning_rate,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            warmup_steps=warmup_steps,
+            schedule=schedule,
+            optimizer_kernel=optimizer_kernel,
+        )
+        self._budget = CompletionBudget(max_new_tokens) if completion_budget == "auto" else None
         self._has_begun = False  # GRPO, after the supervised phase
         self._is_checked = False
 
@@ -192,12 +210,15 @@ class GRPO(LightningModule):
             None if self._has_begun else self.max_new_tokens
         )  # the first is the largest, for memory is planned by it
         self._begin()
-        sampled = self.sampler(
-            batch["prompt"], batch["prompt_mask"], group_size=self.group_size, max_new_tokens=self.max_new_tokens
-        )
+        budget, limit = self._budget, self.max_new_tokens if self._budget is None else self._budget.limit
+        sampled = self.sampler(batch["prompt"], batch["prompt_mask"], group_size=self.group_size, max_new_tokens=limit)
         examples = batch["example"].repeat_interleave(self.group_size)
         rewards = judged(self.task, examples, sampled, decode=self._decode, step=self._steps)
-        return prepared(batch, sampled, rewards, group_size=self.group_size, scale=self.scale_rewards, width=width)
+        found = prepared(batch, sampled, rewards, group_size=self.group_size, scale=self.scale_rewards, width=width)
+        if budget is not None:
+            found["figures"]["budget"] = float(limit)
+            budget.observe(sampled.mask.sum(1).tolist(), sampled.ended.tolist())
+        return found
 
     def _begin(self) -> None:
         """Make the policy as it is the reference, and the optimizer forget supervised steps; once."""
@@ -264,7 +285,7 @@ class GRPO(LightningModule):
         if not self.objective.beta:
             return None
         if self.reference.kind == "none":  # in a step that is planned, before anything ran
-            self.reference.begin(self.policy, is_trained=self.hparams["sft_steps"] > 0)
+            self.reference.begin(self.policy, is_trained=self._rates.sft_steps > 0)
         with torch.no_grad(), self.reference.on(self.policy):
             return self._score(batch)[0]
 
@@ -313,19 +334,19 @@ class GRPO(LightningModule):
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.
         """
-        schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
+        schedule, total = self._rates.schedule, self.trainer.estimated_stepping_batches
         if schedule != "constant" and not math.isfinite(total):
             raise ValueError(
                 f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
             )
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return build_optimizer(trained, hparams=self.hparams, total_steps=total, precision=str(self.trainer.precision))
+        return build_optimizer(trained, rates=self._rates, total_steps=total, precision=str(self.trainer.precision))
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put beside the weights whether GRPO has begun, from which reference, and completions that are still to be trained on."""
         own = {"has_begun": self._has_begun, "reference": self.reference.state(), "rollouts": self._kept.state()}
-        checkpoint["grpo"] = own
+        checkpoint["grpo"] = {**own, "budget": None if self._budget is None else self._budget.state_dict()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -340,6 +361,8 @@ class GRPO(LightningModule):
         self._has_begun = saved["has_begun"]
         self.reference.restore(saved["reference"], self.policy)
         self._kept.restore(saved["rollouts"], device=self.device)
+        if self._budget is not None and saved["budget"] is not None:
+            self._budget.load_state_dict(saved["budget"])
 
 
 def _check_above(**given: float) -> None:

@@ -1,8 +1,8 @@
 """AdamW over what is trained of a policy, and a learning rate of two phases: supervised steps first, then GRPO."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -10,18 +10,32 @@ from torch import nn
 
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 
-__all__ = ["build_optimizer", "phased_factor"]
+__all__ = ["Rates", "build_optimizer", "phased_factor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """How weights are written; each as the argument of `GRPO` of that name."""
+
+    sft_steps: int
+    sft_learning_rate: float
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    warmup_steps: int
+    schedule: str
+    optimizer_kernel: str
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], *, hparams: Mapping[str, Any], total_steps: float, precision: str = "32-true"
+    parameters: Iterable[nn.Parameter], *, rates: Rates, total_steps: float, precision: str = "32-true"
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW and its schedule, one value a step.
 
     Args:
         parameters: Those that are trained.
-        hparams: `learning_rate`, `sft_learning_rate`, `sft_steps`, `weight_decay`, `betas`, `eps`, `warmup_steps`, `schedule` and
-            `optimizer_kernel`.
+        rates: How fast.
         total_steps: Optimizer steps of the run, where a falling schedule reaches 0.
         precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.
 
@@ -33,22 +47,22 @@ def build_optimizer(
         raise ValueError(
             "no weight of the policy requires a gradient; give it adapters, or unfreeze what is to be trained."
         )
-    kernel = kernel_arguments(hparams["optimizer_kernel"], device=trained[0].device.type, precision=precision)
+    kernel = kernel_arguments(rates.optimizer_kernel, device=trained[0].device.type, precision=precision)
     optimizer = torch.optim.AdamW(
         trained,
-        lr=hparams["learning_rate"],
-        weight_decay=hparams["weight_decay"],
-        betas=tuple(hparams["betas"]),
-        eps=hparams["eps"],
+        lr=rates.learning_rate,
+        weight_decay=rates.weight_decay,
+        betas=rates.betas,
+        eps=rates.eps,
         **kernel,
     )
     factor = partial(
         phased_factor,
-        sft_steps=hparams["sft_steps"],
-        sft_share=hparams["sft_learning_rate"] / hparams["learning_rate"],
-        warmup_steps=hparams["warmup_steps"],
+        sft_steps=rates.sft_steps,
+        sft_share=rates.sft_learning_rate / rates.learning_rate,
+        warmup_steps=rates.warmup_steps,
         total_steps=total_steps,
-        schedule=hparams["schedule"],
+        schedule=rates.schedule,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

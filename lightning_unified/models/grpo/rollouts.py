@@ -14,19 +14,27 @@ __all__ = ["Sampled", "Sampling", "judged", "prepared"]
 
 
 class Sampled(Protocol):
-    """Completions, as `rollout.Completions` has them: N = P * G rows, the G of a prompt side by side, T tokens.
+    """Completions, as `rollout.Completions` has them: N = P * G rows, the G of a prompt side by side, T tokens."""
 
-    Attributes:
-        ids: (N, T) int64.
-        mask: (N, T) bool, the tokens of the completion, the one that ends it included.
-        log_probs: (N, T) of the sampled tokens at the sampling temperature.
-        ended: (N) bool, which came to their own end.
-    """
+    @property
+    def ids(self) -> Tensor:
+        """(N, T) int64."""
+        ...
 
-    ids: Tensor
-    mask: Tensor
-    log_probs: Tensor
-    ended: Tensor
+    @property
+    def mask(self) -> Tensor:
+        """(N, T) bool, the tokens of the completion, the one that ends it included."""
+        ...
+
+    @property
+    def log_probs(self) -> Tensor:
+        """(N, T) of the sampled tokens at the sampling temperature."""
+        ...
+
+    @property
+    def ended(self) -> Tensor:
+        """(N) bool, which came to their own end."""
+        ...
 
 
 class Sampling(Protocol):

@@ -116,11 +116,10 @@ def fit(module, batches, *, steps, strategy="auto", callbacks=(), ckpt_path=None
         "enable_checkpointing": False,
     }
     trainer = Trainer(
-        accelerator="cpu",
         max_steps=steps,
         strategy=strategy,
         callbacks=list(callbacks),
-        **{"precision": "64-true", **quiet, **options},
+        **{"accelerator": "cpu", "precision": "64-true", **quiet, **options},
     )
     trainer.fit(module, batches, val, ckpt_path=ckpt_path, weights_only=None)
     return trainer

@@ -142,6 +142,24 @@ def test_the_first_batch_is_the_largest_there_can_be_and_teaches_the_same():
     assert batch["mask"].any(1).tolist() == [True] * 12 + [False] * 4
 
 
+def test_an_automatic_budget_follows_completions_that_end_and_survives_a_stop(tmp_path):
+    class Short(Dice):
+        def __call__(self, prompt, prompt_mask, *, group_size, max_new_tokens):
+            limits.append(max_new_tokens)
+            return super().__call__(prompt, prompt_mask, group_size=group_size, max_new_tokens=4)
+
+    limits, settings = [], {"max_new_tokens": 48, "completion_budget": "auto"}
+    module = grpo(sampler=Short(), **settings)
+    trainer = fit(module, _loader([prompts()] * 6), steps=6)
+    trainer.save_checkpoint(tmp_path / "six.ckpt")
+    assert limits[0] == 48
+    assert limits[-1] < 48
+    assert float(trainer.callback_metrics["train/budget"]) == limits[-1]
+    resumed = grpo(sampler=Short(), **settings)
+    fit(resumed, _loader([prompts()] * 7), steps=7, ckpt_path=tmp_path / "six.ckpt")
+    assert limits[6] == limits[5]
+
+
 def test_nothing_is_learnt_where_no_group_tells_anything():
     module = grpo(learning_rate=0.1)
     batch = prompts()
