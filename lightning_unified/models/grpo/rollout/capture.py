@@ -1,6 +1,7 @@
 """A decode step recorded as a CUDA graph, so that the device does not wait for Python between its kernels."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ __all__ = ["capture"]
 _WARM_UP = 2  # the first call compiles and tunes, the second finds everything there
 
 
-def capture(step: Callable[[], None], *, state: Sequence[Tensor], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+def capture(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
     """Record `step`, which changes `state`, and leave `state` as it was.
 
     torch's own context manager collects garbage and gives cached memory back at each recording; here neither is wanted, for the

@@ -32,14 +32,19 @@ def compiled_blocks(
 ) -> Iterator[None]:
     """Let each block run compiled, with its own layer of the cache; what stands in for a block's forward is skipped.
 
-    A block asks its cache by its own number, on which a compilation would depend: so each is given only its layer.
+    A block asks its cache by its own number, on which a compilation would depend: so each is given only its layer. Between the
+    operations that become one kernel, values are rounded as if each were stored: the loss pass rounds there too, and what is sampled
+    from is to be what is trained.
     """
     run = torch.compile(_run, backend=backend, dynamic=False)
     stood_in = [vars(block).get(_FORWARD) for block in blocks]
     for block, layer in zip(blocks, caches, strict=True):
         vars(block)[_FORWARD] = _with_own_layer(run, block, layer)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS):
+        with (
+            torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS),
+            torch._inductor.config.patch(emulate_precision_casts=True),
+        ):
             yield
     finally:
         for block, own in zip(blocks, stood_in, strict=True):

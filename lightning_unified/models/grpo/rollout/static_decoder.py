@@ -193,7 +193,7 @@ class StaticDecoder:
                 try:
                     with unmerged_adapters(self._lm, rows=self.rows), compiled_blocks(blocks, layers):
                         return capture(step, state=state, pool=self._pool)
-                except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+                except Exception as error:  # whatever a compiler raises
                     log.warning(
                         "Blocks of %s do not compile (%s): steps are recorded as they are.",
                         type(self._lm).__name__,
