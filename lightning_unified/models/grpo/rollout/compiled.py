@@ -36,6 +36,8 @@ def compiled_blocks(
     operations that become one kernel, values are rounded as if each were stored: the loss pass rounds there too, and what is sampled
     from is to be what is trained.
     """
+    from torch._inductor import config as inductor  # not before a block is compiled
+
     run = torch.compile(_run, backend=backend, dynamic=False)
     stood_in = [vars(block).get(_FORWARD) for block in blocks]
     for block, layer in zip(blocks, caches, strict=True):
@@ -43,7 +45,7 @@ def compiled_blocks(
     try:
         with (
             torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS),
-            torch._inductor.config.patch(emulate_precision_casts=True),
+            inductor.patch(emulate_precision_casts=True),
         ):
             yield
     finally:
