@@ -1,0 +1,64 @@
+"""Decoding over the cache that the model makes for itself, for those whose cache is more than keys and values of every token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.grpo.rollout.language_model import forward_last
+
+__all__ = ["GrowingDecoder", "can_select"]
+
+
+def can_select(cache: Any) -> bool:
+    """Return whether rows of a model's own cache can be repeated and dropped; recurrent states cannot."""
+    layers = getattr(cache, "layers", None) or [cache]
+    return all(hasattr(layer, "batch_repeat_interleave") and hasattr(layer, "batch_select_indices") for layer in layers)
+
+
+class GrowingDecoder:
+    """The rows of one rollout.
+
+    Args:
+        lm: A causal language model of transformers.
+    """
+
+    nbytes = 0
+
+    def __init__(self, lm: Any) -> None:
+        self._lm = lm
+        self.rows = 0
+
+    def begin(self, cache: Any, *, mask: Tensor, group: int) -> None:
+        """Take over the cache of prompts, whose tokens `mask` (P, S) says are there, for `group` rows each."""
+        if group > 1:
+            cache.batch_repeat_interleave(group)
+        self._cache, self._mask = cache, mask.long().repeat_interleave(group, 0)
+        self._selects, self.rows = can_select(cache), len(mask) * group
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the logits (N, V) after one more token (N) of each row."""
+        positions = self._mask.sum(1, keepdim=True)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(self.rows, 1)], dim=1)
+        logits, self._cache = forward_last(
+            self._lm,
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+        )
+        return logits
+
+    def rows_worth_keeping(self, live: int) -> int:
+        """Return with how many rows a step should go on when `live` of them are not over."""
+        return live if self._selects and 2 * live <= self.rows else self.rows
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the rows `rows` (K) only, in their order."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self.rows = self._mask[rows], len(rows)
+
+    def release(self) -> None:
+        """Give the cache back."""
+        vars(self).pop("_cache", None)
+        vars(self).pop("_mask", None)

@@ -1,0 +1,231 @@
+"""Completions sampled from a causal language model, fast and from exactly the weights that are trained."""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.grpo.rollout.compiled import can_compile
+from lightning_unified.models.grpo.rollout.drawing import Drawing
+from lightning_unified.models.grpo.rollout.growing_decoder import GrowingDecoder, can_select
+from lightning_unified.models.grpo.rollout.language_model import causal_lm, forward_last, sampling
+from lightning_unified.models.grpo.rollout.progress import Progress
+from lightning_unified.models.grpo.rollout.static_cache import is_plain_cache
+from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
+from lightning_unified.models.grpo.rollout.stopping import Stopping
+
+__all__ = ["DECODINGS", "Completions", "Sampler"]
+
+log = logging.getLogger("lightning_unified")
+
+DECODINGS = ("auto", "compiled", "captured", "static", "growing")
+_KEPT_SHARE = 0.02  # of the model's bytes: a cache so small is no matter in the loss pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completions:
+    """What was sampled: N = P x G rows, the G rows of a prompt one after another, T tokens of the longest.
+
+    Attributes:
+        ids: Tokens (N, T), int64; 0 where the mask is False.
+        mask: Which tokens belong to the completion (N, T), the one that ends it included.
+        log_probs: Of the sampled tokens (N, T), float32, under the softmax at the sampling temperature over all tokens; 0 where
+            the mask is False.
+        ended: Which rows came to their own end (N); the others were cut.
+        decoding: How they were decoded, one of `DECODINGS` but "auto".
+    """
+
+    ids: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    ended: Tensor
+    decoding: str
+
+
+class Sampler:
+    """Samples a group of completions for each prompt.
+
+    The prompt is computed once and its keys and values are given to all rows of its group. Then a step reads every weight once for
+    one token of each row: over a static cache, its blocks compiled and recorded as a CUDA graph where there is CUDA. Rows that are
+    over are dropped when a step gets cheaper by it. Dropout and recomputation are off meanwhile; adapters stay beside their
+    matrices, for a merge in bf16 rounds most of a young one away. It runs in the caller's autocast.
+
+    Where the model's cache is more than the keys and values of every token (sliding windows, recurrent states), its own growing
+    cache is used, and that is logged once.
+
+    Args:
+        model: A causal language model of transformers, bare or wrapped by peft. It is not registered as a part.
+        stop_ids: Tokens that end a completion.
+        stop_text: A text that ends one; needs `decode`.
+        decode: Turns a list of token ids into text.
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: Only so many of the likeliest tokens may be drawn; 0 for all.
+        top_p: Only the likeliest tokens that together have this probability may be drawn; 1 for all.
+        decoding: "compiled" (captured, with compiled blocks), "captured" (CUDA graph), "static" (static cache, step by step),
+            "growing" (the model's own cache), or "auto": the first of these that the device has.
+        kept_bytes: A static cache of at most so many bytes stays, with its graphs, for the next call; a larger one is freed before
+            the call returns. By default 2 % of the model's bytes.
+
+    Raises:
+        ValueError: If `model` is no causal language model, or a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_ids: Collection[int] = (),
+        stop_text: str | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        decoding: str = "auto",
+        kept_bytes: int | None = None,
+    ) -> None:
+        check_choice("decoding", decoding, DECODINGS)
+        self._model, self._lm = model, causal_lm(model)
+        self._stopping = Stopping(ids=stop_ids, text=stop_text, decode=decode)
+        self._drawing = Drawing(temperature=temperature, top_k=top_k, top_p=top_p)
+        self._decoding = decoding
+        self._kept_bytes = kept_bytes
+        self._static: StaticDecoder | None = None
+        self._said = False
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the static cache that are held now."""
+        return 0 if self._static is None else self._static.nbytes
+
+    def __call__(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        generator: torch.Generator | None = None,
+    ) -> Completions:
+        """Sample `group_size` completions of at most `max_new_tokens` tokens for each prompt.
+
+        Args:
+            prompt: Token ids (P, S) on the model's device, pads on the left.
+            prompt_mask: Which of them are there (P, S).
+            group_size: G.
+            max_new_tokens: The longest completion, its last token included.
+            generator: Draws the tokens; on the model's device. None for torch's own.
+
+        Raises:
+            ValueError: If shapes, sizes or positions do not fit.
+        """
+        self._check(prompt, prompt_mask, group_size=group_size, new=max_new_tokens)
+        with sampling(self._model):
+            try:
+                decoder, logits, how = self._begin(prompt, prompt_mask.bool(), group=group_size, new=max_new_tokens)
+                progress = Progress(len(logits), most=max_new_tokens, device=prompt.device)
+                self._decode(decoder, logits, progress=progress, generator=generator)
+            finally:
+                self._tidy()
+        ids, mask, log_probs, ended = progress.result()
+        return Completions(ids=ids, mask=mask, log_probs=log_probs, ended=ended, decoding=how)
+
+    def release(self) -> None:
+        """Give a cache that was kept, and its graphs, back."""
+        if self._static is not None:
+            self._static.release()
+
+    def _begin(self, prompt: Tensor, mask: Tensor, *, group: int, new: int) -> tuple[Any, Tensor, str]:
+        logits, cache = self._read(prompt, mask)
+        how = self._resolve(prompt.device, cache, length=prompt.shape[1])
+        if how != "growing":
+            if self._static is None:
+                self._static = StaticDecoder(
+                    self._lm, captured=how in {"compiled", "captured"}, compiled=how == "compiled"
+                )
+            self._static.begin(cache, mask=mask, group=group, new=new)
+            return self._static, logits.repeat_interleave(group, 0), how
+        growing = GrowingDecoder(self._lm)
+        if group > 1 and not can_select(cache):
+            del cache
+            prompt, mask = prompt.repeat_interleave(group, 0), mask.repeat_interleave(group, 0)
+            logits, cache = self._read(prompt, mask)
+            group = 1
+        growing.begin(cache, mask=mask, group=group)
+        return growing, logits.repeat_interleave(group, 0), how
+
+    def _read(self, prompt: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        return forward_last(self._lm, input_ids=prompt, attention_mask=mask.long(), position_ids=positions)
+
+    def _resolve(self, device: torch.device, cache: Any, *, length: int) -> str:
+        """Return how to decode, and say once why it is not as fast as it could be."""
+        attention = self._lm.config.get_text_config()._attn_implementation
+        plain = is_plain_cache(cache, length=length) and attention in {"sdpa", "eager"}
+        how = self._decoding
+        if not plain and how != "growing":
+            self._say(
+                f"the cache of {type(self._lm).__name__} ({attention} attention) is not keys and values of every token alone"
+            )
+            return "growing"
+        if how == "auto":
+            how = "compiled" if can_compile(device) else "captured" if device.type == "cuda" else "static"
+        elif how in {"compiled", "captured"} and device.type != "cuda":
+            raise ValueError(
+                f"decoding={how!r} records CUDA graphs and the model is on {device}; choose 'auto' or 'static'."
+            )
+        return how
+
+    def _say(self, why: str) -> None:
+        if not self._said:
+            log.warning("Rollout decodes over the model's own growing cache, which is slower: %s.", why)
+            self._said = True
+
+    def _decode(self, decoder: Any, logits: Tensor, *, progress: "Progress", generator: torch.Generator | None) -> None:
+        """Draw and decode until every row is over; the answer to a token is looked at while the device computes the next."""
+        ahead = logits.is_cuda
+        while True:
+            tokens, log_probs = self._drawing(logits, generator=generator)
+            arrived = progress.add(tokens, log_probs)
+            if progress.full:
+                progress.look(arrived, self._stopping)
+                return
+            if ahead:
+                logits = decoder.step(tokens)
+            live = progress.look(arrived, self._stopping)
+            if not live:
+                return
+            kept = None
+            if (count := decoder.rows_worth_keeping(len(live))) < decoder.rows:
+                kept = progress.keep(live, count)
+                decoder.keep(kept)
+            if not ahead:
+                logits = decoder.step(tokens if kept is None else tokens[kept])
+            elif kept is not None:
+                logits = logits[kept]
+
+    def _tidy(self) -> None:
+        if self._static is None:
+            return
+        kept = self._kept_bytes
+        if kept is None:
+            kept = int(_KEPT_SHARE * sum(one.nbytes for one in self._lm.parameters()))
+        if self._static.nbytes > kept:
+            self._static.release()
+
+    def _check(self, prompt: Tensor, mask: Tensor, *, group_size: int, new: int) -> None:
+        if prompt.ndim != 2 or prompt.shape != mask.shape:
+            raise ValueError(f"prompt {tuple(prompt.shape)} and prompt_mask {tuple(mask.shape)} are not both (P, S).")
+        if group_size < 1 or new < 1:
+            raise ValueError(f"group_size={group_size} and max_new_tokens={new}: give 1 or more of each.")
+        if not bool(mask[:, -1].all()):
+            raise ValueError("a prompt ends with a pad: pad prompts on the left, so that each ends in the last column.")
+        most = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and prompt.shape[1] + new > most:
+            raise ValueError(
+                f"{prompt.shape[1]} prompt tokens and {new} new ones; the model has {most} positions. Shorten the prompts or the "
+                "completions."
+            )

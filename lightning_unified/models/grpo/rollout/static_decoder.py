@@ -1,0 +1,203 @@
+"""Decoding over a static cache: prompts once, then one token a row and step, recorded as a CUDA graph where there is CUDA."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.grpo.rollout.attention import packed_attention
+from lightning_unified.models.grpo.rollout.capture import capture
+from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
+from lightning_unified.models.grpo.rollout.language_model import blocks_of, forward_last
+from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
+
+__all__ = ["StaticDecoder", "slots_for"]
+
+log = logging.getLogger("lightning_unified")
+
+_SHORTEST = 128
+_WORTH_DROPPING = 16  # judgement: of fewer rows, a captured step's time is that of reading the weights
+
+
+def slots_for(length: int, *, most: int) -> int:
+    """Return how many slots are attended when `length` are needed: a power of two of at least 128, and no more than needed in all.
+
+    Few lengths, so that few graphs are recorded and one recorded for a length serves again.
+
+    Args:
+        length: Slots needed now.
+        most: Slots needed at the end.
+    """
+    whole = -(-most // _SHORTEST) * _SHORTEST
+    return min(whole, max(_SHORTEST, 1 << (length - 1).bit_length()))
+
+
+class StaticDecoder:
+    """The rows of one rollout after another; memory and graphs stay for the next one until `release`.
+
+    Args:
+        lm: A causal language model of transformers, with adapters in its layers or without.
+        captured: Record a step as a CUDA graph.
+        compiled: Compile the model's blocks for it; with `captured` only.
+    """
+
+    def __init__(self, lm: Any, *, captured: bool, compiled: bool) -> None:
+        self._lm = lm
+        self._captured = captured
+        self._compiled = compiled
+        self._storage: Storage | None = None
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._made_for: tuple[Any, ...] = ()
+        self._takes_positions = "position_ids" in inspect.signature(type(lm).forward).parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return 0 if self._storage is None else self._storage.nbytes
+
+    def begin(self, cache: Any, *, mask: Tensor, group: int, new: int) -> None:
+        """Take over the model's own cache of the prompts.
+
+        Args:
+            cache: Keys and values of P prompts of S tokens; see `static_cache.is_plain_cache`.
+            mask: Which prompt tokens are there (P, S), pads on the left.
+            group: Rows that go on from each prompt.
+            new: The most tokens of a row.
+        """
+        prompt = [(layer.keys, layer.values) for layer in cache.layers]
+        (P, S), device = mask.shape, mask.device
+        self.rows, self._slot_now, self._most = P * group, S, S + new
+        self._length = slots_for(S + 1, most=self._most)
+        self._prepare(prompt, slots=self.rows * slots_for(self._most, most=self._most), device=device)
+        assert self._storage is not None
+        self._storage.fill(prompt, group=group, length=self._length)
+        room = self._mask_view()
+        room.fill_(torch.finfo(room.dtype).min)
+        room[:, 0, 0, :S].masked_fill_(mask.repeat_interleave(group, 0), 0)
+        self._positions[: self.rows, 0] = mask.sum(1).repeat_interleave(group, 0)
+        self._slot.fill_(S)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the logits (N, V) after one more token (N) of each row; overwritten by the next step."""
+        if self._slot_now >= self._length:
+            self._resize(
+                torch.arange(self.rows, device=tokens.device), length=slots_for(self._slot_now + 1, most=self._most)
+            )
+        self._ids[: self.rows, 0] = tokens
+        key = (self.rows, self._length)
+        if self._captured and key not in self._graphs:
+            self._graphs[key] = self._capture()
+        if self._captured:
+            self._graphs[key].replay()
+        else:
+            with self._decoding():
+                self._once()
+        self._slot_now += 1
+        return self._logits[: self.rows]
+
+    def rows_worth_keeping(self, live: int) -> int:
+        """Return how many rows a step should go on with when `live` of them are not over: those, or a few more, or all."""
+        if 2 * live > self.rows or (self._captured and self.rows <= _WORTH_DROPPING):
+            return self.rows
+        return 1 << (live - 1).bit_length() if self._captured and live > 1 else live
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the rows `rows` (K) only, in their order."""
+        self._positions[: len(rows)] = self._positions[rows]
+        self._resize(rows, length=self._length)
+
+    def release(self) -> None:
+        """Give cache and graphs back."""
+        self._graphs.clear()
+        self._storage = None
+        self._made_for = ()
+        for name in ("_mask", "_ids", "_positions", "_slot", "_logits", "_pool"):
+            vars(self).pop(name, None)
+
+    def _prepare(self, prompt: list[tuple[Tensor, Tensor]], *, slots: int, device: torch.device) -> None:
+        """Take memory, unless what is there serves; a graph holds addresses, so that new memory needs new graphs."""
+        weights = tuple(one.data_ptr() for one in self._lm.parameters())
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else prompt[0][0].dtype
+        fits = (
+            self._storage is not None and self._storage.fits(slots=slots, dtype=dtype) and len(self._ids) >= self.rows
+        )
+        if fits and weights == self._made_for:
+            return
+        self.release()
+        self._storage, self._made_for = Storage(prompt, slots=slots, dtype=dtype), weights
+        self._mask = torch.empty(slots, dtype=dtype, device=device)
+        self._ids = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+        self._positions = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
+        self._slot = torch.zeros(1, dtype=torch.long, device=device)
+        vocabulary = self._lm.get_output_embeddings().weight.shape[0]
+        self._logits = torch.empty(self.rows, vocabulary, dtype=torch.float32, device=device)
+        self._pool = torch.cuda.graph_pool_handle() if self._captured else None
+
+    def _mask_view(self) -> Tensor:
+        return self._mask[: self.rows * self._length].view(self.rows, 1, 1, self._length)
+
+    def _resize(self, rows: Tensor, *, length: int) -> None:
+        assert self._storage is not None
+        self._storage.move(rows=self.rows, length=self._length, kept=rows, to_length=length)
+        held = self._mask_view()[rows]
+        old, self.rows, self._length = self._length, len(rows), length
+        room = self._mask_view()
+        room.fill_(torch.finfo(room.dtype).min)
+        room[..., :old] = held
+
+    def _layers(self) -> list[LayerCache]:
+        assert self._storage is not None
+        views = self._storage.views(rows=self.rows, length=self._length)
+        return [LayerCache(keys=keys, values=values, slot=self._slot) for keys, values in views]
+
+    def _once(self, layers: list[LayerCache] | None = None) -> None:
+        """Run one step on the fixed tensors: open the slot, read the token, go one slot and one position on."""
+        from transformers.cache_utils import Cache
+
+        mask = self._mask_view()
+        mask.index_fill_(3, self._slot, 0)
+        positions = {"position_ids": self._positions[: self.rows]} if self._takes_positions else {}
+        logits, _ = forward_last(
+            self._lm,
+            input_ids=self._ids[: self.rows],
+            attention_mask=mask,
+            past_key_values=Cache(layers=layers or self._layers()),  # pyright: ignore[reportArgumentType]
+            **positions,
+        )
+        self._logits[: self.rows].copy_(logits)
+        self._slot.add_(1)
+        self._positions[: self.rows].add_(1)
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        device = self._slot.device.type
+        with ExitStack() as stack:
+            stack.enter_context(packed_attention(self._lm))
+            if torch.is_autocast_enabled(device):  # a cast that is kept from one step to the next is no part of a graph
+                dtype = torch.get_autocast_dtype(device)
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+            yield
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        state = [self._mask_view(), self._positions, self._slot]
+        assert self._pool is not None
+        layers, blocks = self._layers(), blocks_of(self._lm)
+        step: Callable[[], None] = lambda: self._once(layers)  # noqa: E731
+        with self._decoding():
+            if self._compiled and len(blocks) == len(layers):
+                try:
+                    with unmerged_adapters(self._lm, rows=self.rows), compiled_blocks(blocks, layers):
+                        return capture(step, state=state, pool=self._pool)
+                except Exception as error:  # whatever a compiler raises
+                    log.warning(
+                        "Blocks of %s do not compile (%s): steps are recorded as they are.",
+                        type(self._lm).__name__,
+                        error,
+                    )
+                    self._compiled = False
+            return capture(step, state=state, pool=self._pool)
