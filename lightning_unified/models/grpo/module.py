@@ -111,10 +111,11 @@ class GRPO(LightningModule):
     ) -> None:
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))
-        self.save_hyperparameters(ignore=["model", "task", "decode", "stop_ids", "sampler"])
-        self.hparams["betas"] = (
-            betas  # a configuration library's list, a subclass's maybe, must not enter the checkpoint
-        )
+        # a checkpoint holds what its class is built from: of a subclass that is its own arguments
+        others = signature(GRPO.__init__).parameters.keys() - signature(type(self).__init__).parameters.keys()
+        self.save_hyperparameters(ignore=["model", "task", "decode", "stop_ids", "sampler", *others])
+        if "betas" in self.hparams:
+            self.hparams["betas"] = betas  # and no list of a configuration library
         check_choice("completion_budget", completion_budget, ("fixed", "auto"))
         check_choice("scale_rewards", scale_rewards, ("none", "group"))
         check_choice("schedule", schedule, ("linear", "cosine", "constant"))

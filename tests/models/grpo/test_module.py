@@ -334,9 +334,7 @@ def test_a_subclass_that_builds_its_policy_has_its_values_in_the_checkpoint(tmp_
     trainer = fit(module, _loader(TWO), steps=1, enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.save_checkpoint(tmp_path / "built.ckpt")
     again = Built.load_from_checkpoint(tmp_path / "built.ckpt", weights_only=True)
-    assert again.hparams["policy"] == "small"
-    assert again.hparams["betas"] == (0.8, 0.9)
-    assert not {"model", "task", "decode", "sampler"} & set(again.hparams)
+    assert again.hparams == {"policy": "small", "betas": (0.8, 0.9)}
     torch.testing.assert_close(_weights(again).double(), _weights(module))
 
 
