@@ -17,6 +17,7 @@ from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
 from lightning_unified.models.grpo.objective import Objective, Terms
 from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
+from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollouts import Sampling, judged, prepared
 from lightning_unified.models.grpo.scoring import check_head, head_of, score
 from lightning_unified.models.grpo.sequences import has_values, outline, supervised
@@ -45,8 +46,8 @@ class GRPO(LightningModule):
         Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
 
     Args:
-        model: The policy: a causal language model of transformers, with adapters of peft or without; those of its weights that require a gradient
-            are trained. A subclass that builds it from plain values has all of them in its checkpoints.
+        model: The policy: a causal language model of transformers, with adapters of peft or without; those of its weights that require
+            a gradient are trained. A subclass that builds it from plain values has all of them in its checkpoints.
         task: What judges completions.
         decode: Turns a list of token ids into text, special tokens left out.
         stop_ids: Tokens that end a completion, besides the task's stop text.
@@ -155,8 +156,6 @@ class GRPO(LightningModule):
         """What samples completions from the policy as it is, at the temperature of now."""
         slot = self._slot
         if slot.sampler is None or slot.temperature not in {None, self.temperature}:
-            from lightning_unified.models.grpo.rollout import Sampler
-
             slot.temperature = self.temperature
             slot.sampler = Sampler(
                 self.policy,
