@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
@@ -42,7 +42,7 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-PROMPT = "Play Wordle. Feedback so far: CRANE grey yellow grey green grey. Think and guess the word. " * 3
+PROMPT = " ".join(f"w{token}" for token in range(2, 150))  # 148 tokens
 LEARNING_RATE = 1e-6
 FEW_TOKENS = 8  # of a rival's first iteration
 ON_GPU = torch.cuda.is_available()
@@ -74,7 +74,8 @@ def measure(
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "transformers", "trl"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    model, tokenizer = _model(TINY if smoke else QWEN_3B), _tokenizer()
+    sizes = TINY if smoke else QWEN_3B
+    model, tokenizer = _model(sizes), _tokenizer(sizes["vocab_size"])
     marks = Marks(turn, has_warm_up=steps[side] > 1)
     make = {"ours": _ours, "rival": _rival}[side]
     train = make(
@@ -157,19 +158,16 @@ def _adapters() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    own = Tokenizer(models.BPE())
-    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    learner = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    own.train_from_iterator(["guess the five letter word feedback green yellow grey"] * 50, learner)
+def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return one that has a word for each token, so that what is sampled from random weights can be judged."""
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{token}": token for token in range(2, vocabulary)}
+    own = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
 def _reward(text: str) -> float:
-    return float(len(set(text)))
+    return len(text) / 1000
 
 
 class _Task:
