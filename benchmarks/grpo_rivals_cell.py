@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -167,13 +167,14 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _reward(text: str) -> float:
-    return len(text) / 1000
+    """Pay for something that hardly ever is the same in two completions."""
+    return sum(map(ord, text)) / 1e5
 
 
 class _Task:
     stop = ""
 
-    def rewards(self, examples: Tensor, completions: list[str], *, step: int = 0) -> dict[str, Tensor]:
+    def rewards(self, examples: Tensor, completions: Sequence[str], *, step: int = 0) -> dict[str, Tensor]:
         return {"total": torch.tensor([_reward(text) for text in completions])}
 
 
@@ -221,7 +222,7 @@ def _ours(
     module = GRPO(
         policy,
         task=_Task(),
-        decode=tokenizer.decode,
+        decode=lambda ids: str(tokenizer.decode(ids)),
         sampler=sampler,
         group_size=group,
         max_new_tokens=new,
