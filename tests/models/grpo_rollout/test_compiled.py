@@ -57,7 +57,7 @@ def test_one_compilation_serves_all_blocks_and_calls(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch rounds so on GPUs alone")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch rounds so on GPUs alone")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_blocks_round_where_the_loss_pass_rounds(monkeypatch: pytest.MonkeyPatch, *, autocast: bool) -> None:
