@@ -1,7 +1,4 @@
-"""Low-rank adapters (LoRA) in an encoder: a frozen matrix and the product of two small ones beside it.
-
-Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
-"""
+"""Low-rank adapters (`models.adapters`) in an encoder whose head is trained as it is, and what they come to once merged."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_unified.models.adapters import adapt_linear_layers
 from lightning_unified.models.classifier.encoder import base_of, head_of
 
 __all__ = ["adapt", "merged"]
@@ -28,21 +26,8 @@ def adapt(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets:
         RuntimeError: If peft is not installed.
         ValueError: If no layer is called so.
     """
-    if find_spec("peft") is None:
-        raise RuntimeError("LoRA needs peft, which is not installed; run: pip install 'lightning-unified[classifier]'")
-    from peft import LoraConfig, inject_adapter_in_model
-
     head = head_of(model)
-    base = base_of(model)
-    names = sorted({name.rpartition(".")[2] for name, layer in base.named_modules() if isinstance(layer, nn.Linear)})
-    chosen = names if targets is None else list(targets)
-    unknown = [name for name in chosen if name not in names]
-    if unknown or not chosen:
-        raise ValueError(f"lora_targets={chosen}: this encoder's linear layers are called {', '.join(names)}.")
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen),  # pyright: ignore[reportArgumentType]
-        base,
-    )
+    adapt_linear_layers(base_of(model), rank=rank, alpha=alpha, dropout=dropout, targets=targets, extra="classifier")
     for parameter in head:
         parameter.requires_grad = True
 

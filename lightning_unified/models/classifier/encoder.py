@@ -5,16 +5,16 @@ the file's pages that are copied when training first writes to them. A file of a
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_unified.models.classifier.source import require_transformers
+from lightning_unified.models.source import require
+from lightning_unified.models.streaming import assign, stored_tensors, weight_files, without_values
 
 __all__ = ["architecture_of", "base_of", "blocks_of", "build", "head_of", "load", "read_architecture", "resize_head"]
 
@@ -50,7 +50,7 @@ def build(
         RuntimeError: If transformers is not installed.
         ValueError: If transformers knows no such architecture, or has no such attention for it.
     """
-    require_transformers()
+    require("transformers", "safetensors", need="the classifier needs", extras="models,pretrained")
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     fields = dict(architecture)
@@ -85,17 +85,18 @@ def load(
         FileNotFoundError: If the folder holds no safetensors.
         RuntimeError: If the encoder's weights are incomplete or of other sizes.
     """
-    with _without_values():
+    with without_values():
         model = build(architecture, labels=labels, attention=attention, dropout=dropout)
     wanted = dict(model.named_parameters())
     prefix = f"{model.base_model_prefix}."
     found: set[str] = set()
-    for file in _weight_files(folder):
-        for given, tensor in _tensors(file):
+    for file in weight_files(folder):
+        for stored, tensor in stored_tensors(file):
+            given = _renamed(stored)
             name = next((own for own in (given, prefix + given) if own in wanted), None)
             if name is None or tensor.shape != wanted[name].shape:
                 continue
-            _assign(model, name, tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32))
+            assign(model, name, tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32))
             found.add(name)
     missing = wanted.keys() - found
     lacking = sorted(name for name in missing if name.startswith(prefix) and ".pooler." not in f".{name}")
@@ -158,46 +159,10 @@ def _set_dropout(config: Any, dropout: float) -> None:
             setattr(config, name, dropout)
 
 
-@contextmanager
-def _without_values() -> Iterator[None]:
-    """Make parameters that have sizes only; buffers (positions, frequencies) get their values as always."""
-    register = nn.Module.register_parameter
-
-    def register_without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
-
-    nn.Module.register_parameter = register_without_values  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{folder} holds no .safetensors file; pickled weights are not read. Convert them: load the model with transformers "
-            "and call save_pretrained."
-        )
-    return files
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
-            own = name
-            for old, new in _RENAMED.items():
-                own = own.removesuffix(old) + new if own.endswith(old) else own
-            yield own, opened.get_tensor(name)
-
-
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    setattr(module, own, nn.Parameter(tensor, requires_grad=bool(getattr(module, own).requires_grad)))
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED.items():
+        name = name.removesuffix(old) + new if name.endswith(old) else name
+    return name
 
 
 def _begin(model: Any, missing: set[str]) -> None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_unified.models.classifier import encoder as encoders
 from lightning_unified.models.classifier.adapters import adapt
 from lightning_unified.models.classifier.presets import preset as preset_named
-from lightning_unified.models.classifier.source import find_encoder
+from lightning_unified.models.source import find_model
 from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["Network"]
@@ -52,7 +52,11 @@ class Network(nn.Module):
         chosen = preset_named(preset)
         own = encoder is None and architecture is None
         source = chosen.encoder if own else encoder
-        folder = None if source is None or (architecture is not None and not load_pretrained) else find_encoder(source)
+        folder = (
+            None
+            if source is None or (architecture is not None and not load_pretrained)
+            else find_model(source, argument="encoder")
+        )
         sizes = architecture or (encoders.read_architecture(folder) if folder else chosen.architecture)
         assert sizes is not None
         options: dict[str, Any] = {"labels": labels, "attention": attention, "dropout": dropout}

