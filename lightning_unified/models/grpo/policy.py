@@ -1,0 +1,158 @@
+"""The language model that is trained: any causal LM of transformers, random or read tensor by tensor, whole or with adapters."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_unified.models.adapters import adapt_linear_layers
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.gguf import GGUF_PACKAGES, converted
+from lightning_unified.models.source import find_model, require
+from lightning_unified.models.streaming import assign, stored_tensors, weight_files, without_values
+
+__all__ = [
+    "DTYPES",
+    "adapt",
+    "architecture_of",
+    "blocks_of",
+    "build_policy",
+    "find_policy",
+    "load_policy",
+    "read_architecture",
+]
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What the model's own weights may be kept in."""
+
+_OF_FILES = ("dtype", "torch_dtype", "_name_or_path", "transformers_version", "architectures", "quantization_config")
+
+
+def find_policy(source: str) -> Path:
+    """Return the folder with a model's `config.json`, `*.safetensors` and tokenizer.
+
+    Args:
+        source: A key of `gguf.GGUF_PACKAGES`, which is converted once and kept; a folder; an installed package; or a hub id.
+
+    Raises:
+        FileNotFoundError: If it is none of these, or cannot be had.
+        RuntimeError: If a library is missing.
+    """
+    if source in GGUF_PACKAGES:
+        return converted(source)
+    return find_model(source, argument="pretrained")
+
+
+def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
+    """Return a causal language model of random weights; on the meta device, where it is planned and not run, of none.
+
+    Args:
+        architecture: A transformers configuration as plain data, with its `model_type`.
+        dtype: Of its weights, a key of `DTYPES`.
+        attention: transformers' name of the kernel.
+
+    Raises:
+        RuntimeError: If transformers is not installed.
+        ValueError: If the dtype is not offered, or transformers knows no such architecture or attention.
+    """
+    check_choice("dtype", dtype, DTYPES)
+    require("transformers", need="a language model needs", extras="pretrained")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in architecture.items() if name not in _OF_FILES}
+    kind = fields.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=DTYPES[dtype])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"transformers cannot build a causal language model with model_type={kind!r} and attention={attention!r} (eager is there "
+            f"for all it knows): {shorten(str(error), 200)}"
+        ) from error
+    return model.train()
+
+
+def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
+    """Return the causal language model in `folder`, its weights in memory once: see `models.streaming`.
+
+    Args:
+        folder: As `find_policy` returns.
+        dtype: As in `build_policy`; weights stored in another one are converted tensor by tensor.
+        attention: As in `build_policy`.
+
+    Raises:
+        FileNotFoundError: If the folder holds no safetensors.
+        RuntimeError: If the weights are incomplete or of other sizes than its `config.json` says, or transformers is missing.
+        ValueError: As `build_policy`.
+    """
+    with without_values():
+        model = build_policy(read_architecture(folder), dtype=dtype, attention=attention)
+    wanted = dict(model.named_parameters())
+    found: set[str] = set()
+    for file in weight_files(folder):
+        for name, tensor in stored_tensors(file):
+            if name in wanted and tensor.shape == wanted[name].shape:
+                assign(model, name, tensor.to(DTYPES[dtype]))
+                found.add(name)
+    model.tie_weights()  # pyright: ignore[reportCallIssue]
+    lacking = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
+    if lacking:
+        raise RuntimeError(
+            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(wanted)} parameters are missing or of another "
+            f"size, the first is {lacking[0]}. Give a folder whose files belong together."
+        )
+    return model
+
+
+def adapt(
+    model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
+) -> None:
+    """Freeze a causal language model and put adapters beside the linear layers under its head, in place.
+
+    Adapters are float32 whatever the weights are: a step of 1e-6 is lost in 16 bits.
+
+    Args:
+        model: As `build_policy` or `load_policy` returns.
+        rank: As in `models.adapters`, like the other three.
+        alpha: See there.
+        dropout: See there.
+        targets: See there.
+
+    Raises:
+        RuntimeError: If peft is not installed.
+        ValueError: If no layer is called so.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    adapt_linear_layers(
+        model.get_submodule(str(model.base_model_prefix)),
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        targets=targets,
+        extra="pretrained",
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def read_architecture(folder: Path) -> dict[str, Any]:
+    """Return the configuration in a folder as plain data."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def architecture_of(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration of a model as plain data, from which `build_policy` makes one of the same sizes."""
+    return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's blocks in the order in which they run: its longest list of modules of one class."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
+    return max(alike, key=len, default=[])
