@@ -66,6 +66,7 @@ def generation_bytes(
     prompt: int,
     new: int,
     item_bytes: int,
+    prompts: int | None = None,
     grows: bool = False,
     prompt_logits: int = 1,
     logits_copies: int = 2,
@@ -83,6 +84,7 @@ def generation_bytes(
         prompt: Tokens of the longest prompt.
         new: The most tokens generated.
         item_bytes: Of one entry of cache, logits and activations.
+        prompts: Sequences in the pass over the prompt, where samples of one share it; None for `batch`.
         grows: See `layers`.
         prompt_logits: Positions of the prompt that logits are computed of: 1 where only the last is, `prompt` where all are.
         logits_copies: float32 copies that sampling holds of one position's logits: the scaled ones and their softmax.
@@ -93,7 +95,9 @@ def generation_bytes(
         ValueError: If a number is negative, or one that makes a shape is not positive.
     """
     shape = {"layers": layers, "kv_heads": kv_heads, "head_width": head_width, "vocabulary": vocabulary}
+    prompts = batch if prompts is None else prompts
     shape |= {"batch": batch, "prompt": prompt, "item_bytes": item_bytes, "prompt_logits": prompt_logits}
+    shape |= {"prompts": prompts}
     wrong = [f"{name}={number}" for name, number in shape.items() if number < 1]
     rest = {"weights_bytes": weights_bytes, "new": new, "logits_copies": logits_copies, "widest": widest}
     wrong += [f"{name}={number}" for name, number in rest.items() if number < 0]
@@ -110,6 +114,6 @@ def generation_bytes(
         item_bytes=item_bytes,
         grows=grows,
     )
-    position = batch * vocabulary
-    logits = position * (prompt_logits * item_bytes + logits_copies * 4)
-    return Generation(weights=weights_bytes, cache=cache, logits=logits, prompt=batch * prompt * widest * item_bytes)
+    logits = vocabulary * (prompts * prompt_logits * item_bytes + batch * logits_copies * 4)
+    read = prompts * prompt * widest * item_bytes
+    return Generation(weights=weights_bytes, cache=cache, logits=logits, prompt=read)

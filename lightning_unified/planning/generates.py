@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_unified.planning.formula import Generation, generation_bytes
 
-__all__ = ["Generated", "generated"]
+__all__ = ["Generated", "generated", "generation_before"]
 
 # The names of a figure in configurations: transformers', where attribute maps lead older names to these, and this project's own.
 _LAYERS = ("num_hidden_layers", "layers")
@@ -47,7 +47,35 @@ class Generated:
         return {**figures, "bytes": self.bytes.to_dict()}
 
 
-def generated(module: nn.Module, *, rows: int, prompt: int, new: int, precision: str = "32-true") -> Generated:
+def generation_before(module: nn.Module, batch: Any, *, precision: str = "32-true") -> Generated | None:
+    """Return the generation that goes before a training step on `batch`; None where nothing says that there is one.
+
+    A module that generates in its `prepare_batch` says how much by `generations(batch)`: a dict of `rows`, `prompts`, `prompt` and `new`
+    as `generated` takes them, empty for a batch that is not generated for.
+
+    Args:
+        module: Its weights may be on the meta device.
+        batch: As the loader gives it, or prepared.
+        precision: Lightning's name.
+
+    Raises:
+        ValueError: As `generated`.
+    """
+    ask = getattr(module, "generations", None)
+    told = {} if ask is None else dict(ask(batch))
+    return generated(module, precision=precision, grows=False, **told) if told else None
+
+
+def generated(
+    module: nn.Module,
+    *,
+    rows: int,
+    prompt: int,
+    new: int,
+    prompts: int | None = None,
+    precision: str = "32-true",
+    grows: bool | None = None,
+) -> Generated:
     """Return what `module` takes to generate `new` tokens behind a prompt, without gradients; nothing is run.
 
     A network is one with a `config` of layers, heads and width that has `generate` (transformers' models, whose cache grows) or
@@ -58,7 +86,9 @@ def generated(module: nn.Module, *, rows: int, prompt: int, new: int, precision:
         rows: Sequences at once, samples of one prompt included.
         prompt: Tokens of the longest prompt; fewer are taken where learned positions leave no room for `new` behind as many.
         new: The most tokens generated.
+        prompts: Sequences in the pass over the prompt, where samples of one share it; None for `rows`.
         precision: Lightning's name; under autocast weights and cache keep the weights' type.
+        grows: Whether the cache is made anew with each token; None for what the network does by itself.
 
     Raises:
         ValueError: If nothing in the module generates, or `new` tokens have no place.
@@ -75,8 +105,9 @@ def generated(module: nn.Module, *, rows: int, prompt: int, new: int, precision:
     width, heads = _figure(config, _WIDTH), _figure(config, _HEADS)
     is_half = precision in _HALF
     item = 2 if is_half else next(network.parameters()).element_size()
-    grows = not hasattr(network, "new_cache")
-    last_only = not grows or "logits_to_keep" in inspect.signature(network.forward).parameters
+    own = not hasattr(network, "new_cache")
+    grows = own if grows is None else grows
+    last_only = not own or "logits_to_keep" in inspect.signature(network.forward).parameters
     found = generation_bytes(
         weights_bytes=sum(
             one.numel() * (2 if is_half and one.is_floating_point() else one.element_size())
@@ -90,6 +121,7 @@ def generated(module: nn.Module, *, rows: int, prompt: int, new: int, precision:
         prompt=prompt,
         new=new,
         item_bytes=item,
+        prompts=prompts,
         grows=grows,
         prompt_logits=1 if last_only else prompt,
         widest=_widest(network, config, width=width),

@@ -26,6 +26,8 @@ class Prediction:
         planning_seconds: What the prediction took.
         notes: What was assumed, and what could not be seen.
         validation: What the validation step is predicted to take in the middle of such a fit; None where that was not asked.
+        generation_bytes: What tensors take at the fullest of what is generated before the step, by formula, with gradients and
+            optimizer state beside it; 0 where nothing is.
     """
 
     peak_bytes: int
@@ -40,6 +42,12 @@ class Prediction:
     planning_seconds: float = 0.0
     notes: tuple[str, ...] = field(default_factory=tuple)
     validation: "Prediction | None" = None
+    generation_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that the device must give at any instant of a step: while it generates, or from then on."""
+        return max(self.reserved_bytes, self.generation_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for `plan.json`."""

@@ -17,6 +17,7 @@ from lightning_unified.planning.rates import Rates, tabled_rates
 from lightning_unified.planning.search import Choice
 from lightning_unified.training.levers import KERNELS, recompute_policies
 from lightning_unified.training.levers.loss_chunk import chunk_choices
+from lightning_unified.training.planner.generation import with_generation
 from lightning_unified.training.planner.planner import Planner
 from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.settings import settings_to_compare
@@ -133,7 +134,7 @@ def plan(
     known = rates if calibration is None else calibration.rates
     assert known is not None
     choice = planner.choose(settings, budget_bytes=count, rates=known)
-    found = _plan(planner, choice, precision=precision, budget_bytes=count)
+    found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
     alignment = None if calibration is None else calibration.alignment
     told = _UNALIGNED if alignment is None else alignment.describe()
     found = replace(found, reasons={**found.reasons, "alignment": told})
@@ -182,7 +183,8 @@ def plan_many(
         if known is None:
             raise ConfigurationError(f"nothing is tabled about the speed of {name!r}; give its rates.")
         choice = planner.choose(settings, budget_bytes=count, rates=known)
-        plans[name] = _plan(planner, choice, precision=precision, budget_bytes=count)
+        found = _plan(planner, choice, precision=precision, budget_bytes=count)
+        plans[name] = _with_generation(found, module, batch)
     return plans
 
 
@@ -225,6 +227,15 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
         alternatives=choice.alternatives,
         reasons={"micro_batch_size": choice.reason},
     )
+
+
+def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan:
+    """Return the plan with what is generated before its step."""
+    if found.prediction is None:
+        return found
+    prediction, reason = with_generation(found.prediction, module, batch, precision=found.precision)
+    reasons = {**found.reasons, **({"generation": reason} if reason else {})}
+    return replace(found, prediction=prediction, reasons=reasons)
 
 
 def _with_validation(

@@ -180,6 +180,11 @@ class MicroBatchSize:
         """Forget what failed: a step now needs less than it did then."""
         self._failures, self._calm, self._patience = [], 0, _PATIENCE
 
+    def forget(self) -> None:
+        """Forget what failed and what went well: batches are of another kind from here on."""
+        self.start_over()
+        self._proven = []
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values from which another run goes on with the same sizes."""
         return {

@@ -6,7 +6,7 @@ import torch
 
 from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.planning.formula import kv_cache_bytes
-from lightning_unified.planning.generates import generated
+from lightning_unified.planning.generates import generated, generation_before
 
 
 def on_meta(build):
@@ -87,3 +87,26 @@ def test_what_generates_nothing_or_by_an_encoder_is_refused():
     for module in (torch.nn.Linear(2, 2), translator):
         with pytest.raises(ValueError, match=f"nothing in {type(module).__name__} is known to generate"):
             generated(module, rows=1, prompt=1, new=1)
+
+
+def test_completions_of_one_prompt_share_the_pass_over_it_and_keep_caches_of_their_own():
+    module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
+    one, shared = (generated(module, rows=8, prompts=prompts, prompt=100, new=28, grows=False) for prompts in (8, 2))
+
+    assert shared.bytes.prompt == one.bytes.prompt // 4
+    assert shared.bytes.cache == one.bytes.cache
+    assert not shared.grows
+
+
+def test_what_is_generated_before_a_step_is_what_the_module_says_of_the_batch():
+    class Samples(Tuned):
+        def generations(self, batch):
+            return {} if "labels" in batch else {"rows": 8, "prompts": 2, "prompt": 16, "new": 4}
+
+    module = Samples(language_model())
+
+    assert generation_before(module, {"prompt": None}) == generated(
+        module, rows=8, prompts=2, prompt=16, new=4, grows=False
+    )
+    assert generation_before(module, {"labels": None}) is None
+    assert generation_before(Tuned(language_model()), {"prompt": None}) is None

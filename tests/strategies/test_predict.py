@@ -11,9 +11,12 @@ from torch.utils.data import DataLoader
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planning.calibration import Calibration, calibrated_machines
+from lightning_unified.planning.formula import Generation
 from lightning_unified.planning.rates import typical_rates
 from lightning_unified.strategies import UnifiedStrategy
 from lightning_unified.training import budget_watch
+from lightning_unified.training.planner import generation
+from lightning_unified.training.planner.first_step import FirstStep
 from lightning_unified.training.planner.planner import Planner
 
 MIB = 2**20
@@ -396,3 +399,47 @@ def test_a_validation_step_that_cannot_be_rehearsed_is_said_and_runs():
 
     assert strategy.plan.prediction.validation is None
     assert "no fakes" in strategy.plan.reasons["validation"]
+
+
+class Phases(Deep):
+    """Batches of one thing first, and then of two."""
+
+    def training_step(self, batch, batch_idx):
+        return sum(Deep.training_step(self, rows, batch_idx) for rows in batch.values())
+
+
+def in_phases(strategy, module=None):
+    rows = torch.ones(32, 64, 64)
+    batches = [{"x": rows}, {"x": rows}, {"x": rows[:, :48], "y": rows[:, :8]}, {"x": rows}]
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module or Phases(), DataLoader(batches, batch_size=None))
+    return strategy
+
+
+def test_batches_of_another_kind_are_planned_for_anew_and_those_of_the_first_are_known(monkeypatch):
+    planned = []
+    plan = FirstStep._plan
+    monkeypatch.setattr(
+        FirstStep, "_plan", lambda self, batch, shape: (planned.append(sorted(batch)), plan(self, batch, shape))
+    )
+    first = in_phases(UnifiedStrategy(budget="64MiB", simulate="m2-16gb")).first_step
+
+    assert planned == [["x"], ["x", "y"]]
+    assert first.predicted_peak_bytes >= first._earlier_peak > 0
+
+
+def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypatch):
+    monkeypatch.setattr(generation, "generation_before", lambda *_, **__: Generated)
+
+    class Generated:
+        rows, prompt, new = 4, 2, 1
+        bytes = Generation(weights=MIB, cache=900 * MIB, logits=0, prompt=0)
+
+    strategy = in_phases(UnifiedStrategy(budget="1000MiB", simulate="m2-16gb"))
+
+    assert strategy.first_step.prediction.generation_bytes > 900 * MIB
+    assert strategy.first_step.predicted_peak_bytes > 900 * MIB
+    assert "4 rows of 2 + 1 tokens before the step" in strategy.plan.reasons["generation"]

@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["batch_of_data", "batch_of_shapes", "describe_batch", "length_of", "rows_of", "validation_batch_of_data"]
+__all__ = [
+    "batch_of_data", "batch_of_shapes", "batches_of_other_phases", "describe_batch", "largest_batch", "length_of", "rows_of",
+    "validation_batch_of_data",
+]  # fmt: skip
 
 _SHAPE = re.compile(r"(?:(?P<name>[^=:]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _DTYPES = {
@@ -81,6 +84,24 @@ def batch_of_data(data: LightningDataModule) -> tuple[Any, str]:
     if batch is None:
         raise ConfigurationError(f"data: {type(data).__name__} has no training batch to plan with.")
     return batch, "the first of the training data, longer ones take more"
+
+
+def batches_of_other_phases(data: LightningDataModule) -> dict[str, Any]:
+    """Return a whole batch of each phase of a fit but the one that `batch_of_data` gives; none for data of one phase.
+
+    Data whose batches change in the course of a fit has `example_phases()`, which returns them by the phase's name.
+    """
+    phases = getattr(data, "example_phases", None)
+    return {} if phases is None else dict(phases())
+
+
+def largest_batch(module: LightningModule, batch: Any) -> Any:
+    """Return the batch that is cut: the module's own, where `prepare_batch` makes others rows than the loader gave.
+
+    Such a module has `largest_batch(batch)`, which returns the largest that `prepare_batch` can make, and samples nothing.
+    """
+    made = getattr(module, "largest_batch", None)
+    return batch if made is None else made(batch)
 
 
 def validation_batch_of_data(data: LightningDataModule) -> Any:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,21 +90,24 @@ def _page(
     asked: Asked, config: DictConfig, planner: Backend, *, subject: "Subject", target: "Target", precision: str
 ) -> "Page":
     """Ask the planner, for every machine with the `precision` that was asked for."""
+    from lightning_unified.cli.plan.phases import with_phases
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.where import fits_where
 
     trainer = {"trainer": subject.trainer}
-    plan = planner.plan(
+    planned = partial(
+        planner.plan,
         subject.module,
-        subject.batch,
         budget=target.budget.bytes,
         device=target.backend,
         rates=None if target.name is None else planner.rates(target.name),
         precision=target.precision.precision,
-        validation_batch=subject.validation_batch,
         **_options(config),
         **trainer,
     )
+    plan = planned(subject.batch, validation_batch=subject.validation_batch)
+    others = {name: planned(batch, validation_batch=None) for name, batch in subject.other_batches.items()}
+    plan = with_phases(plan, others)
     known = {"budget": target.budget.reason, "precision": target.precision.reason}
     plan = replace(plan, reasons=known | dict(plan.reasons))
     where = ()

@@ -4,8 +4,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.batches import (
     batch_of_data,
     batch_of_shapes,
+    batches_of_other_phases,
     describe_batch,
+    largest_batch,
     rows_of,
     validation_batch_of_data,
 )
@@ -42,6 +44,7 @@ class Subject:
         batch: The whole batch, what the optimizer sees.
         batch_note: What is to be known about the batch; empty where nothing is.
         validation_batch: A batch of validation; None where there is no such step or batch.
+        other_batches: Whole batches of other phases of the same fit, by the phase's name.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Subject:
     batch: Any
     batch_note: str = ""
     validation_batch: Any = None
+    other_batches: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -87,10 +91,11 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         module = without_memory(lambda: _made(target, arguments, f"--module {asked.module}"), what=asked.module)
         return Subject(name=asked.module.rpartition(":")[2], module=module, trainer=trainer, batch=batch)
     module = without_memory(lambda: make("model", planned.model), what=f"model={config.name}")
-    note, validation = "", None
+    note, validation, others = "", None, {}
     if batch is None:
         data = make("data", planned.data)
         batch, note = batch_of_data(data)
+        others = batches_of_other_phases(data)
         if is_overridden("validation_step", module, LightningModule) and trainer.limit_val_batches:
             validation = validation_batch_of_data(data)
         if not hasattr(data, "example_batch"):  # one that has it is not set up, and nobody may ask it for more
@@ -99,9 +104,10 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         name=str(config.name),
         module=module,
         trainer=trainer,
-        batch=batch,
+        batch=largest_batch(module, batch),
         batch_note=note,
         validation_batch=validation,
+        other_batches={name: largest_batch(module, other) for name, other in others.items()},
     )
 
 

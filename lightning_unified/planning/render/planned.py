@@ -33,14 +33,15 @@ class MachinePlan:
 def does_fit(plan: Plan) -> bool:
     """Return whether what is planned fits; a plan that was made without a planner has nothing that speaks against it."""
     if plan.prediction is not None:
-        return plan.prediction.reserved_bytes <= plan.budget_bytes
+        return plan.prediction.step_bytes <= plan.budget_bytes
     return not plan.alternatives or any(candidate.fits for candidate in plan.alternatives)
 
 
 def least_bytes(plan: Plan) -> int | None:
     """Return the least that any way to run the step takes of the device; None where nothing is known of it."""
     own = [] if plan.prediction is None else [plan.prediction.reserved_bytes]
-    return min([*own, *(candidate.reserved_bytes for candidate in plan.alternatives)], default=None)
+    least = min([*own, *(candidate.reserved_bytes for candidate in plan.alternatives)], default=None)
+    return least if least is None or plan.prediction is None else max(least, plan.prediction.generation_bytes)
 
 
 def is_chosen(candidate: Candidate, plan: Plan) -> bool:

@@ -43,6 +43,8 @@ def categories_table(
     ends = list(accumulate(count for _, count in parts))
     spans = [(end - count, end) for (_, count), end in zip(parts, ends, strict=True)]
     compared = [("peak of tensors", prediction.peak_bytes), ("taken by the allocator", prediction.reserved_bytes)]
+    if prediction.generation_bytes:
+        compared.append(("generation before it", prediction.generation_bytes))
     if prediction.validation is not None:
         compared.append(("validation step", prediction.validation.reserved_bytes))
     if budget_bytes is not None:

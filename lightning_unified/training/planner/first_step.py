@@ -20,13 +20,16 @@ from lightning_unified.planning.search import Candidate, Choice, what_would_fit
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
+from lightning_unified.training.planner.generation import with_generation
+from lightning_unified.training.planner.held import held_bytes
+from lightning_unified.training.planner.kinds import Kinds
 from lightning_unified.training.planner.planner import Planner
 from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.planner.speeds import RunSpeeds
 from lightning_unified.training.planner.validation import outline
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.split import BatchShape, tensors_in
+from lightning_unified.training.split import BatchShape
 from lightning_unified.units import format_bytes
 
 __all__ = ["FirstStep"]
@@ -34,7 +37,7 @@ __all__ = ["FirstStep"]
 log = logging.getLogger("lightning_unified")
 
 _NEGLIGIBLE = (
-    2000  # judgement: a step takes less than this many times its weights, state and batch, whatever is in between
+    2000  # judgement: a step takes less than so many times its weights, state and batch, whatever is in between
 )
 _STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
 _SHORTER = 4  # judgement: lengths below the longest that are planned for; each takes a second or two, and data has few or countless
@@ -64,22 +67,22 @@ class FirstStep:
         self._trainer, self._policy, self._precision = trainer, policy, precision
         self._reduction_bytes = reduction_bytes
         self._module = trainer.lightning_module
-        self._longest = 0
-        self._shorter: set[int] = set()
+        self._kinds, self._earlier_peak = Kinds(), 0  # the latter predicted of kinds before this one
         self._setting: Setting | None = None
+        self._shorter: set[int] = set()
         self._begun = 0.0
         self._foreign = self._batches = 0
         self._has_validated = False
         self._calibration: Calibration | None = None
         self._speeds: RunSpeeds | None = None
-        self._kind = ""
         self.validation = FirstValidation(trainer, policy, precision=precision)
         self._prediction: Prediction | None = None
+        self._generation = self._kind = ""
         self.alternatives: tuple[Candidate, ...] = ()
         self.reason = "no batch has run yet"
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
-        """Plan for `batch`, if it is the first one, its rows are longer than those planned for, or shorter than some that had to be cut.
+        """Plan for `batch`, if it is the first of its kind, its rows are longer than any planned for, or shorter than some that were cut.
 
         Args:
             batch: Whole.
@@ -90,14 +93,15 @@ class FirstStep:
             BudgetError: If no plan fits.
         """
         elements = 1 if shape is None else shape.elements
-        if elements <= self._longest:
+        if self._kinds.covers(batch, elements):
             if shape is not None and self._could_run_more(shape):
                 self._plan_shorter(batch, shape)
                 if self._policy.watch.counts_process:
                     self._policy.watch.release()
                     self._policy.watch.count_anew()
             return
-        self._longest = elements
+        if self._kinds.add(batch, elements):
+            self._begin_kind()
         if not self._is_worth_it(batch):
             self.reason = (
                 "not worth it: sizes are known, or the budget is thousands of times what weights and batch take"
@@ -105,6 +109,10 @@ class FirstStep:
             return
         try:
             self._plan(batch, shape)
+            if self._prediction is not None:
+                self._prediction, self._generation = with_generation(
+                    self._prediction, self._module, batch, precision=self._precision
+                )
             self.validation.training_planned(batch, limit=self._left(), factor=self._factor)
             if self._policy.watch.counts_process:
                 self._policy.watch.release()
@@ -115,6 +123,13 @@ class FirstStep:
             kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
             self._prediction, self.reason = None, f"not predicted: {kind}{error}"
             self._probe(batch, shape, step=step, why=f"{kind}{error}")
+
+    def _begin_kind(self) -> None:
+        """Forget what was found for other kinds of batches; the run's peak is the largest of any."""
+        self._earlier_peak = self.predicted_peak_bytes or 0
+        self._shorter.clear()
+        self._policy.sizes.forget()
+        self._policy.events.append("batches are of another kind from here on: sizes are found for them anew")
 
     def _could_run_more(self, shape: BatchShape) -> bool:
         """Return whether such a batch would run in larger parts than longer rows, and nobody has told yet that these fit."""
@@ -151,7 +166,7 @@ class FirstStep:
             shape: Of it; None for one that has no rows to count.
         """
         self._has_validated = self._batches > 0
-        if self._longest == 0 and self._is_worth_it(batch):  # the sanity check
+        if not self._kinds.any and self._is_worth_it(batch):  # the sanity check
             self._foreign = self._held_by_others(batch)
         elif self._prediction is None:
             return
@@ -205,7 +220,8 @@ class FirstStep:
             return None
         of_process = self._policy.watch.counts_process
         steps = [one for one in (self._prediction, self.validation.prediction) if one is not None]
-        return self._foreign + max(one.reserved_bytes if of_process else one.peak_bytes for one in steps)
+        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in steps]
+        return max(self._foreign + max(*peaks, self._prediction.generation_bytes), self._earlier_peak)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -214,6 +230,7 @@ class FirstStep:
         alignment = self._calibration.alignment if compared and self._calibration is not None else None
         said = {
             "validation": self.validation.reason,
+            "generation": self._generation,
             "speeds": self._speeds.describe() if compared and self._speeds is not None else "",
             "alignment": "" if alignment is None else alignment.describe(),
         }
@@ -227,9 +244,7 @@ class FirstStep:
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
         held = self._held(batch) + static_bytes(self._module, self._trainer.optimizers)["gradients"]
-        planned = (
-            self._prediction is not None and not policy.recoveries
-        )  # sizes are what was predicted, and not what was tried
+        planned = self._prediction is not None and not policy.recoveries  # sizes are as predicted, and not as tried
         found_already = not planned and not policy.sizes.runs_whole and policy.sizes.has_evidence
         return not found_already and _NEGLIGIBLE * held > policy.watch.bytes
 
@@ -240,17 +255,7 @@ class FirstStep:
 
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a rehearsal counts too."""
-        need = static_bytes(self._module)
-        states = [
-            value
-            for optimizer in self._trainer.optimizers
-            for state in optimizer.state.values()
-            for value in (state.values() if isinstance(state, dict) else ())
-            if isinstance(value, torch.Tensor)
-        ]
-        gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
-        counted = _bytes([*states, *gradients, *tensors_in(batch)])
-        return need["weights"] + need["buffers"] + counted + self._reduction_bytes
+        return held_bytes(self._module, self._trainer.optimizers, batch) + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()
@@ -333,8 +338,8 @@ class FirstStep:
 
     def _begin_with(self, shape: BatchShape, *, rows: int, parts: int) -> None:
         """Have such batches cut into so many parts, where fewer are predicted not to fit."""
-        refused = -(-shape.rows // (parts - 1))
-        self._policy.sizes.plan(shape, rows=rows, refused=refused, room_bytes=self._policy.watch.bytes)
+        refused, room = -(-shape.rows // (parts - 1)), self._policy.watch.bytes
+        self._policy.sizes.plan(shape, rows=rows, refused=refused, room_bytes=room)
 
     def _settings(self) -> list[Setting]:
         """Return what is compared, the user's own first."""
@@ -379,8 +384,8 @@ class FirstStep:
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
         self._set_levers(setting, why="as planned")
-        self._prediction, self.reason, self._kind = prediction, reason, planner.kind(setting)
-        self._setting = setting
+        self._prediction, self.reason = prediction, reason
+        self._setting, self._kind = setting, planner.kind(setting)
         self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 
@@ -393,7 +398,3 @@ class FirstStep:
             policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
             policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)

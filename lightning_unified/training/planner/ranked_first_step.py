@@ -71,6 +71,10 @@ class RankedFirstStep(FirstStep):
             self._mine = None  # it holds the batch
 
     @override
+    def _begin_kind(self) -> None:
+        """Forget nothing: sizes are the ranks' together, and a kind of batch may be one that this rank alone has seen."""
+
+    @override
     def _settings(self) -> list[Setting]:
         if not self._has_agreed:
             return super()._settings()
