@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from lightning_unified.data.datamodule import TextData
     from lightning_unified.data.label_data import LabelData
     from lightning_unified.data.passage_data import PassageData
+    from lightning_unified.data.wordle_data import WordleData
 
-__all__ = ["LabelData", "PassageData", "TextData"]
+__all__ = ["LabelData", "PassageData", "TextData", "WordleData"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from lightning_unified.data.datamodule import TextData
 
         return TextData
+    if name == "WordleData":
+        from lightning_unified.data.wordle_data import WordleData
+
+        return WordleData
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
