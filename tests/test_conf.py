@@ -9,6 +9,7 @@ from omegaconf import OmegaConf, open_dict
 
 from lightning_unified.cli.request.binding import arguments_of, check_binding, target_of, targets
 from lightning_unified.cli.request.composition import composed, groups, searching
+from lightning_unified.cli.request.overrides import check_overrides
 from lightning_unified.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,10 @@ MODELS = (
     "gearhead-118m",
     "gearhead-34m",
     "gearhead-small",
+    "wordle",
+    "wordle-tiny",
+    "wordle/qwen2_5_0_5b",
+    "wordle/qwen2_5_3b",
 )
 EXPERIMENTS = [
     "classification",
@@ -39,6 +44,9 @@ EXPERIMENTS = [
     "gearhead-34m-cuda",
     "gearhead-34m-mps",
     "gearhead-34m-rocm",
+    "wordle",
+    "wordle-seed-after",
+    "wordle-seed-before",
 ]
 
 
@@ -91,6 +99,10 @@ SIZES = (
     "compressor-smollm2",
     "gearhead-small",
     "gearhead-118m",
+    "wordle",
+    "wordle-tiny",
+    "wordle/qwen2_5_0_5b",
+    "wordle/qwen2_5_3b",
 )  # composed as the others are, which stand for them in the fast tests
 
 
@@ -147,6 +159,27 @@ def test_the_classification_experiment_keeps_the_best_by_a_metric_of_choice_and_
 
     assert (found.early_stopping.monitor, found.early_stopping.mode) == ("val/brier", "min")
     assert compose("experiment=classification").callbacks.checkpoint.monitor == "val/macro_f1"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "tokens", "rows", "recompute"), [("before", 512, 2, False), ("after", 128, 1, True)]
+)
+def test_the_seeds_settings_of_wordle_are_those_of_its_table(experiment, tokens, rows, recompute):
+    config = compose(f"experiment=wordle-seed-{experiment}")
+    completions = config.data.batch_size * config.model.group_size
+
+    assert config.model.preset == "wordle-qwen2_5_3b"
+    assert (config.model.max_new_tokens, completions, config.memory.micro_batch_size) == (tokens, 2, rows)
+    assert config.memory.recompute is recompute
+    assert (config.callbacks.checkpoint.every_n_steps, config.callbacks.checkpoint.keep) == (50, 3)
+
+
+def test_wordle_knows_the_phases_of_its_data_and_is_judged_by_games():
+    config = compose("experiment=wordle", "data.sft_steps=7", "data.inner_iterations=2")
+
+    assert (config.model.sft_steps, config.model.inner_iterations) == (7, 2)
+    assert (config.callbacks.checkpoint.monitor, config.callbacks.checkpoint.mode) == ("val/win_rate", "max")
+    assert config.callbacks.wordle.directory == f"{config.run_dir}/wordle"
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -250,3 +283,12 @@ def test_a_value_of_the_wrong_kind_is_refused(override, message):
     check_binding(compose("hardware=cpu", *plain))
     with pytest.raises(ConfigurationError, match=message):
         check_binding(compose("hardware=cpu", *plain, override))
+
+
+def test_a_choice_in_a_folder_of_its_group_is_one_of_the_group_and_a_wrong_one_is_refused():
+    assert (
+        check_overrides(["model=wordle/qwen2_5_3b"], multirun=False).config.data.pretrained
+        == "Qwen/Qwen2.5-3B-Instruct"
+    )
+    with pytest.raises(ConfigurationError, match=r"model=wordle/qwen2_5_4b: .* did you mean wordle/qwen2_5_3b\?"):
+        check_overrides(["model=wordle/qwen2_5_4b"], multirun=False)

@@ -55,7 +55,10 @@ def composed(overrides: Sequence[str]) -> Composed:
 
 
 def groups() -> dict[str, list[str]]:
-    """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`)."""
+    """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`).
+
+    A folder within a group that has choices of its own holds further ones of these: `model=wordle/qwen2_5_3b`.
+    """
     # the loader's own methods of these names copy the whole repository at every call
     repository: Any = getattr(GlobalHydra.instance().config_loader(), "repository")  # noqa: B009 - not of the declared type
     found: dict[str, list[str]] = {}
@@ -64,7 +67,9 @@ def groups() -> dict[str, list[str]]:
         for name in repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
             options = repository.get_group_options(group, ObjectType.CONFIG)
-            if options:
+            if options and parent in found:
+                found[parent] = sorted([*found[parent], *(f"{name}/{option}" for option in options)])
+            elif options:
                 found[group] = sorted(options)
             walk(group)
 

@@ -1,4 +1,4 @@
-"""Draw a run's metrics: the losses and the memory against the step."""
+"""Draw a run's metrics against the step: losses, memory, and what there is of rewards and games."""
 
 import csv
 import re
@@ -8,6 +8,8 @@ __all__ = ["draw_plots", "read_metrics"]
 
 _PLOTS = {
     "loss.png": ("loss", r"(train|val)/loss", 1.0),
+    "rewards.png": ("mean reward", r"train/reward(_\w+)?", 1.0),
+    "games.png": ("share", r"(val|sft)/(win_rate|format|valid|consistent)", 1.0),
     "memory.png": ("GiB", r"memory(_simulated_[^/]+)?/(allocated|reserved|peak|available)", 2.0**30),
 }
 

@@ -14,7 +14,7 @@ from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.record import versions, write_json
-from lightning_unified.cli.run.samples import sample_texts
+from lightning_unified.cli.run.samples import sample_texts, shown_by
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Reading, read
 
@@ -32,7 +32,7 @@ def finish(
     """
     validation = _validation(parts, stopped=stopped)
     baselines = {} if stopped else _baselines(parts.data)
-    samples = [] if stopped else sample_texts(parts.module, seed=config.seed)
+    samples = [] if stopped else sample_texts(parts.module, seed=config.seed) or shown_by(parts.callbacks.values())
     plan = getattr(parts.trainer.strategy, "plan", None)
     summary = _summary(parts, machine=machine, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},

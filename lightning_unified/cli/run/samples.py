@@ -1,10 +1,11 @@
 """A few texts out of the model that was just trained, for the eye."""
 
 import re
+from collections.abc import Iterable
 
 from lightning import LightningModule
 
-__all__ = ["printable", "sample_texts"]
+__all__ = ["printable", "sample_texts", "shown_by"]
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model of bytes may write what a terminal would obey
 
@@ -38,6 +39,11 @@ def sample_texts(module: LightningModule, *, seed: int) -> list[str]:
     answers = writer.generate(prompts, sampling=sampling, seed=seed)
     texts = [(asked + answer).removeprefix("<s>").strip() for asked, answer in zip(prompts, answers, strict=True)]
     return [printable(text) for text in texts]
+
+
+def shown_by(callbacks: Iterable[object]) -> list[str]:
+    """Return the texts that callbacks have to show of the model: what they hold as `shown`."""
+    return [printable(text) for callback in callbacks for text in getattr(callback, "shown", ())]
 
 
 def printable(text: str) -> str:
