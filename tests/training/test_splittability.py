@@ -98,6 +98,53 @@ def test_rules_that_the_first_batch_does_not_tell_apart_are_told_apart_by_a_late
     assert said(later).startswith("scored labels, shifted: ")
 
 
+class Rounded(Sum):
+    """Its gradients are off by a twentieth in a direction that depends on how many rows run at once, as kernels round."""
+
+    share = 0.05
+
+    def make_middle(self):
+        return nn.Sequential(nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 16))
+
+    def loss(self, out, batch):
+        for parameter in self.parameters():
+            parameter._backward_hooks = None
+        rows = len(out)
+
+        def rounded(gradient):
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(rows)).to(gradient)
+            return gradient + self.share * gradient.norm() * noise / noise.norm()
+
+        for parameter in self.parameters():
+            parameter.register_hook(rounded)
+        return super().loss(out, batch)
+
+
+class DeclaredRounded(Rounded):
+    loss_reduction = "sum"
+
+
+class DeclaredWrong(Sum):
+    """Says that its loss adds up, and counts a row that runs alone a twenty-fifth too high."""
+
+    loss_reduction = "sum"
+
+    def loss(self, out, batch):
+        return super().loss(out, batch) * (1.04 if len(out) == 1 else 1.0)
+
+
+def test_of_a_declared_rule_bfloat16_may_round_more_but_its_weights_must_be_right():
+    assert said(run(DeclaredRounded, precision="bf16-mixed")[2]).startswith('loss_reduction = "sum": gradients')
+    with pytest.raises(SplitError, match="DeclaredWrong cannot be cut exactly"):
+        run(DeclaredWrong, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(Rounded, "bf16-mixed"), (DeclaredRounded, "32-true")])
+def test_what_is_not_declared_and_not_bfloat16_may_not_round_so_much(kind, precision):
+    with pytest.raises(SplitError, match=f"{kind.__name__} cannot be cut exactly"):
+        run(kind, precision=precision)
+
+
 def test_a_loss_that_adds_up_is_refused_with_the_attribute_that_says_so():
     with pytest.raises(SplitError, match=r'adds up over rows: set loss_reduction = "sum"'):
         run(Sum)

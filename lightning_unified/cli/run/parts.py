@@ -15,7 +15,7 @@ from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
-__all__ = ["Parts", "build", "callback_of", "callbacks_of", "trainer_of"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "count_parameters", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,13 @@ class Parts:
     @property
     def parameters(self) -> int:
         """Parameters of the module, shared ones counted once."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return count_parameters(self.module)
+
+
+def count_parameters(module: LightningModule) -> int:
+    """Return how many parameters `module` has; one that keeps copies beside them names its own with `own_parameters()`."""
+    own = getattr(module, "own_parameters", module.parameters)
+    return sum(parameter.numel() for parameter in own())
 
 
 class _Start(Callback):

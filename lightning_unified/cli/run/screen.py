@@ -14,6 +14,7 @@ from rich.table import Table
 from lightning_unified.cli.request.binding import arguments_of, target_of
 from lightning_unified.cli.request.resume import Change
 from lightning_unified.cli.run.machine import Machine
+from lightning_unified.cli.run.parts import count_parameters
 from lightning_unified.precision import live_scaler, plugin_precision
 from lightning_unified.units import format_bytes
 
@@ -48,7 +49,7 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
     table.add_row("[bold]budget[/bold]", escape(f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"))
     for name, text in _used(config, machine, module.trainer):
         table.add_row(f"[bold]{name}[/bold]", escape(text))
-    table.add_row("[bold]size[/bold]", f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters")
+    table.add_row("[bold]size[/bold]", f"{count_parameters(module):,} parameters")
     _CONSOLE.print(table)
 
 

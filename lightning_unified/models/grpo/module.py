@@ -1,7 +1,7 @@
 """GRPO as a LightningModule: completions sampled once a batch, a loss that may be cut anywhere, and supervised steps before it."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
@@ -150,6 +150,10 @@ class GRPO(LightningModule):
         self._budget = CompletionBudget(max_new_tokens) if completion_budget == "auto" else None
         self._has_begun = False  # GRPO, after the supervised phase
         self._is_checked = False
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Return the policy's parameters, without the copies that the reference keeps of some."""
+        return self.policy.parameters()
 
     @property
     def sampler(self) -> Sampling:
