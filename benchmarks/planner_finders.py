@@ -16,7 +16,6 @@ again: the middle of the repeats is told, and every other one goes backwards.
 import contextlib
 import copy
 import fcntl
-import os
 import sys
 import tempfile
 import time
@@ -127,7 +126,6 @@ def measured(name: str, device: str, rows: int, limit: int, method: str, turn: s
     """Return how long `method` takes to its first kept step, in the limit; the module is built before."""
     if method == METHODS[-1] and find_spec("accelerate") is None:
         return {"status": "not installed"}
-    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # for forks only, and slow: a user's process asks the runtime
     if device == "cuda":
         torch.zeros(1, device=device)  # the context
     with alone(turn):
