@@ -84,7 +84,7 @@ def read_words(source: str) -> WordList:
 
     Raises:
         FileNotFoundError: If there is no such file, or the package is not installed.
-        ValueError: If something in it is not a word of five letters.
+        ValueError: If a file holds no words, or something that is not a word of five letters.
     """
     if source == "builtin":
         words = _split(files(_HOME).joinpath("words.txt").read_text(encoding="utf-8"))
@@ -115,7 +115,17 @@ def _read(path: Path) -> tuple[str, ...]:
         raise FileNotFoundError(
             f"words: there is no file {path}; give builtin, {_PACKAGE}, a text file, or a folder with answers.txt and guesses.txt."
         )
-    return _split(path.read_text(encoding="utf-8-sig"))
+    try:
+        words = _split(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"words: {path} is not a text in UTF-8; give words separated by white space.") from error
+    wrong = next((word for word in words if not _WORD.fullmatch(word)), None)
+    if wrong is not None or not words:
+        holds = "no words" if wrong is None else f"{wrong[:40]!r}"
+        raise ValueError(
+            f"words: {path} holds {holds}; give words of {LENGTH} letters of a to z, separated by white space."
+        )
+    return words
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -88,3 +88,19 @@ def test_a_split_divides_the_answers_and_its_seed_decides_how(words):
 def test_a_split_with_an_empty_side_is_refused(words, fraction):
     with pytest.raises(ValueError, match="leaves at least one word on either side"):
         split_secrets(words, held_out_fraction=fraction, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (b" \n", r"bad\.txt holds no words; give words of 5 letters"),
+        (b"crane toolong", "holds 'toolong'"),
+        (b"\xff\xfe\x00", "UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_list_of_words_is_refused_by_name(tmp_path, held, message):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(held)
+
+    with pytest.raises(ValueError, match=message):
+        read_words(str(path))
