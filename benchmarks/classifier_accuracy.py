@@ -10,6 +10,8 @@ with a linear model on the same official splits, which was measured apart from t
 
 Usage: python benchmarks/classifier_accuracy.py [--only bbc r8 20newsgroups] [--seeds 0 1 2 3 4] [--device cuda]
        (adds each run to benchmarks/results/classifier_accuracy.json and leaves out those that are in it with the same settings)
+       python benchmarks/classifier_accuracy.py --join FILE FILE
+       (makes that record of several, which processes side by side on one machine wrote to an `--output` of their own)
 """
 
 import argparse
@@ -60,6 +62,9 @@ STUDENT = (
 
 def main() -> None:
     options = _options()
+    if options.join:
+        write(joined(options.join), options.output)
+        return
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
@@ -88,6 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="loader processes")
     parser.add_argument("--batches", type=int, help="of an epoch, no more than these: a trial, not a result")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--join", nargs="+", type=Path, default=[], help="records to make one of; nothing is trained")
     for name, kind in (
         ("text_length", int),
         ("batch_size", int),
@@ -164,6 +170,22 @@ def _trainer(settings: dict[str, Any], folder: Path, *, device: str) -> L.Traine
     )
 
 
+def joined(paths: list[Path]) -> dict[str, Any]:
+    """Return one record of several that were made at the same time on the same machine.
+
+    Raises:
+        SystemExit: If machine or versions differ.
+    """
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        for what in ("machine", "versions"):
+            if record[what] != records[0][what]:
+                raise SystemExit(f"{path} and {paths[0]} are of different {what}; only runs of one machine are joined.")
+    runs = sorted((run for record in records for run in record["runs"]), key=lambda run: (run["source"], run["seed"]))
+    command = f"{records[0]['command']} ({len(paths)} processes side by side, --join)"
+    return {**records[0], "command": command, "summary": summary(runs), "runs": runs}
+
+
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return, by source and settings, the mean accuracy with its intervals, and whether it is what was aimed at."""
     found: dict[str, Any] = {}
@@ -196,7 +218,7 @@ def _over_seeds(values: list[float]) -> list[float] | None:
     if not 2 <= len(values) <= len(STUDENT) + 1:
         return None
     mean, half = statistics.fmean(values), STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return [round(mean - half, 4), round(mean + half, 4)]
+    return [round(max(mean - half, 0.0), 4), round(min(mean + half, 1.0), 4)]
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +28,8 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 class Undone:
     """A block in which a module may run: gradients, buffers, generators, metrics, logs, modes and attributes are as before after it.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, and no gradients are there yet. Buffers
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, and no gradients are there yet. Attention
+    is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more. Buffers
     are stood in for by copies, so that the real ones keep even their version counters. Attributes that are lists, dicts or sets
     are emptied of what was added; objects that a module keeps of its own are not looked into.
 
@@ -61,6 +63,8 @@ class Undone:
                 if buffer is not None:
                     copies[id(buffer)] = buffer.detach().clone()
         # nothing is changed above, where memory may run out
+        self._attention = _attention_without_cudnn()
+        self._attention.__enter__()
         self._logs = LogRecorder(lambda values, _parts: values[-1]).recording(self._results)
         self._logs.__enter__()
         for parameter, _ in self._gradients:
@@ -76,6 +80,7 @@ class Undone:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._logs.__exit__(None, None, None)
+        self._attention.__exit__(None, None, None)
         for child, mode in self._modes:
             child.training = mode
         for owner, attributes, copies in self._attributes:
@@ -86,6 +91,19 @@ class Undone:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._snapshot.restore()
+
+
+@contextmanager
+def _attention_without_cudnn() -> Iterator[None]:
+    """Leave scaled dot product attention to torch's other kernels, if any of them is allowed."""
+    kernels = torch.backends.cuda
+    others = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+    before = kernels.cudnn_sdp_enabled()
+    kernels.enable_cudnn_sdp(before and not others)
+    try:
+        yield
+    finally:
+        kernels.enable_cudnn_sdp(before)
 
 
 def gradient_sample(

@@ -25,6 +25,7 @@ from split_modules import (
     Zero,
 )
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
@@ -255,6 +256,23 @@ def test_the_check_runs_no_backward_hooks_and_runs_once_a_fit():
 
     assert Counts.before == 18  # three batches of eight rows as 3, 3, 2; two epochs
     assert Counts.steps == 18 + 8  # two pairs of rows: whole, whole again, and each alone
+
+
+@pytest.mark.parametrize("only_cudnn", [False, True])
+def test_the_check_leaves_cudnns_attention_out_where_there_is_another(only_cudnn):
+    kernels, found = torch.backends.cuda, []
+
+    class Noted(Mean):
+        def training_step(self, batch, batch_idx=0):
+            found.append(kernels.cudnn_sdp_enabled())
+            return super().training_step(batch, batch_idx)
+
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if only_cudnn else [SDPBackend.MATH])]):
+        run(Noted)
+        assert kernels.cudnn_sdp_enabled()
+
+    assert found[0] is only_cudnn
+    assert found[-1]  # what is trained keeps its kernel
 
 
 def test_an_undivided_run_is_not_checked():

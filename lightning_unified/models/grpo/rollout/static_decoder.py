@@ -193,6 +193,8 @@ class StaticDecoder:
                 try:
                     with unmerged_adapters(self._lm, rows=self.rows), compiled_blocks(blocks, layers):
                         return capture(step, state=state, pool=self._pool)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:  # whatever a compiler raises
                     log.warning(
                         "Blocks of %s do not compile (%s): steps are recorded as they are.",
