@@ -11,6 +11,7 @@ from lightning_unified import _registration
 
 if TYPE_CHECKING:
     from lightning_unified.callbacks import (
+        CudaGraphs,
         GracefulInterrupt,
         GradientHealth,
         MemoryMonitor,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtomicCheckpointIO",
+    "CudaGraphs",
     "GracefulInterrupt",
     "GradientHealth",
     "MemoryMonitor",
@@ -43,6 +45,7 @@ __all__ = [
 
 _HOMES = {
     "AtomicCheckpointIO": "training.checkpoint_io",
+    "CudaGraphs": "callbacks",
     "GracefulInterrupt": "callbacks",
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",

@@ -2,6 +2,7 @@
 
 from lightning_unified.callbacks.checkpoint import RunCheckpoint
 from lightning_unified.callbacks.csv_logger import RunCSVLogger
+from lightning_unified.callbacks.cuda_graphs import CudaGraphs
 from lightning_unified.callbacks.gradient_health import GradientHealth
 from lightning_unified.callbacks.interrupt import GracefulInterrupt
 from lightning_unified.callbacks.monitor import MemoryMonitor
@@ -9,6 +10,7 @@ from lightning_unified.callbacks.pressure_guard import PressureGuard
 from lightning_unified.callbacks.progress import MemoryProgressBar, RichMemoryProgressBar
 
 __all__ = [
+    "CudaGraphs",
     "GracefulInterrupt",
     "GradientHealth",
     "MemoryMonitor",

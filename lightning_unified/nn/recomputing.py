@@ -14,7 +14,7 @@ from torch import nn
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.nn.kept_attention import KeptAttention
 
-__all__ = ["RecomputePolicy", "Recomputing"]
+__all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -104,6 +104,12 @@ class Recomputing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.remove()
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a training call of `module` recomputes its activations, by `Recomputing` or by Hugging Face's own switch."""
+    by_itself = vars(module).get("gradient_checkpointing") is True and module.training
+    return by_itself or isinstance(vars(module).get(_FORWARD), _StandIn)
 
 
 class _StandIn:

@@ -13,6 +13,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torchmetrics import Metric
 
 from lightning_unified.errors import BudgetError, RehearsalError
+from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planning.calibration import Calibration, machine_key
 from lightning_unified.planning.lines import MisalignedError
 from lightning_unified.planning.prediction import Prediction
@@ -21,7 +22,7 @@ from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.generation import with_generation
-from lightning_unified.training.planner.held import held_bytes
+from lightning_unified.training.planner.held import callback_bytes, held_bytes
 from lightning_unified.training.planner.kinds import Kinds
 from lightning_unified.training.planner.planner import Planner
 from lightning_unified.training.planner.setting import Setting
@@ -36,9 +37,7 @@ __all__ = ["FirstStep"]
 
 log = logging.getLogger("lightning_unified")
 
-_NEGLIGIBLE = (
-    2000  # judgement: a step takes less than so many times its weights, state and batch, whatever is in between
-)
+_NEGLIGIBLE = 2000  # judgement: a step takes less than so many times its weights, state and batch, and what is between
 _STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
 _SHORTER = 4  # judgement: lengths below the longest that are planned for; each takes a second or two, and data has few or countless
 _SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
@@ -195,8 +194,8 @@ class FirstStep:
     def batch_done(self) -> None:
         """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""
         self._batches += self._prediction is not None
-        if self._batches != _STEADY or self._calibration is None or self._has_validated:
-            return
+        if self._batches != _STEADY or self._calibration is None or self._has_validated or is_recorded(self._module):
+            return  # nothing counts the activations that a replay has
         watch, predicted = self._policy.watch, self.predicted_peak_bytes
         measured = watch.measured_peak().bytes
         if watch.machine is not None or measured is None or predicted is None:
@@ -255,7 +254,8 @@ class FirstStep:
 
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a rehearsal counts too."""
-        return held_bytes(self._module, self._trainer.optimizers, batch) + self._reduction_bytes
+        of_callbacks = callback_bytes(self._trainer, on_host=self._policy.watch.counts_process)
+        return held_bytes(self._module, self._trainer.optimizers, batch) + of_callbacks + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()

@@ -3,14 +3,26 @@
 from collections.abc import Iterable
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_unified.planning.static import static_bytes
+from lightning_unified.training.rehearsal.trainer import tensors_held
 from lightning_unified.training.split import tensors_in
 
-__all__ = ["held_bytes"]
+__all__ = ["callback_bytes", "held_bytes"]
+
+
+def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
+    """Return the bytes of what callbacks hold now, other than averages of weights, which a rehearsal makes itself.
+
+    Args:
+        trainer: Whose callbacks they are.
+        on_host: Whether what is on the host counts.
+    """
+    return sum(one.numel() * one.element_size() for one in tensors_held(trainer, on_host=on_host))
 
 
 def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer], batch: Any) -> int:

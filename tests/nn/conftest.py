@@ -1,0 +1,99 @@
+"""Recordings without a GPU: what a graph would repeat is run again by Python."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from lightning_unified.nn import cuda_graphs
+from lightning_unified.nn.cuda_graph_recording import _TENSOR, Recording
+
+
+@pytest.fixture
+def graphs_by_python(monkeypatch):
+    """Calls are recorded and replayed on the CPU."""
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class Graph:
+    """A graph is what it replays."""
+
+    def __init__(self, replay):
+        self.replay = replay
+
+
+@contextmanager
+def capturing():
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+def record(network, call, *, gradients, written, pool):
+    """Stand in for `cuda_graph_recording.record`: the same record, whose graphs are functions."""
+    del pool
+    inputs, (args, kwargs) = call.tensors, call.arguments()
+    own = dict(network.named_parameters())
+    live = {}
+
+    def run():
+        leaves = {name: own[name].detach().requires_grad_() for name in gradients}
+        on, dtype = call.autocast
+        with capturing(), torch.enable_grad(), torch.autocast("cpu", dtype, enabled=on, cache_enabled=False):
+            flat, spec = tree_flatten(torch.func.functional_call(network, leaves, args, kwargs))
+        return leaves, flat, spec
+
+    before = [(one, one.clone()) for one in written]
+    state = torch.get_rng_state()
+    leaves, flat, spec = run()
+    torch.set_rng_state(state)
+    for one, was in before:
+        one.copy_(was)
+    outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
+    wanted = [one for one in inputs if one.requires_grad]
+    got = grads(outputs, [*leaves.values(), *wanted], incoming)
+    used = [to if one is not None else None for to, one in zip(gradients.values(), got, strict=False)]
+    left = iter(torch.zeros_like(one) for one in wanted)
+    static = [one.detach().clone() for one in outputs]
+    recording = Recording(
+        forward=Graph(lambda: forward()),
+        backward=Graph(lambda: backward()),
+        inputs=inputs,
+        outputs=static,
+        structure=([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec),
+        incoming=incoming,
+        gradients=used,
+        of_inputs=[next(left) if one.requires_grad else None for one in inputs],
+        written=written,
+    )
+
+    def forward():
+        live["leaves"], again, _ = run()
+        live["outputs"] = [leaf for leaf in again if isinstance(leaf, torch.Tensor)]
+        for to, one in zip(static, live["outputs"], strict=True):
+            to.copy_(one.detach())
+
+    def backward():
+        found = grads(live["outputs"], [*live["leaves"].values(), *wanted], incoming)
+        of_inputs = [one for one in recording.of_inputs if one is not None]
+        for to, one in zip([*gradients.values(), *of_inputs], found, strict=True):
+            if one is not None:
+                to.copy_(one)
+
+    return recording
+
+
+def grads(outputs, wanted, incoming):
+    return torch.autograd.grad(
+        [one for one in outputs if one.requires_grad],
+        wanted,
+        [one for one in incoming if one is not None],
+        allow_unused=True,
+    )

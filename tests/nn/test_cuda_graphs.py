@@ -1,0 +1,395 @@
+"""When calls are replayed and when they run eagerly; what replays is stood in for by Python, which runs it again."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_unified.nn import cuda_graphs
+from lightning_unified.nn.cuda_graph_recording import Recording, call_of
+from lightning_unified.nn.cuda_graphs import RecordedCalls, is_recorded
+from lightning_unified.nn.recomputing import Recomputing
+
+pytestmark = pytest.mark.usefixtures("graphs_by_python")
+SETTLED = cuda_graphs._SETTLED
+IDS = torch.arange(24).reshape(4, 6)
+
+
+class Net(nn.Module):
+    """Two layers with dropout, tied weights, a frozen table and a parameter that is not used."""
+
+    def __init__(self, width=16, *, dropout=0.0):
+        super().__init__()
+        self.table, self.first = nn.Embedding(50, width), nn.Linear(width, width)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.head = nn.Linear(width, 50, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen, self.unused = nn.Embedding(50, width).requires_grad_(False), nn.Parameter(torch.zeros(3))
+
+    def forward(self, ids, scale=None):
+        x = self.table(ids) + self.frozen(ids)
+        x = self.norm(self.drop(self.first(x).relu()))
+        return self.head(x if scale is None else x * scale)
+
+
+def settle(network, *calls, times=None):
+    """Train on each of the calls until all are recorded, or so many times."""
+    for _ in range(times or SETTLED + 1):
+        for call in calls:
+            network(call).sum().backward()
+    network.zero_grad()
+
+
+def gradients(network):
+    return {name: None if one.grad is None else one.grad.clone() for name, one in network.named_parameters()}
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+def step(net, ids=IDS, **kwargs):
+    loss = net(ids, **kwargs).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def calls_of(net):
+    """Return a list that grows whenever the forward of `net` runs eagerly."""
+    ran, forward = [], net.forward
+    net.forward = lambda *args, **kwargs: (ran.append(1), forward(*args, **kwargs))[1]
+    return ran
+
+
+def test_a_shape_is_recorded_once_nothing_new_has_come_for_a_while(net):
+    recorded = RecordedCalls(net)
+    counts = [(step(net), recorded.recorded)[1] for _ in range(SETTLED + 2)]
+
+    assert counts == [0] * SETTLED + [1, 1]
+    assert is_recorded(nn.Sequential(net))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_losses_and_gradients_are_those_of_eager_calls(net, autocast):
+    plain = copy.deepcopy(net)
+    RecordedCalls(net)
+    settle(net, IDS)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        settle(net, IDS)
+        losses = [step(one, ids) for ids in (IDS, IDS + 3) for one in (net, plain)]
+
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+    ours, theirs = gradients(net), gradients(plain)
+    assert ours["unused"] is None
+    assert ours["frozen.weight"] is None
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if theirs[name] is not None)
+
+
+def test_gradients_accumulate_over_replays_and_do_not_alias_the_shared_buffers(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    once = gradients(net)
+    step(net)
+
+    assert torch.allclose(net.first.weight.grad, 2 * once["first.weight"])
+    assert net.first.weight.grad.data_ptr() not in {one.data_ptr() for one in recorded.gradients}
+
+
+def test_hooks_of_parameters_run_at_every_replay(net):
+    seen = []
+    net.first.weight.register_hook(lambda grad: seen.append(grad.shape))
+    RecordedCalls(net)
+    settle(net, IDS)
+    before = len(seen)
+    step(net)
+
+    assert len(seen) == before + 1
+
+
+def test_an_input_that_is_differentiated_gets_its_gradient():
+    net = nn.Linear(4, 4)
+    RecordedCalls(net)
+    x = torch.randn(2, 4, requires_grad=True)
+    settle(net, x)
+    x.grad = None
+    net(x).sum().backward()
+
+    assert torch.allclose(x.grad, net.weight.sum(0).expand(2, 4))
+
+
+def test_a_new_shape_gives_the_recordings_back_and_all_are_made_again(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    step(net, IDS[:, :3])
+    assert recorded.recorded == 0
+
+    settle(net, IDS, IDS[:, :3])
+    assert recorded.recorded == 2
+
+
+def test_more_shapes_than_allowed_run_eagerly_and_that_is_said_once(net, caplog):
+    recorded = RecordedCalls(net, most=1)
+    settle(net, IDS)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        step(net, IDS[:2])
+        step(net, IDS[:3])
+
+    assert recorded.recorded == 1
+    assert caplog.text.count("more than 1 shapes") == 1
+
+
+def test_a_call_while_another_waits_for_its_backward_pass_runs_eagerly(net):
+    plain, ran = copy.deepcopy(net), calls_of(net)
+    RecordedCalls(net)
+    settle(net, IDS, IDS[:2])
+    ran.clear()
+    waiting = net(IDS).sum()
+    runs_of_graphs = len(ran)
+    second = net(IDS[:2]).sum()
+
+    assert len(ran) == runs_of_graphs + 1
+    (waiting + second).backward()
+    (plain(IDS).sum() + plain(IDS[:2]).sum()).backward()
+    assert torch.allclose(net.first.weight.grad, plain.first.weight.grad)
+
+
+def test_a_recorded_call_whose_result_is_dropped_is_not_waited_for(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    net(IDS)
+
+    assert not recorded._waits
+
+
+def test_a_second_backward_pass_is_refused(net):
+    RecordedCalls(net)
+    settle(net, IDS)
+    loss = net(IDS).sum()
+    loss.backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", ["eval", "no grad", "fakes", "saved tensors", "vmap", "a class of tensors", "a list"])
+def test_calls_that_no_graph_can_serve_run_eagerly(net, way, monkeypatch):
+    RecordedCalls(net)
+    settle(net, IDS)
+    monkeypatch.setattr(Recording, "replay", lambda *_, **__: pytest.fail("it was replayed"))
+    if way == "eval":
+        net.eval()(IDS)
+    elif way == "no grad":
+        with torch.no_grad():
+            net(IDS)
+    elif way == "fakes":
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            net(mode.from_tensor(IDS))
+    elif way == "saved tensors":
+        with torch.autograd.graph.save_on_cpu():
+            net(IDS)
+    elif way == "vmap":
+        torch.func.vmap(net)(IDS)
+    elif way == "a class of tensors":
+        net(IDS, scale=nn.Parameter(torch.ones(1)))
+    else:
+        assert call_of(([IDS],), {}, device=torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_are_eager(net, copied):
+    RecordedCalls(net)
+
+    assert copied(net)._compiled_call_impl is None
+
+
+def test_what_is_saved_with_torch_save_is_eager(net):
+    RecordedCalls(net)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+
+    assert torch.load(file, weights_only=False)._compiled_call_impl is None
+
+
+def test_removed_it_leaves_the_network_as_it_was(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    recorded.remove()
+    recorded.remove()
+
+    assert net._compiled_call_impl is None
+    assert not recorded.gradients
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net.first.weight, "data", net.first.weight.data.clone()),
+        lambda net: net.first.weight.requires_grad_(False),
+        lambda net: net.drop.eval(),
+        lambda net: net.double(),
+    ],
+    ids=["weights swapped", "frozen", "mode", "dtype"],
+)
+def test_another_network_releases_the_recordings_and_the_next_steps_are_right(net, change):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    change(net)
+    step(net)
+    assert recorded.recorded == 0
+
+    settle(net, IDS)
+    assert recorded.recorded == 1
+    plain = copy.deepcopy(net)
+    assert step(net) == step(plain)
+    assert torch.equal(net.table.weight.grad, plain.table.weight.grad)
+
+
+def test_recomputed_blocks_stay_eager_for_as_long_as_they_are_and_that_is_said(caplog):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    recorded = RecordedCalls(net)
+    x = torch.randn(2, 4)
+    settle(net, x)
+    with caplog.at_level(logging.WARNING, "lightning_unified"), Recomputing([net[0]]):
+        settle(net, x)
+        assert recorded.recorded == 0
+        assert "recomputes its activations" in caplog.text
+    settle(net, x)
+
+    assert recorded.recorded == 1
+
+
+class Odd(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.outside = nn.Linear(4, 4), how, [torch.ones(4, requires_grad=True)]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.how == "item":
+            return y * y.sum().item()
+        if self.how == "mask":
+            return y[y > 0]
+        if self.how == "assigned mask":
+            y[y > 0] = 1.0
+            return y
+        if self.how == "checkpoint":
+            return checkpoint(torch.sin, y, use_reentrant=False)
+        if self.how == "reentrant":
+            return checkpoint(torch.sin, y, use_reentrant=True)
+        if self.how == "outside":
+            return y * self.outside[0]
+        if self.how == "rebinds":
+            self.count = self.count + 1
+            return y
+        if self.how == "list":
+            return [y, "words"]
+        if self.how == "detached":
+            return y.detach()
+        return y + x.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("item", "_local_scalar_dense waits for values"),
+        ("mask", "takes a mask"),
+        ("assigned mask", "takes a mask"),
+        ("checkpoint", "recomputed, moved or packed"),
+        ("reentrant", "use_reentrant=True"),
+        ("outside", "no parameter of its own"),
+        ("rebinds", "replaces tensors of its own"),
+        ("list", "neither tensor nor None"),
+        ("detached", "nothing that it returns is differentiated"),
+        ("in place", "writes into its arguments"),
+    ],
+)
+def test_what_cannot_be_recorded_is_found_without_recording_it_and_said(how, reason, caplog, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "record", lambda *_, **__: pytest.fail("it was recorded"))
+    net = Odd(how)
+    RecordedCalls(net)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        for _ in range(SETTLED + 2):
+            net(torch.randn(2, 4))
+
+    assert caplog.text.count("runs eagerly as it is now") >= 1
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_modules_with_hooks_are_not_recorded(net, hook, caplog):
+    getattr(net.first, hook)(lambda *_: None)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        recorded = RecordedCalls(net)
+    settle(net, IDS)
+
+    assert recorded.recorded == 0
+    assert "first (Linear) has hooks" in caplog.text
+
+
+def test_buffers_that_a_replay_writes_show_it_in_their_version():
+    net = nn.BatchNorm1d(4)
+    RecordedCalls(net)
+    x = torch.randn(8, 4)
+    settle(net, x)
+    version = net.num_batches_tracked._version
+    net(x).sum().backward()
+
+    assert net.num_batches_tracked._version > version
+
+
+def test_memory_that_runs_out_while_recording_leaves_nothing_and_goes_on(net, monkeypatch):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+
+    def runs_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs, "record", runs_out)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            settle(net, IDS[:2])
+    assert recorded.recorded == 0
+
+    settle(net, IDS[:2])
+    assert recorded.recorded == 1  # and not the one before, which may be what was too large
+
+
+def test_outputs_come_in_the_structure_that_the_network_returns():
+    class Two(nn.Linear):
+        def forward(self, x):
+            return {"y": super().forward(x), "none": None, "ids": x.argmax(-1)}
+
+    net = Two(4, 4)
+    RecordedCalls(net)
+    x = torch.randn(3, 4)
+    for _ in range(SETTLED + 2):
+        found = net(x)
+        found["y"].sum().backward()
+
+    assert set(found) == {"y", "none", "ids"}
+    assert found["none"] is None
+    assert torch.equal(found["ids"], x.argmax(-1))
+    assert is_recorded(net)
+
+
+def test_a_network_without_trained_parameters_is_refused():
+    with pytest.raises(ValueError, match="no parameter that is trained"):
+        RecordedCalls(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_a_network_that_is_stood_in_for_is_refused(net):
+    RecordedCalls(net)
+    with pytest.raises(ValueError, match="stood in for already"):
+        RecordedCalls(net)
