@@ -5,7 +5,6 @@ the epoch anew in another order. This loader never touches the global state, and
 place through `state_dict` and `load_state_dict`, so that a resumed run sees the batches that were left and no others.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 __all__ = ["BatchRows", "EpochClock", "ResumableLoader", "plan_epoch"]
 
-_PRELOADED = ("__main__",)  # what Python's own list begins as
 _WINDOW = 50  # batches whose rows are sorted by length together: enough to save the padding, few enough to stay random
 
 
@@ -156,7 +154,6 @@ class ResumableLoader:
         self._begin()
         loader = self._loader
         if loader is None:
-            _preload(self.rows, start_method=self._worker_arguments.get("multiprocessing_context"))
             # its own generator: a DataLoader without one draws a number from the global state each epoch
             loader = self._loader = DataLoader(
                 self.rows,  # pyright: ignore[reportArgumentType]  # a Dataset is what has these methods, whatever its class
@@ -264,20 +261,6 @@ class _Batches:
 
     def __len__(self) -> int:
         return len(self.planned)
-
-
-def _preload(rows: BatchRows, *, start_method: str | None) -> None:
-    """Have the server that workers are forked from import what the rows need, once, and not each worker for itself.
-
-    Only as long as nobody else has said what that server imports: the list is one for all of the process.
-    """
-    module = type(rows).__module__
-    if start_method != "forkserver" or module == "__main__":
-        return
-    from multiprocessing import forkserver  # not on every system
-
-    if getattr(forkserver._forkserver, "_preload_modules", None) == [*_PRELOADED]:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, module])
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,13 +1,11 @@
 """The order of batches is a function of (seed, epoch); the loader goes back to any place in it, with and without workers."""
 
-import multiprocessing
 import random
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_unified.data import loader as loader_module
 from lightning_unified.data.loader import ResumableLoader, plan_epoch
 from lightning_unified.data.packing import Rows, Sequence
 
@@ -169,23 +167,3 @@ def test_a_place_in_another_order_is_refused_and_the_change_is_named():
 
     with pytest.raises(ValueError, match=r"after batch 2 of epoch 0.*\(seed 0 -> 3\)"):
         loader(seed=3).load_state_dict(state)
-
-
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="this system has no such server"
-)
-@pytest.mark.parametrize(
-    ("known", "method", "expected"),
-    [
-        (["__main__"], "forkserver", ["__main__", Rows.__module__]),
-        (["__main__"], "spawn", ["__main__"]),
-        (["my.data"], "forkserver", ["my.data"]),  # somebody has said what to import
-    ],
-)
-def test_what_rows_need_is_imported_once_for_all_forked_workers(monkeypatch, known, method, expected):
-    from multiprocessing import forkserver
-
-    monkeypatch.setattr(forkserver._forkserver, "_preload_modules", known)
-    monkeypatch.setattr(loader_module, "DataLoader", lambda *_, **__: iter(()))
-    list(loader(num_workers=2, start_method=method))
-    assert forkserver._forkserver._preload_modules == expected
