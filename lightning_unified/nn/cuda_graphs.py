@@ -33,8 +33,8 @@ class RecordedCalls:
     - without gradients, in eval mode, under torch's dispatch and function modes (a plan's fakes), in a recording of somebody else's;
     - with arguments that are no plain tensors on the network's device and no plain constants;
     - of a shape that is new. The first one is looked at for whatever cannot be recorded, which is said once in the log. Recording
-      begins when a few calls in a row have brought nothing new, and then all shapes are recorded, the largest first. A further new
-      shape gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
+      begins when a few calls in a row have brought nothing new, and then all that came again are recorded, the largest first. A new
+      shape after that gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
     - of more shapes than `most`, and after a recorded call that still waits for its backward pass.
 
     All recordings share one pool of memory, and one buffer for the gradient of each trained parameter. Copies of the network, by
@@ -68,6 +68,8 @@ class RecordedCalls:
         self._parameters: list[Tensor] = []
         self._state: tuple[Any, ...] | None = None
         self._known: dict[Hashable, Call] = {}
+        self._again: set[Hashable] = set()  # of these, the ones that came more than once
+        self._pool: Any = None
         self._recordings: dict[Hashable, Recording] = {}
         self._written: dict[int, Tensor] = {}
         self._turn: weakref.ref[Turn] | None = None
@@ -86,14 +88,14 @@ class RecordedCalls:
     def release(self) -> None:
         """Give all recordings back; they are made anew when their shapes come again."""
         self._recordings.clear()
-        self._quiet = 0
+        self._quiet, self._pool = 0, None
 
     def remove(self) -> None:
         """Leave the network as it was; twice does no harm."""
         if vars(self._network).get("_compiled_call_impl") is self:
             self._network._compiled_call_impl = None
         self.release()
-        self._known.clear()
+        self._forget()
         self._written.clear()
         self.gradients.clear()
         self._parameters, self._state = [], None
@@ -112,6 +114,7 @@ class RecordedCalls:
             if call.key not in self._known:
                 return self._first(call, args, kwargs)
             self._quiet += 1
+            self._again.add(call.key)
             if self._quiet < _SETTLED:
                 return eager(*args, **kwargs)
             self._record()
@@ -143,7 +146,7 @@ class RecordedCalls:
     def _begin(self, state: tuple[Any, ...]) -> None:
         """Forget everything: the network is another one than it was."""
         self.release()
-        self._known.clear()
+        self._forget()
         self._written.clear()
         self._state, self._changes = state, self._changes + 1
         trained = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
@@ -170,7 +173,7 @@ class RecordedCalls:
             failures != self._failures
         ):  # memory ran out since: what was called before that may be too large to be called again
             self._failures = failures
-            self._known.clear()
+            self._forget()
         self.release()
         watched = {id(one): (one, one._version) for one in (*call.tensors, *self._network.buffers())}
         with Looking(self._device) as looking:
@@ -198,26 +201,31 @@ class RecordedCalls:
         return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
 
     def _record(self) -> None:
-        """Record all shapes that are known, the largest first: its memory serves the smaller ones.
+        """Record the shapes that have come again and are not recorded, the largest first: its memory serves the smaller ones.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out; nothing is left of any recording then, and no shape known.
         """
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
         gradients = dict(zip(self._names, self.gradients, strict=True))
         try:
-            for call in sorted(self._known.values(), key=lambda one: one.elements, reverse=True):
+            for call in sorted(due, key=lambda one: one.elements, reverse=True):
                 self._recordings[call.key] = record(
-                    self._network, call, gradients=gradients, written=list(self._written.values()), pool=pool
+                    self._network, call, gradients=gradients, written=list(self._written.values()), pool=self._pool
                 )
         except BaseException:
             self.release()
-            self._known.clear()
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._again.clear()
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
-        self._known.clear()
+        self._forget()
         self._say(f"is not recorded, and runs eagerly as it is now: {reason}")
 
     def _say(self, what: str) -> None:

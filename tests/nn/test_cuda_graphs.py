@@ -137,6 +137,16 @@ def test_a_new_shape_gives_the_recordings_back_and_all_are_made_again(net):
     assert recorded.recorded == 2
 
 
+def test_a_shape_that_came_only_once_is_recorded_when_it_comes_again(net):
+    recorded = RecordedCalls(net)
+    step(net, IDS[:2])
+    settle(net, IDS)
+    assert recorded.recorded == 1
+
+    step(net, IDS[:2])
+    assert recorded.recorded == 2
+
+
 def test_more_shapes_than_allowed_run_eagerly_and_that_is_said_once(net, caplog):
     recorded = RecordedCalls(net, most=1)
     settle(net, IDS)
