@@ -5,7 +5,7 @@ A replay tells the device in one call what Python tells it in hundreds. benchmar
 
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_unified.nn.cuda_graph_recording import Call, Recording, Turn, call_of, record
+from lightning_unified.nn.cuda_graph_recording import Call, GradientRoom, Recording, Turn, call_of, record
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
 __all__ = ["RecordedCalls", "is_recorded"]
@@ -37,7 +37,7 @@ class RecordedCalls:
       shape after that gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
     - of more shapes than `most`, and after a recorded call that still waits for its backward pass.
 
-    All recordings share one pool of memory, and one buffer for the gradient of each trained parameter. Copies of the network, by
+    All recordings share one pool of memory, and one room for the gradients of the trained parameters. Copies of the network, by
     `copy.deepcopy`, `pickle` or `torch.save`, are eager ones, as after `Module.compile`, whose place in the module this takes.
 
     What Python does in the forward pass (counting, printing, looking at the clock) happens at the recording and not at replays.
@@ -47,7 +47,7 @@ class RecordedCalls:
         most: Shapes that are recorded.
 
     Attributes:
-        gradients: The shared buffers: as many bytes as the trained parameters. A list that stays the same one.
+        gradients: The room for gradients: as many bytes as the trained parameters have. A list that stays the same one.
 
     Raises:
         ValueError: If the network has no trained parameter, or its calls are stood in for already.
@@ -64,8 +64,7 @@ class RecordedCalls:
             )
         self._network, self._most, self._device = network, most, trained[0].device
         self.gradients: list[Tensor] = []
-        self._names: list[str] = []
-        self._parameters: list[Tensor] = []
+        self._room = GradientRoom({})
         self._state: tuple[Any, ...] | None = None
         self._known: dict[Hashable, Call] = {}
         self._again: set[Hashable] = set()  # of these, the ones that came more than once
@@ -98,7 +97,7 @@ class RecordedCalls:
         self._forget()
         self._written.clear()
         self.gradients.clear()
-        self._parameters, self._state = [], None
+        self._room, self._state = GradientRoom({}), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = self._network._call_impl
@@ -120,7 +119,7 @@ class RecordedCalls:
             self._record()
         turn = Turn()
         self._turn = weakref.ref(turn)
-        return self._recordings[call.key].replay(call.tensors, parameters=self._parameters, turn=turn)
+        return self._recordings[call.key].replay(call.tensors, turn=turn)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call if it may be replayed, as far as what is around it decides that."""
@@ -149,15 +148,14 @@ class RecordedCalls:
         self._forget()
         self._written.clear()
         self._state, self._changes = state, self._changes + 1
-        trained = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
-        if [(one.shape, one.dtype, one.device) for one in self.gradients] != [
-            (one.shape, one.dtype, one.device) for one in self._parameters
-        ]:
-            self.gradients[:] = [torch.empty_like(one, requires_grad=False) for one in self._parameters]
-        self._device = self._parameters[0].device if self._parameters else self._device
+        trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
+        if _kinds(trained) != _kinds(self._room.places):
+            self._room = GradientRoom(trained)
+            self.gradients[:] = self._room.blocks
+        self._room.parameters = trained
+        self._device = next(iter(trained.values())).device if trained else self._device
         self._refused = False
-        reason = why_not(self._network) if self._parameters else "none of its parameters is trained"
+        reason = why_not(self._network) if trained else "none of its parameters is trained"
         if self._changes > _CHANGES:
             reason = "its weights, hooks or modes change all the time"
         if reason is not None:
@@ -208,11 +206,10 @@ class RecordedCalls:
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
-        gradients = dict(zip(self._names, self.gradients, strict=True))
         try:
             for call in sorted(due, key=lambda one: one.elements, reverse=True):
                 self._recordings[call.key] = record(
-                    self._network, call, gradients=gradients, written=list(self._written.values()), pool=self._pool
+                    self._network, call, room=self._room, written=[*self._written.values()], pool=self._pool
                 )
         except BaseException:
             self.release()
@@ -241,6 +238,10 @@ def is_recorded(network: nn.Module) -> bool:
         isinstance(one, RecordedCalls) and one.recorded
         for one in (vars(module).get("_compiled_call_impl") for module in network.modules())
     )
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
 def _failures(device: torch.device) -> int:
