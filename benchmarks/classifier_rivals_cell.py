@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 from typing_extensions import override
 
-from lightning_unified import GradientHealth, MemoryMonitor, PressureGuard
+from lightning_unified import CudaGraphs, GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCSVLogger
-from lightning_unified.cli.run.compiling import compiled
 from lightning_unified.cli.run.throughput import Throughput
 from lightning_unified.data.label_rows import LabelRows
 from lightning_unified.data.packing import choose_buckets
@@ -39,7 +38,7 @@ ON_GPU = torch.cuda.is_available()
 def run_cell(
     cell: str, model: str, *, rows: int, batch: int, budget: int | None = None, turn: Path | None = None
 ) -> dict[str, Any]:
-    """Return samples a second of both epochs and the peak in bytes.
+    """Return samples a second of both epochs and the peaks in bytes.
 
     Args:
         cell: Who trains.
@@ -58,14 +57,16 @@ def run_cell(
         holder = turn.open("w")
         fcntl.flock(holder, fcntl.LOCK_EX)  # until this process ends
     began = time.perf_counter()
-    if cell.startswith(("ours", "compiled")):
-        strategy, compiles = UnifiedStrategy(budget=budget or "auto"), cell.startswith("compiled")
-        known = _ours(MODELS[model], texts, labels, batch=batch, marks=marks, strategy=strategy, compiles=compiles)
+    if cell.startswith(("ours", "graphs")):
+        strategy = UnifiedStrategy(budget=budget, recompute=False) if budget else UnifiedStrategy()
+        more = [CudaGraphs(of="network")] if cell.startswith("graphs") else []
+        known = _ours(MODELS[model], texts, labels, batch=batch, marks=marks, strategy=strategy, more=more)
     else:
         known = _rival(MODELS[model], texts, labels, batch=batch, marks=marks, padding=cell)
     return {
         "samples_per_second": [round(rows // batch * batch / seconds, 1) for seconds in marks.seconds],
         "peak_bytes": marks.peak or None,
+        "reserved_bytes": marks.reserved or None,
         "whole_seconds": round(time.perf_counter() - began, 2),
         "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
         "transformers": version("transformers"),
@@ -74,17 +75,18 @@ def run_cell(
 
 
 class Marks:
-    """Moments at which the device was waited for, and the highest peak seen at them."""
+    """Moments at which the device was waited for, and the highest peaks seen at them, of what was allocated and of what was reserved."""
 
     def __init__(self) -> None:
         self._moments: list[float] = []
-        self.peak = 0
+        self.peak = self.reserved = 0
 
     def __call__(self) -> None:
         """Take one."""
         if ON_GPU:
             torch.cuda.synchronize()
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         self._moments.append(time.perf_counter())
 
     @property
@@ -152,7 +154,7 @@ def _ours(
     batch: int,
     marks: Marks,
     strategy: UnifiedStrategy,
-    compiles: bool,
+    more: list[Callback],
 ) -> dict[str, Any]:
     data = _Texts(texts, labels, batch=batch)
     module = TextClassifier(
@@ -177,6 +179,7 @@ def _ours(
                 GradientHealth(),
                 PressureGuard(),
                 Throughput(),
+                *more,
             ],
             logger=RunCSVLogger(save_dir=folder),
             enable_checkpointing=False,
@@ -184,8 +187,7 @@ def _ours(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        with compiled(module, wanted=compiles):
-            trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data)
     return {
         "lengths": data.padded_lengths,
         "micro_batch_size": strategy.policy.micro_batch_size,

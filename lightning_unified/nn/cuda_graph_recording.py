@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-__all__ = ["Call", "Recording", "Turn", "call_of", "record"]
+__all__ = ["Call", "GradientRoom", "Recording", "Turn", "call_of", "record"]
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -76,6 +77,51 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.dev
     return Call(key=(names, tuple(kinds), autocast), values=values, names=names, autocast=autocast)
 
 
+class GradientRoom:
+    """Where recorded backward passes write the gradients of a network's trained parameters: one block for each dtype.
+
+    Args:
+        parameters: The trained ones, by name.
+
+    Attributes:
+        parameters: The same.
+        blocks: The memory, as many bytes as the parameters have.
+        places: Of each parameter's gradient in it, by name, in the order of `parameters`.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.blocks: list[Tensor] = []
+        self._members: list[list[str]] = []
+        for dtype in dict.fromkeys(one.dtype for one in parameters.values()):
+            # those that would leave the next one unaligned come last: kernels of many tensors are slower on such
+            names = sorted(
+                (n for n, p in parameters.items() if p.dtype is dtype), key=lambda n: parameters[n].numel() % 16 > 0
+            )
+            count, device = sum(parameters[name].numel() for name in names), parameters[names[0]].device
+            self.blocks.append(torch.empty(count, dtype=dtype, device=device))
+            self._members.append(names)
+        self.places = self._views(self.blocks)
+
+    def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for block, names in zip(blocks, self._members, strict=True):
+            shapes = [self.parameters[name] for name in names]
+            found |= zip(names, _unflatten_dense_tensors(block, shapes), strict=True)
+        return {name: found[name] for name in self.parameters}
+
+    def take(self, used: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients that were written, None for those that were not.
+
+        They are copies, in one piece for all: autograd keeps such as they are, where it would copy each of those that lie here. Where
+        all are to be added to gradients that are there, and nobody else sees them, they are the places themselves.
+        """
+        parameters = self.parameters.values()
+        is_added = all(one.grad is not None and not one._backward_hooks for one in parameters)
+        places = self.places if is_added else self._views([block.clone() for block in self.blocks])
+        return [place if is_used else None for place, is_used in zip(places.values(), used, strict=True)]
+
+
 class Turn:
     """A replayed forward pass, from then until its backward pass has run or nobody can ask for it any more."""
 
@@ -91,12 +137,13 @@ class Recording:
 
     Attributes:
         forward: Reads `inputs`, writes `outputs`.
-        backward: Reads `incoming`, writes `gradients`, and `of_inputs`.
+        backward: Reads `incoming`, writes into `room` and `of_inputs`.
         inputs: Where a call's tensors go.
         outputs: The tensors of what the network returns.
         structure: How it returns them, with all that is no tensor.
         incoming: Gradients of the outputs, None for one that has none.
-        gradients: Of the trained parameters, shared with other recordings; None for one that the forward pass does not use.
+        room: Where the gradients of the trained parameters are, shared with other recordings.
+        used: Which of them the backward pass writes.
         of_inputs: Gradients of the inputs; None for one that has none.
         written: Buffers that the forward pass writes.
     """
@@ -107,13 +154,14 @@ class Recording:
     outputs: list[Tensor]
     structure: tuple[list[Any], Any]
     incoming: list[Tensor | None]
-    gradients: list[Tensor | None]
+    room: GradientRoom
+    used: list[bool]
     of_inputs: list[Tensor | None]
     written: list[Tensor]
 
-    def replay(self, given: Sequence[Tensor], *, parameters: Sequence[Tensor], turn: Turn) -> Any:
+    def replay(self, given: Sequence[Tensor], *, turn: Turn) -> Any:
         """Return what the network returns for `given`, in tensors of their own."""
-        results = iter(_Replay.apply(self, turn, *given, *parameters))
+        results = iter(_Replay.apply(self, turn, *given, *self.room.parameters.values()))
         leaves, spec = self.structure
         return tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
@@ -155,14 +203,14 @@ class _Replay(torch.autograd.Function):
                 own.copy_(given)
         recording.backward.replay()
         of_inputs = (None if one is None else one.clone() for one in recording.of_inputs)
-        return (None, None, *of_inputs, *recording.gradients)
+        return (None, None, *of_inputs, *recording.room.take(recording.used))
 
 
 def record(
     network: nn.Module,
     call: Call,
     *,
-    gradients: Mapping[str, Tensor],
+    room: GradientRoom,
     written: Sequence[Tensor],
     pool: Any,
 ) -> Recording:
@@ -175,7 +223,7 @@ def record(
     Args:
         network: In train mode, on a CUDA device.
         call: An `example`.
-        gradients: Where those of the trained parameters go, by name.
+        room: Where the gradients of the trained parameters go.
         written: Buffers that the forward pass writes.
         pool: Of memory, of recordings that do not run interleaved.
 
@@ -183,8 +231,7 @@ def record(
         torch.OutOfMemoryError: If memory runs out, with nothing left behind.
     """
     inputs, device = call.tensors, call.tensors[0].device
-    own = dict(network.named_parameters())
-    leaves = {name: own[name].detach().requires_grad_() for name in gradients}
+    leaves = {name: one.detach().requires_grad_() for name, one in room.parameters.items()}
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream, (on, dtype) = _stream(device), call.autocast
     settings: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
@@ -207,10 +254,9 @@ def record(
                 [one for one in incoming if one is not None],
                 allow_unused=True,
             )
-            pairs = [(to, one) for to, one in zip(gradients.values(), got, strict=False) if one is not None]
+            pairs = [(to, one) for to, one in zip(room.places.values(), got, strict=False) if one is not None]
             if pairs:
                 torch._foreach_copy_([to for to, _ in pairs], [one for _, one in pairs])  # pyright: ignore[reportPrivateImportUsage]
-    used = [to if one is not None else None for to, one in zip(gradients.values(), got, strict=False)]
     left = iter(got[len(leaves) :])
     return Recording(
         forward=forward,
@@ -219,7 +265,8 @@ def record(
         outputs=[one.detach() for one in outputs],
         structure=([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
-        gradients=used,
+        room=room,
+        used=[one is not None for one in got[: len(leaves)]],
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=list(written),
     )

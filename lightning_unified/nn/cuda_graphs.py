@@ -5,7 +5,7 @@ A replay tells the device in one call what Python tells it in hundreds. benchmar
 
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_unified.nn.cuda_graph_recording import Call, Recording, Turn, call_of, record
+from lightning_unified.nn.cuda_graph_recording import Call, GradientRoom, Recording, Turn, call_of, record
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
 __all__ = ["RecordedCalls", "is_recorded"]
@@ -33,11 +33,11 @@ class RecordedCalls:
     - without gradients, in eval mode, under torch's dispatch and function modes (a plan's fakes), in a recording of somebody else's;
     - with arguments that are no plain tensors on the network's device and no plain constants;
     - of a shape that is new. The first one is looked at for whatever cannot be recorded, which is said once in the log. Recording
-      begins when a few calls in a row have brought nothing new, and then all shapes are recorded, the largest first. A further new
-      shape gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
+      begins when a few calls in a row have brought nothing new, and then all that came again are recorded, the largest first. A new
+      shape after that gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
     - of more shapes than `most`, and after a recorded call that still waits for its backward pass.
 
-    All recordings share one pool of memory, and one buffer for the gradient of each trained parameter. Copies of the network, by
+    All recordings share one pool of memory, and one room for the gradients of the trained parameters. Copies of the network, by
     `copy.deepcopy`, `pickle` or `torch.save`, are eager ones, as after `Module.compile`, whose place in the module this takes.
 
     What Python does in the forward pass (counting, printing, looking at the clock) happens at the recording and not at replays.
@@ -47,7 +47,7 @@ class RecordedCalls:
         most: Shapes that are recorded.
 
     Attributes:
-        gradients: The shared buffers: as many bytes as the trained parameters. A list that stays the same one.
+        gradients: The room for gradients: as many bytes as the trained parameters have. A list that stays the same one.
 
     Raises:
         ValueError: If the network has no trained parameter, or its calls are stood in for already.
@@ -64,10 +64,11 @@ class RecordedCalls:
             )
         self._network, self._most, self._device = network, most, trained[0].device
         self.gradients: list[Tensor] = []
-        self._names: list[str] = []
-        self._parameters: list[Tensor] = []
+        self._room = GradientRoom({})
         self._state: tuple[Any, ...] | None = None
         self._known: dict[Hashable, Call] = {}
+        self._again: set[Hashable] = set()  # of these, the ones that came more than once
+        self._pool: Any = None
         self._recordings: dict[Hashable, Recording] = {}
         self._written: dict[int, Tensor] = {}
         self._turn: weakref.ref[Turn] | None = None
@@ -86,17 +87,17 @@ class RecordedCalls:
     def release(self) -> None:
         """Give all recordings back; they are made anew when their shapes come again."""
         self._recordings.clear()
-        self._quiet = 0
+        self._quiet, self._pool = 0, None
 
     def remove(self) -> None:
         """Leave the network as it was; twice does no harm."""
         if vars(self._network).get("_compiled_call_impl") is self:
             self._network._compiled_call_impl = None
         self.release()
-        self._known.clear()
+        self._forget()
         self._written.clear()
         self.gradients.clear()
-        self._parameters, self._state = [], None
+        self._room, self._state = GradientRoom({}), None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = self._network._call_impl
@@ -112,12 +113,13 @@ class RecordedCalls:
             if call.key not in self._known:
                 return self._first(call, args, kwargs)
             self._quiet += 1
+            self._again.add(call.key)
             if self._quiet < _SETTLED:
                 return eager(*args, **kwargs)
             self._record()
         turn = Turn()
         self._turn = weakref.ref(turn)
-        return self._recordings[call.key].replay(call.tensors, parameters=self._parameters, turn=turn)
+        return self._recordings[call.key].replay(call.tensors, turn=turn)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Return the call if it may be replayed, as far as what is around it decides that."""
@@ -143,18 +145,17 @@ class RecordedCalls:
     def _begin(self, state: tuple[Any, ...]) -> None:
         """Forget everything: the network is another one than it was."""
         self.release()
-        self._known.clear()
+        self._forget()
         self._written.clear()
         self._state, self._changes = state, self._changes + 1
-        trained = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
-        if [(one.shape, one.dtype, one.device) for one in self.gradients] != [
-            (one.shape, one.dtype, one.device) for one in self._parameters
-        ]:
-            self.gradients[:] = [torch.empty_like(one, requires_grad=False) for one in self._parameters]
-        self._device = self._parameters[0].device if self._parameters else self._device
+        trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
+        if _kinds(trained) != _kinds(self._room.places):
+            self._room = GradientRoom(trained)
+            self.gradients[:] = self._room.blocks
+        self._room.parameters = trained
+        self._device = next(iter(trained.values())).device if trained else self._device
         self._refused = False
-        reason = why_not(self._network) if self._parameters else "none of its parameters is trained"
+        reason = why_not(self._network) if trained else "none of its parameters is trained"
         if self._changes > _CHANGES:
             reason = "its weights, hooks or modes change all the time"
         if reason is not None:
@@ -170,7 +171,7 @@ class RecordedCalls:
             failures != self._failures
         ):  # memory ran out since: what was called before that may be too large to be called again
             self._failures = failures
-            self._known.clear()
+            self._forget()
         self.release()
         watched = {id(one): (one, one._version) for one in (*call.tensors, *self._network.buffers())}
         with Looking(self._device) as looking:
@@ -198,26 +199,30 @@ class RecordedCalls:
         return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
 
     def _record(self) -> None:
-        """Record all shapes that are known, the largest first: its memory serves the smaller ones.
+        """Record the shapes that have come again and are not recorded, the largest first: its memory serves the smaller ones.
 
         Raises:
             torch.OutOfMemoryError: If memory runs out; nothing is left of any recording then, and no shape known.
         """
-        pool = torch.cuda.graph_pool_handle()
-        gradients = dict(zip(self._names, self.gradients, strict=True))
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
         try:
-            for call in sorted(self._known.values(), key=lambda one: one.elements, reverse=True):
+            for call in sorted(due, key=lambda one: one.elements, reverse=True):
                 self._recordings[call.key] = record(
-                    self._network, call, gradients=gradients, written=list(self._written.values()), pool=pool
+                    self._network, call, room=self._room, written=[*self._written.values()], pool=self._pool
                 )
         except BaseException:
             self.release()
-            self._known.clear()
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._again.clear()
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
-        self._known.clear()
+        self._forget()
         self._say(f"is not recorded, and runs eagerly as it is now: {reason}")
 
     def _say(self, what: str) -> None:
@@ -233,6 +238,10 @@ def is_recorded(network: nn.Module) -> bool:
         isinstance(one, RecordedCalls) and one.recorded
         for one in (vars(module).get("_compiled_call_impl") for module in network.modules())
     )
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
 def _failures(device: torch.device) -> int:

@@ -80,7 +80,7 @@ def fit(module, *callbacks, strategy, rows=8, length=16, precision="32-true", va
 
 @pytest.mark.parametrize(
     ("cut", "precision", "validates"),
-    [(None, "32-true", False), (2, "32-true", True), (None, "bf16-mixed", True), (3, "bf16-mixed", False)],
+    [("auto", "32-true", False), (2, "32-true", True), ("auto", "bf16-mixed", True), (3, "bf16-mixed", False)],
 )
 def test_a_run_trains_as_without_graphs(cut, precision, validates):
     ours, graphs = Module(), CudaGraphs()

@@ -35,7 +35,7 @@ def capturing():
         torch.cuda.is_current_stream_capturing = asked
 
 
-def record(network, call, *, gradients, written, pool):
+def record(network, call, *, room, written, pool):
     """Stand in for `cuda_graph_recording.record`: the same record, whose graphs are functions."""
     del pool
     inputs, (args, kwargs) = call.tensors, call.arguments()
@@ -43,7 +43,7 @@ def record(network, call, *, gradients, written, pool):
     live = {}
 
     def run():
-        leaves = {name: own[name].detach().requires_grad_() for name in gradients}
+        leaves = {name: own[name].detach().requires_grad_() for name in room.parameters}
         on, dtype = call.autocast
         with capturing(), torch.enable_grad(), torch.autocast("cpu", dtype, enabled=on, cache_enabled=False):
             flat, spec = tree_flatten(torch.func.functional_call(network, leaves, args, kwargs))
@@ -59,7 +59,6 @@ def record(network, call, *, gradients, written, pool):
     incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
     wanted = [one for one in inputs if one.requires_grad]
     got = grads(outputs, [*leaves.values(), *wanted], incoming)
-    used = [to if one is not None else None for to, one in zip(gradients.values(), got, strict=False)]
     left = iter(torch.zeros_like(one) for one in wanted)
     static = [one.detach().clone() for one in outputs]
     recording = Recording(
@@ -69,7 +68,8 @@ def record(network, call, *, gradients, written, pool):
         outputs=static,
         structure=([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
-        gradients=used,
+        room=room,
+        used=[one is not None for one in got[: len(leaves)]],
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=written,
     )
@@ -83,7 +83,7 @@ def record(network, call, *, gradients, written, pool):
     def backward():
         found = grads(live["outputs"], [*live["leaves"].values(), *wanted], incoming)
         of_inputs = [one for one in recording.of_inputs if one is not None]
-        for to, one in zip([*gradients.values(), *of_inputs], found, strict=True):
+        for to, one in zip([*room.places.values(), *of_inputs], found, strict=True):
             if one is not None:
                 to.copy_(one)
 
