@@ -9,7 +9,8 @@ the others make the batch smaller. A step is kept if the run that it belongs to 
 attempts that run out of memory, count as samples and as time. Samples are rows that went through the network, of any kind of step.
 
 Processes are spawned, as a user's is: a fork of one that holds much copies it when it collects garbage, seconds that no user waits. With
-`--jobs` several begin at a time and measure one after the other. The first process of a machine reads libraries from its disk, seconds
+`--jobs` several begin at a time and measure one after the other; one that begins makes its CUDA context, for which the others' calls
+may wait, so that one job at a time is the fairer measure. The first process of a machine reads libraries from its disk, seconds
 again: the middle of the repeats is told, and every other one goes backwards.
 """
 
@@ -174,7 +175,10 @@ def _by_trainer(
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
-    return {"batch_of_a_step": data.batch_size, "recoveries": getattr(trainer.strategy, "recoveries", None)}
+    prediction = getattr(getattr(trainer.strategy, "plan", None), "prediction", None)
+    planning = None if prediction is None else round(prediction.planning_seconds, 3)
+    recoveries = getattr(trainer.strategy, "recoveries", None)
+    return {"batch_of_a_step": data.batch_size, "recoveries": recoveries, "planning_seconds": planning}
 
 
 def _net(module: L.LightningModule) -> torch.nn.Module:
