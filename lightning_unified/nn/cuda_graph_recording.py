@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-__all__ = ["Call", "GradientRoom", "Recording", "Turn", "call_of", "record"]
+__all__ = ["Call", "GradientRoom", "Recording", "Turn", "call_of", "record", "recording_stream"]
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -233,7 +233,7 @@ def record(
     inputs, device = call.tensors, call.tensors[0].device
     leaves = {name: one.detach().requires_grad_() for name, one in room.parameters.items()}
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    stream, (on, dtype) = _stream(device), call.autocast
+    stream, (on, dtype) = recording_stream(device), call.autocast
     settings: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     args, kwargs = call.arguments()
     # the outer stream context stands even where the end of a recording raises, which torch.cuda.graph does not live through
@@ -273,9 +273,17 @@ def record(
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all recordings on a device: cuBLAS keeps a workspace for each stream it ever ran on."""
-    return torch.cuda.Stream(device)
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all recordings on a device, one for good: cuBLAS keeps a workspace for each stream it ever ran on.
+
+    Some MiB, which it takes here, once for this thread and once for autograd's: the first recording would have them in its pool, which
+    could not be given back then, and a plan that is made before would not know of them.
+    """
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
+        x = torch.ones(8, 8, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+    return stream
 
 
 @contextmanager

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_unified.nn.cuda_graph_recording import Call, GradientRoom, Recording, Turn, call_of, record
+from lightning_unified.nn.cuda_graph_recording import (
+    Call,
+    GradientRoom,
+    Recording,
+    Turn,
+    call_of,
+    record,
+    recording_stream,
+)
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
 __all__ = ["RecordedCalls", "is_recorded"]
@@ -77,6 +85,8 @@ class RecordedCalls:
         self._quiet = self._failures = 0
         self._said: set[str] = set()
         self._begin(state_of(network))
+        if self._device.type == "cuda":
+            recording_stream(self._device)  # takes its memory before anybody plans with what is left
         network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # what __call__ calls; torch drops it from copies
 
     @property
@@ -131,6 +141,7 @@ class RecordedCalls:
             or torch._C._len_torch_function_stack() > 0
             or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
             or saves_elsewhere()
+            or torch.is_anomaly_enabled()  # looks at values in the backward pass
             or _has_any_global_hook()
             or torch.cuda.is_current_stream_capturing()
         )

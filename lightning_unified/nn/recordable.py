@@ -113,6 +113,8 @@ class Looking(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return f"{func.name()} calls functions of its own"
         name = str(func).removesuffix(".default")
+        if "c10d" in func.namespace:
+            return f"{name} talks to other processes"
         if saves_elsewhere():
             return "what it saves for the backward pass is recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

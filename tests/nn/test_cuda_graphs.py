@@ -214,7 +214,9 @@ def test_a_second_backward_pass_is_refused(net):
         loss.backward()
 
 
-@pytest.mark.parametrize("way", ["eval", "no grad", "fakes", "saved tensors", "vmap", "a class of tensors", "a list"])
+@pytest.mark.parametrize(
+    "way", ["eval", "no grad", "fakes", "saved tensors", "anomalies", "vmap", "a class of tensors", "a list"]
+)
 def test_calls_that_no_graph_can_serve_run_eagerly(net, way, monkeypatch):
     RecordedCalls(net)
     settle(net, IDS)
@@ -229,6 +231,9 @@ def test_calls_that_no_graph_can_serve_run_eagerly(net, way, monkeypatch):
             net(mode.from_tensor(IDS))
     elif way == "saved tensors":
         with torch.autograd.graph.save_on_cpu():
+            net(IDS)
+    elif way == "anomalies":
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
             net(IDS)
     elif way == "vmap":
         torch.func.vmap(net)(IDS)
