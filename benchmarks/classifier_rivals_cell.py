@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def _ours(
     batch: int,
     marks: Marks,
     strategy: UnifiedStrategy,
-    more: list[Callback],
+    more: Sequence[Callback],
 ) -> dict[str, Any]:
     data = _Texts(texts, labels, batch=batch)
     module = TextClassifier(
