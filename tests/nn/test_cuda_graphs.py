@@ -376,6 +376,20 @@ def test_modules_with_hooks_are_not_recorded(net, hook, caplog):
     assert "first (Linear) has hooks" in caplog.text
 
 
+def test_networks_with_compiled_parts_or_sparse_gradients_are_not_recorded(caplog):
+    compiled = nn.Sequential(nn.Linear(4, 4))
+    compiled[0]._compiled_call_impl = compiled[0]._call_impl  # as `Module.compile` sets it
+    sparse = nn.Sequential(nn.Embedding(50, 4, sparse=True))
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        recorded = [RecordedCalls(compiled), RecordedCalls(sparse)]
+        settle(compiled, torch.randn(2, 4))
+        settle(sparse, IDS)
+
+    assert [one.recorded for one in recorded] == [0, 0]
+    assert "0 (Linear) is compiled" in caplog.text
+    assert "0 (Embedding) has sparse gradients" in caplog.text
+
+
 def test_buffers_that_a_replay_writes_show_it_in_their_version():
     net = nn.BatchNorm1d(4)
     RecordedCalls(net)
