@@ -26,7 +26,8 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     A module may define, all optional: `prepare_batch(batch)`, run once on the undivided batch, its result is what is cut and what a
     repeated step reuses; `loss_weight(batch)`, the number of terms its loss is a mean over (default: found);
     `loss_reduction = "sum"` if it divides by the whole batch's totals itself; `micro_batch_unit`, rows that stay together;
-    `split_batch(batch, start, stop)` and `count_rows(batch)` for batches of a kind of their own; `splittable = False`. Validation, test
+    `split_batch(batch, start, stop)` and `count_rows(batch)` for batches of a kind of their own; `splittable = False`; `kept_bytes` and
+    `give_back()` for what it keeps on the device between steps while the strategy has `spare_bytes`. Validation, test
     and predict steps are cut only after memory has run out in one. docs/splitting.md has an example of each.
 
     What a cut batch cannot give: `training_step` and `on_before_backward` run once a micro-batch, so lists and counters that the

@@ -12,6 +12,7 @@ from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemor
 from lightning_unified.planning import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
+from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
@@ -77,6 +78,7 @@ class MemoryPolicy:
         self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
+        self.kept = KeptMemory()
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
@@ -128,6 +130,7 @@ class MemoryPolicy:
         self._forget()
         self.watch.begin()
         self.caches.begin(self.watch.device)
+        self.kept.begin(module)
         unit, name = getattr(module, "micro_batch_unit", 1), type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
@@ -230,6 +233,7 @@ class MemoryPolicy:
         Raises:
             OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
         """
+        self.kept.give_back(for_good=True)
         self.watch.release()
         reason = self.watch.named(reason)
         evaluates = phase in _EVALUATIONS
@@ -339,6 +343,7 @@ class MemoryPolicy:
     def _smaller(self, reason: str, *, has_failed: bool) -> bool:
         """Halve the micro-batch; with evidence against the size in use if it `has_failed`, else for as long as pressure lasts."""
         shape, shrunk = self._largest, False
+        self.kept.give_back(for_good=True)
         try:
             if shape is None:
                 what_next = "no batch that can be cut has run yet"

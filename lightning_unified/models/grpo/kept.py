@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollouts import Sampling
 
 __all__ = ["KeptRollouts", "SamplerSlot"]
@@ -83,13 +84,13 @@ class SamplerSlot:
     """Where a module has its sampler, which holds caches and graphs of this very model: a copy of the module has an empty slot.
 
     Attributes:
-        sampler: The sampler, or None as long as nothing was sampled.
-        temperature: At which it samples; None where that is its own affair.
+        given: The user's own.
+        made: The module's, in place of that; None as long as nothing was sampled.
     """
 
-    def __init__(self, sampler: Sampling | None = None) -> None:
-        self.sampler = sampler
-        self.temperature: float | None = None
+    def __init__(self, given: Sampling | None = None) -> None:
+        self.given = given
+        self.made: Sampler | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SamplerSlot":
         return SamplerSlot()

@@ -159,18 +159,35 @@ class GRPO(LightningModule):
     def sampler(self) -> Sampling:
         """What samples completions from the policy as it is, at the temperature of now."""
         slot = self._slot
-        if slot.sampler is None or slot.temperature not in {None, self.temperature}:
-            slot.temperature = self.temperature
-            slot.sampler = Sampler(
+        if slot.given is not None:
+            return slot.given
+        if slot.made is None:
+            slot.made = Sampler(
                 self.policy,
                 stop_ids=self._stop_ids,
                 stop_text=self.task.stop or None,
                 decode=self._decode,
-                temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
+                kept_bytes=self._spare,
             )
-        return slot.sampler
+        slot.made.temperature = self.temperature
+        return slot.made
+
+    def _spare(self) -> int | None:
+        """Return what the sampler may keep: what the strategy's plan leaves, where there are graphs to keep and a plan."""
+        trainer = self._trainer if self.device.type == "cuda" else None
+        return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the sampler keeps on the device from step to step."""
+        return 0 if self._slot.made is None else self._slot.made.cache_bytes
+
+    def give_back(self) -> None:
+        """Free them; the next rollout takes them anew."""
+        if self._slot.made is not None:
+            self._slot.made.release()
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch as `training_step` cuts and takes it, see `sequences`; one that is so already as it is.

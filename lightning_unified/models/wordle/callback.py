@@ -91,9 +91,11 @@ class PlayWordle(Callback):
         data: Any = getattr(trainer, "datamodule")  # noqa: B009 - undeclared
         if self._player is None:
             self._player = ModelPlayer(module, rows=self.batch_size)
+        module.give_back()  # two caches at once are in no plan
         # what the sampler keeps from call to call must not depend on who calls first
         with torch.inference_mode(mode=False), torch.no_grad(), trainer.precision_plugin.val_step_context():
             report = play_games(self._player, data.held_out[: self.games], data.words)
+        self._player.release()
         self.shown = [shown(game) for game in report.played[: self.samples]]
         if trainer.is_global_zero:
             self._write(report, trainer, phase=phase)

@@ -1,5 +1,6 @@
 """A trained language model as a player: of a checkpoint, or of the module that is being trained."""
 
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = ["ModelPlayer", "load"]
 
 class ModelPlayer:
     """Answers states as the model does, by the template that it was trained with; see `games.TrainedPlayer`.
+
+    What it samples with stays on the device from turn to turn, until `release`.
 
     Args:
         checkpoint: The `.ckpt` file that training has saved; or the module itself, as it is.
@@ -47,6 +50,7 @@ class ModelPlayer:
             stop_text=STOP,
             decode=chat.decode,
             temperature=temperature,
+            kept_bytes=sys.maxsize,
         )
 
     @cached_property
@@ -64,6 +68,10 @@ class ModelPlayer:
         if name not in self.module.game:
             raise RuntimeError("this model was not trained with WordleData, so nobody knows its words.")
         return self.module.game[name]
+
+    def release(self) -> None:
+        """Free what stays on the device between turns."""
+        self._sampler.release()
 
     def answers(self, states: Sequence[State]) -> list[str]:
         """Return one completion for each state."""

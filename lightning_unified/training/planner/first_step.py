@@ -17,7 +17,7 @@ from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planning.calibration import Calibration, machine_key
 from lightning_unified.planning.lines import MisalignedError
 from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.search import Candidate, Choice, what_would_fit
+from lightning_unified.planning.search import Candidate, Choice
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import DoublingProbe
 from lightning_unified.training.planner.first_validation import FirstValidation
@@ -25,6 +25,7 @@ from lightning_unified.training.planner.generation import with_generation
 from lightning_unified.training.planner.held import callback_bytes, held_bytes
 from lightning_unified.training.planner.kinds import Kinds
 from lightning_unified.training.planner.planner import Planner
+from lightning_unified.training.planner.refusal import smallest
 from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.settings import settings_to_compare
 from lightning_unified.training.planner.speeds import RunSpeeds
@@ -40,7 +41,6 @@ log = logging.getLogger("lightning_unified")
 _NEGLIGIBLE = 2000  # judgement: a step takes less than so many times its weights, state and batch, and what is between
 _STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
 _SHORTER = 4  # judgement: lengths below the longest that are planned for; each takes a second or two, and data has few or countless
-_SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
 
 
 class FirstStep:
@@ -106,6 +106,7 @@ class FirstStep:
                 "not worth it: sizes are known, or the budget is thousands of times what weights and batch take"
             )
             return
+        self._policy.kept.give_back()  # it yields to the step, and must not count as held by others
         try:
             self._plan(batch, shape)
             if self._prediction is not None:
@@ -211,16 +212,27 @@ class FirstStep:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """What the device's counter is to show at the peak of training or validation, with what the process held before.
-
-        None while nothing is predicted.
+        """What the device's counter is to show at the peak of training or validation, with what the process held before and what the
+        module keeps from step to step; None while nothing is predicted.
         """
         if self._prediction is None:
             return None
         of_process = self._policy.watch.counts_process
-        steps = [one for one in (self._prediction, self.validation.prediction) if one is not None]
-        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in steps]
-        return max(self._foreign + max(*peaks, self._prediction.generation_bytes), self._earlier_peak)
+        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._steps]
+        beside = max(peaks) + self._policy.kept.bytes
+        return max(self._foreign + max(beside, self._prediction.generation_bytes), self._earlier_peak)
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """Bytes of the budget that no step is predicted to need, of training or validation; None while nothing is predicted."""
+        if self._prediction is None:
+            return None
+        taken = int(self._factor * max(one.reserved_bytes for one in self._steps)) + self._policy.watch.driver_bytes
+        return max(self._policy.watch.bytes - max(self._foreign + taken, self._earlier_peak), 0)
+
+    @property
+    def _steps(self) -> list[Prediction]:
+        return [one for one in (self._prediction, self.validation.prediction) if one is not None]
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -313,14 +325,11 @@ class FirstStep:
 
     def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
         self.alternatives = choice.alternatives
-        best = choice.best or self._smallest(choice, budget)
+        best = choice.best or smallest(choice, budget=budget, whose=type(self._module).__name__)
         return planner.setting_of(best), planner.prediction_of(best), choice.reason
 
     def _took_room(self, batch: Any) -> bool:
-        """Count what planning itself left in the pool, and return whether it did; on a CPU, where it is made of the same memory.
-
-        It loads code and leaves holes between its objects. What can be given back is, and the rest is held from now on.
-        """
+        """Count what planning itself left in the pool of a CPU, code and holes, as held from now on; return whether it did."""
         watch, before = self._policy.watch, self._foreign
         if watch.counts_process:
             watch.release()
@@ -370,16 +379,6 @@ class FirstStep:
     def _unit(self, shape: BatchShape | None) -> int | None:
         """Return the rows that stay together: all of them where such a batch may not be cut."""
         return None if shape is None or not self._policy.refuses_cut(shape) else shape.rows
-
-    def _smallest(self, choice: Choice, budget: int) -> Candidate:
-        least = min(choice.alternatives, key=lambda one: one.reserved_bytes)
-        if least.peak_bytes > _SURE * budget:
-            table = "\n".join(f"  {format_bytes(count)}: {what}" for what, count in what_would_fit(choice))
-            raise BudgetError(
-                f"no plan fits: {format_bytes(budget)} of the budget are left for the step of {type(self._module).__name__}, and "
-                f"the smallest plan needs {format_bytes(least.reserved_bytes)}. What would fit:\n{table}"
-            )
-        return least
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)

@@ -1,6 +1,7 @@
 """GRPO under a Trainer: the plain algorithm to rounding, however batches are cut, and its phases, retries and checkpoints."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -336,6 +337,42 @@ def test_a_subclass_that_builds_its_policy_has_its_values_in_the_checkpoint(tmp_
     again = Built.load_from_checkpoint(tmp_path / "built.ckpt", weights_only=True)
     assert again.hparams == {"policy": "small", "betas": (0.8, 0.9)}
     torch.testing.assert_close(_weights(again).double(), _weights(module))
+
+
+def test_one_sampler_serves_all_temperatures():
+    module = grpo(sampler=None)
+    first = module.sampler
+    module.temperature = 0.3
+
+    assert module.sampler is first
+    assert first.temperature == 0.3
+
+
+def test_what_the_sampler_keeps_is_counted_and_given_back(monkeypatch):
+    module = grpo(sampler=None)
+    monkeypatch.setattr(module, "_spare", lambda: 2**30)
+    module.prepare_batch(prompts())
+    kept = module.kept_bytes
+    module.give_back()
+
+    assert kept > 0
+    assert module.kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "spare"),
+    [
+        ("cuda", SimpleNamespace(spare_bytes=7), 7),
+        ("cuda", SimpleNamespace(), None),
+        ("cpu", SimpleNamespace(spare_bytes=7), None),
+    ],
+)
+def test_the_sampler_may_keep_what_the_plan_leaves_where_there_are_graphs(monkeypatch, device, strategy, spare):
+    module = grpo(sampler=None)
+    monkeypatch.setattr(GRPO, "device", torch.device(device))
+    module._trainer = SimpleNamespace(strategy=strategy)
+
+    assert module._spare() == spare
 
 
 @pytest.mark.slow

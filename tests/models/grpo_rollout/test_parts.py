@@ -7,7 +7,7 @@ from rollout_parts import language_model, prompts
 from lightning_unified.models.grpo.rollout.compiled import unmerged_adapters
 from lightning_unified.models.grpo.rollout.drawing import Drawing
 from lightning_unified.models.grpo.rollout.static_cache import Storage
-from lightning_unified.models.grpo.rollout.static_decoder import slots_for
+from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder, slots_for
 from lightning_unified.models.grpo.rollout.stopping import Stopping
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -50,10 +50,17 @@ def test_a_stop_text_is_found_however_it_is_cut_into_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "most", "slots"), [(5, 40, 128), (129, 1000, 256), (257, 1000, 512), (600, 700, 768), (700, 700, 768)]
+    ("length", "most", "slots"), [(5, 40, 128), (129, 1000, 256), (257, 1000, 512), (600, 700, 768), (225, 320, 384)]
 )
 def test_slots_are_few_lengths_and_no_more_than_needed(length: int, most: int, slots: int) -> None:
     assert slots_for(length, most=most) == slots
+
+
+@pytest.mark.parametrize(("live", "rows"), [(65, 256), (64, 64), (20, 32), (3, 16)])
+def test_recorded_steps_go_on_with_few_numbers_of_rows(live: int, rows: int) -> None:
+    decoder = StaticDecoder(language_model(), captured=True, compiled=False)
+    decoder.rows = 256
+    assert decoder.rows_worth_keeping(live) == rows
 
 
 def test_rows_that_are_kept_move_within_the_same_memory() -> None:

@@ -134,6 +134,29 @@ def test_the_cache_is_freed_unless_it_may_stay(kept: int, *, is_kept: bool) -> N
     assert sampler.cache_bytes == 0
 
 
+def test_how_much_may_stay_is_asked_at_the_end_of_each_call() -> None:
+    model, (prompt, mask) = language_model(), prompts()
+    told = iter([2**30, 0, None])
+    sampler, kept = Sampler(model, decoding="static", kept_bytes=lambda: next(told)), []
+    for _ in range(3):
+        sampler(prompt, mask, group_size=2, max_new_tokens=4)
+        kept.append(sampler.cache_bytes > 0)
+    assert kept == [True, False, False]  # None: 2 % of a tiny model
+
+
+def test_another_temperature_is_drawn_at_over_the_same_cache() -> None:
+    model, (prompt, mask) = language_model(), prompts()
+    sampler = Sampler(model, decoding="static", kept_bytes=2**30)
+    for temperature in (1.0, 0.4):
+        sampler.temperature = temperature
+        found = sampler(prompt, mask, group_size=2, max_new_tokens=8, generator=seeded())
+        expected = recomputed(model, prompt, mask, found, group=2, temperature=temperature)
+        torch.testing.assert_close(found.log_probs, expected, rtol=1e-4, atol=1e-4)
+        static = vars(sampler)["_static"]
+        places = [one.data_ptr() for layer in static._storage._layers for one in layer]
+        assert places == vars(sampler).setdefault("places", places)
+
+
 def test_a_cache_that_stayed_serves_other_sizes() -> None:
     model = language_model()
     sampler = Sampler(model, decoding="static", kept_bytes=2**30)

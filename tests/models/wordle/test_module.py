@@ -146,6 +146,18 @@ def test_random_weights_are_saved_whole_and_need_no_preset(data, tmp_path):
     assert torch.equal(weights(ModelPlayer(tmp_path / "last.ckpt", device="cpu").module), weights(module))
 
 
+def test_a_player_keeps_its_cache_from_turn_to_turn_until_it_is_released(data, tmp_path):
+    module = build()
+    fit(module, data(), tmp_path, steps=1)
+    player = ModelPlayer(module)
+    player.answers([State()])
+    kept = player._sampler.cache_bytes
+    player.release()
+
+    assert kept > 0
+    assert player._sampler.cache_bytes == 0
+
+
 def test_games_side_by_side_are_answered_as_one_by_one(data, tmp_path):
     module = build(sft_learning_rate=0.01)
     fit(module, data(), tmp_path, steps=2)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class Sampler:
         top_p: Only the likeliest tokens that together have this probability may be drawn; 1 for all.
         decoding: "compiled" (captured, with compiled blocks), "captured" (CUDA graph), "static" (static cache, step by step),
             "growing" (the model's own cache), or "auto": the first of these that the device has.
-        kept_bytes: A static cache of at most so many bytes stays, with its graphs, for the next call; a larger one is freed before
-            the call returns. By default 2 % of the model's bytes.
+        kept_bytes: A static cache that takes at most so many bytes with its graphs stays for the next call; a larger one is freed
+            before the call returns. What gives that number is asked at the end of each call. By default, and where it gives None,
+            2 % of the model's bytes.
 
     Raises:
         ValueError: If `model` is no causal language model, or a setting is out of its range.
@@ -85,7 +86,7 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
         decoding: str = "auto",
-        kept_bytes: int | None = None,
+        kept_bytes: int | Callable[[], int | None] | None = None,
     ) -> None:
         check_choice("decoding", decoding, DECODINGS)
         self._model, self._lm = model, causal_lm(model)
@@ -98,8 +99,17 @@ class Sampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the static cache that are held now."""
+        """Bytes of the static cache and its graphs that are held now."""
         return 0 if self._static is None else self._static.nbytes
+
+    @property
+    def temperature(self) -> float:
+        """Of the next calls; drawing is no part of a recorded step, so that a new one costs nothing."""
+        return self._drawing.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._drawing = replace(self._drawing, temperature=value)
 
     def __call__(
         self,
@@ -210,7 +220,7 @@ class Sampler:
     def _tidy(self) -> None:
         if self._static is None:
             return
-        kept = self._kept_bytes
+        kept = self._kept_bytes() if callable(self._kept_bytes) else self._kept_bytes
         if kept is None:
             kept = int(_KEPT_SHARE * sum(one.nbytes for one in self._lm.parameters()))
         if self._static.nbytes > kept:

@@ -13,6 +13,7 @@ from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.language_model import blocks_of, forward_last
+from lightning_unified.models.grpo.rollout.pool import pool_bytes
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 
 __all__ = ["StaticDecoder", "slots_for"]
@@ -20,11 +21,13 @@ __all__ = ["StaticDecoder", "slots_for"]
 log = logging.getLogger("lightning_unified")
 
 _SHORTEST = 128
+_FEWER = 4  # judgement: a recorded step of half the rows is hardly shorter, and each number of rows is compiled and recorded once
 _WORTH_DROPPING = 16  # judgement: of fewer rows, a captured step's time is that of reading the weights
 
 
 def slots_for(length: int, *, most: int) -> int:
-    """Return how many slots are attended when `length` are needed: a power of two of at least 128, and no more than needed in all.
+    """Return how many slots are attended when `length` are needed: a power of two of at least 128; or all that will be needed, where
+    those are fewer than twice as many.
 
     Few lengths, so that few graphs are recorded and one recorded for a length serves again.
 
@@ -33,7 +36,8 @@ def slots_for(length: int, *, most: int) -> int:
         most: Slots needed at the end.
     """
     whole = -(-most // _SHORTEST) * _SHORTEST
-    return min(whole, max(_SHORTEST, 1 << (length - 1).bit_length()))
+    power = max(_SHORTEST, 1 << (length - 1).bit_length())
+    return whole if whole < 2 * power else power
 
 
 class StaticDecoder:
@@ -52,12 +56,16 @@ class StaticDecoder:
         self._storage: Storage | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._made_for: tuple[Any, ...] = ()
+        self._graph_bytes = 0
         self._takes_positions = "position_ids" in inspect.signature(type(lm).forward).parameters
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
-        return 0 if self._storage is None else self._storage.nbytes
+        """Bytes of the cache, of what a step reads and writes beside it, and of the graphs' own memory."""
+        if self._storage is None:
+            return 0
+        beside = (self._mask, self._ids, self._positions, self._slot, self._logits)
+        return self._storage.nbytes + sum(one.nbytes for one in beside) + self._graph_bytes
 
     def begin(self, cache: Any, *, mask: Tensor, group: int, new: int) -> None:
         """Take over the model's own cache of the prompts.
@@ -91,6 +99,7 @@ class StaticDecoder:
         key = (self.rows, self._length)
         if self._captured and key not in self._graphs:
             self._graphs[key] = self._capture()
+            self._graph_bytes = pool_bytes(self._pool)
         if self._captured:
             self._graphs[key].replay()
         else:
@@ -100,10 +109,15 @@ class StaticDecoder:
         return self._logits[: self.rows]
 
     def rows_worth_keeping(self, live: int) -> int:
-        """Return how many rows a step should go on with when `live` of them are not over: those, or a few more, or all."""
-        if 2 * live > self.rows or (self._captured and self.rows <= _WORTH_DROPPING):
+        """Return how many rows a step should go on with when `live` of them are not over: those, or a few more, or all.
+
+        Each number of rows has a graph of its own, so that there are to be few.
+        """
+        if not self._captured:
+            return live if 2 * live <= self.rows else self.rows
+        if _FEWER * live > self.rows or self.rows <= _WORTH_DROPPING:
             return self.rows
-        return 1 << (live - 1).bit_length() if self._captured and live > 1 else live
+        return max(_WORTH_DROPPING, 1 << (live - 1).bit_length())
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the rows `rows` (K) only, in their order."""
@@ -113,6 +127,7 @@ class StaticDecoder:
     def release(self) -> None:
         """Give cache and graphs back."""
         self._graphs.clear()
+        self._graph_bytes = 0
         self._storage = None
         self._made_for = ()
         for name in ("_mask", "_ids", "_positions", "_slot", "_logits", "_pool"):

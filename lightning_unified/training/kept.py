@@ -1,0 +1,38 @@
+"""What a module keeps on the device from one step to the next for as long as there is room, such as the cache it samples with."""
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["KeptMemory"]
+
+
+class KeptMemory:
+    """Asks a module for it: `kept_bytes` says how much it is, `give_back()` frees it; a module without these keeps nothing.
+
+    Attributes:
+        is_refused: Whether memory was short in this run, so that nothing more is to be kept.
+    """
+
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, module: nn.Module | None) -> None:
+        """Begin a run of `module`."""
+        self._module: Any = module
+        self.is_refused = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are kept now."""
+        return int(getattr(self._module, "kept_bytes", 0))
+
+    def give_back(self, *, for_good: bool = False) -> None:
+        """Have all of it freed.
+
+        Args:
+            for_good: Whether memory was short.
+        """
+        self.is_refused = self.is_refused or for_good
+        if self.bytes:
+            self._module.give_back()

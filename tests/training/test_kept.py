@@ -1,0 +1,103 @@
+"""What a module keeps on the device between steps: within what the plan leaves, and gone where memory is short."""
+
+import lightning as L
+import torch
+from modules import fit
+from test_recovery import TEXT
+from torch.utils.data import DataLoader
+
+from lightning_unified import UnifiedStrategy
+from lightning_unified.units import GIB, MIB
+
+
+class Keeps(L.LightningModule):
+    """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
+
+    kept_bytes = 0
+
+    def __init__(self, wanted, *, fails_at=None):
+        super().__init__()
+        self.layer, self.wanted, self.spare, self.given_back = torch.nn.Linear(64, 64), wanted, [], []
+        self.fails_at = fails_at
+
+    def prepare_batch(self, batch):
+        spare = getattr(self.trainer.strategy, "spare_bytes", None)
+        self.spare.append(spare)
+        self.kept_bytes = self.wanted if spare else 0
+        return batch
+
+    def give_back(self):
+        self.given_back.append(self.trainer.global_step)
+        self.kept_bytes = 0
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.fails_at:
+            self.fails_at = None
+            raise RuntimeError(TEXT)
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(module, *, lengths=(4, 4, 4, 4), **options):
+    strategy = UnifiedStrategy(simulate="rtx3060-12gb", budget="64MiB", **options)
+    fit(
+        module,
+        DataLoader([torch.ones(8, length, 64) for length in lengths], batch_size=None),
+        strategy=strategy,
+        max_epochs=1,
+    )
+    return strategy
+
+
+def test_nothing_is_spare_before_a_plan_and_then_what_the_steps_leave_of_the_budget():
+    module = Keeps(0)
+    strategy = run(module)
+
+    assert module.spare[0] is None
+    assert module.spare[1:] == [64 * MIB - strategy.plan.prediction.reserved_bytes] * 3
+    assert module.given_back == []
+
+
+def test_what_is_kept_is_beside_the_step_in_the_predicted_peak():
+    calm, module = run(Keeps(0)), Keeps(5 * MIB)
+    strategy = run(module)
+
+    assert strategy.plan.predicted_peak_bytes == calm.plan.predicted_peak_bytes + 5 * MIB
+    assert module.given_back == []
+
+
+def test_what_is_kept_yields_to_a_step_that_is_planned():
+    module = Keeps(5 * MIB)
+    run(module, lengths=(4, 4, 8, 8))
+
+    assert module.given_back == [2]
+
+
+def test_memory_that_runs_out_takes_back_what_is_kept_for_good():
+    module = Keeps(5 * MIB, fails_at=2)
+    strategy = run(module)
+
+    assert strategy.recoveries == 1
+    assert module.given_back == [2]
+    assert module.spare[3] == 0
+    assert module.kept_bytes == 0
+
+
+def test_a_smaller_micro_batch_takes_it_back_as_well():
+    module = Keeps(5 * MIB)
+
+    strategy = run(module)
+    module.kept_bytes = 5 * MIB
+    strategy.shrink("pressure")
+
+    assert strategy.spare_bytes == 0
+    assert module.kept_bytes == 0
+
+
+def test_a_budget_that_the_steps_need_leaves_nothing_spare(monkeypatch):
+    strategy = run(Keeps(0))
+    monkeypatch.setattr(strategy.first_step, "_foreign", GIB)
+
+    assert strategy.spare_bytes == 0
