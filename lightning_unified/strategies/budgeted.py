@@ -250,11 +250,11 @@ class Budgeted(PartwiseBackward):
         """Bytes of the budget beside the steps as they are planned, which the module may keep from one step to the next.
 
         What it keeps it says as `kept_bytes`, and frees when `give_back()` is called: where memory is short, after which nothing is
-        spare any more, or a step is planned. None while nothing is predicted.
+        spare any more, or a step is planned, around as much. None where nobody plans or repeats steps.
         """
         if self.policy.kept.is_refused:
             return 0
-        return None if self.first_step is None else self.first_step.spare_bytes
+        return None if self.first_step is None or not self.policy.recover else self.first_step.spare_bytes
 
     def feel_pressure(self, pressed: bool) -> None:
         """Learn whether the system warns that memory is short: caches are then cleared for less."""

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.units import GIB, MIB
 
+LONG = (1000, 1000, 1000)  # 2 MB of a batch, and a few times that of a step
+
 
 class Keeps(L.LightningModule):
     """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
@@ -51,13 +53,20 @@ def run(module, *, lengths=(4, 4, 4, 4), **options):
     return strategy
 
 
-def test_nothing_is_spare_before_a_plan_and_then_what_the_steps_leave_of_the_budget():
+def test_all_is_spare_before_a_plan_and_then_what_the_steps_leave_of_the_budget():
     module = Keeps(0)
     strategy = run(module)
 
-    assert module.spare[0] is None
-    assert module.spare[1:] == [64 * MIB - strategy.plan.prediction.reserved_bytes] * 3
+    assert module.spare == [64 * MIB, *[64 * MIB - strategy.plan.prediction.reserved_bytes] * 3]
     assert module.given_back == []
+
+
+def test_without_plans_or_repeated_steps_nobody_knows_what_is_spare():
+    for option in ("predict", "recover"):
+        module = Keeps(5 * MIB)
+        run(module, **{option: False})
+
+        assert module.spare == [None] * 4
 
 
 def test_what_is_kept_is_beside_the_step_in_the_predicted_peak():
@@ -65,14 +74,26 @@ def test_what_is_kept_is_beside_the_step_in_the_predicted_peak():
     strategy = run(module)
 
     assert strategy.plan.predicted_peak_bytes == calm.plan.predicted_peak_bytes + 5 * MIB
-    assert module.given_back == []
+    assert module.given_back == [0]  # while the step was planned
 
 
-def test_what_is_kept_yields_to_a_step_that_is_planned():
-    module = Keeps(5 * MIB)
-    run(module, lengths=(4, 4, 8, 8))
+def test_a_step_is_planned_around_what_is_kept():
+    calm, tight = Keeps(0), Keeps(30 * MIB)
+    whole, cut = run(calm, lengths=LONG), run(tight, lengths=LONG)
 
-    assert module.given_back == [2]
+    assert whole.micro_batch_size == 8
+    assert cut.micro_batch_size < 8
+    assert cut.recoveries == 0
+    assert tight.spare[-1] >= 30 * MIB
+
+
+def test_a_step_that_has_no_room_beside_what_is_kept_goes_before_it():
+    module = Keeps(50 * MIB)
+    strategy = run(module, lengths=LONG)
+
+    assert strategy.micro_batch_size == 8
+    assert module.given_back == [0]
+    assert module.spare[1] < 50 * MIB
 
 
 def test_memory_that_runs_out_takes_back_what_is_kept_for_good():
@@ -80,7 +101,7 @@ def test_memory_that_runs_out_takes_back_what_is_kept_for_good():
     strategy = run(module)
 
     assert strategy.recoveries == 1
-    assert module.given_back == [2]
+    assert module.given_back == [0, 2]
     assert module.spare[3] == 0
     assert module.kept_bytes == 0
 

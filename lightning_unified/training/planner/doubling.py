@@ -1,5 +1,6 @@
 """What rows need where a step cannot be rehearsed: a few of them run on the device, then twice as many, and nothing of it stays."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, gradient_sample
 from lightning_unified.training.split import BatchShape
 
-__all__ = ["DoublingProbe", "Found"]
+__all__ = ["DoublingProbe", "Found", "tried"]
+
+log = logging.getLogger("lightning_unified")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +113,41 @@ def _line(points: list[tuple[int, int]], rows: int) -> float:
     """Return what `rows` need, on the line through the last two points; no less than the last, for a process does not shrink."""
     (fewer, low), (more, high) = points[-2:]
     return high + max(high - low, 0) / (more - fewer) * (rows - more)
+
+
+def tried(
+    trainer: L.Trainer,
+    *,
+    policy: MemoryPolicy,
+    batch: Any,
+    shape: BatchShape | None,
+    step: Callable[[Any], ClosureResult],
+    why: str,
+) -> str:
+    """Find on the device what fits, where it cannot be told without; set sizes so, and return it in words.
+
+    Args:
+        trainer: In `fit`.
+        policy: Whose sizes are set.
+        batch: Whole.
+        shape: Of it; None for one that has no rows to count.
+        step: Runs `training_step` on a batch.
+        why: It cannot be told, in words.
+    """
+    found = None
+    if shape is not None and not policy.refuses_cut(shape):
+        metrics = [one for one in trainer.lightning_module.modules() if isinstance(one, Metric)]
+        try:
+            found = DoublingProbe(trainer, policy, metrics=metrics).run(batch, shape, step=step)
+        except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
+            why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
+    if found is None:
+        what_then = "sizes are found by trying"
+    else:
+        rows = ", ".join(map(str, found.tried))
+        what_then = f"{rows} rows were run on the device and undone: {found.rows} at once fit"
+        if found.refused is not None and shape is not None:
+            policy.sizes.plan(shape, rows=found.rows, refused=found.refused, room_bytes=policy.watch.room())
+    policy.events.append(f"the step could not be rehearsed ({why}); {what_then}")
+    log.warning("The step could not be rehearsed (%s); %s.", why, what_then)
+    return what_then

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from torchmetrics import Metric
 
 from lightning_unified.errors import BudgetError, RehearsalError
 from lightning_unified.nn.cuda_graphs import is_recorded
@@ -19,7 +18,7 @@ from lightning_unified.planning.lines import MisalignedError
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.search import Candidate, Choice
 from lightning_unified.planning.static import static_bytes
-from lightning_unified.training.planner.doubling import DoublingProbe
+from lightning_unified.training.planner.doubling import tried
 from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.generation import with_generation
 from lightning_unified.training.planner.held import callback_bytes, held_bytes
@@ -68,7 +67,8 @@ class FirstStep:
         self._module = trainer.lightning_module
         self._kinds, self._earlier_peak = Kinds(), 0  # the latter predicted of kinds before this one
         self._setting: Setting | None = None
-        self._shorter: set[int] = set()
+        self._shorter: dict[int, Prediction | None] = {}
+        self._kept_room = 0  # of the budget, for what the module keeps from step to step
         self._begun = 0.0
         self._foreign = self._batches = 0
         self._has_validated = False
@@ -106,9 +106,8 @@ class FirstStep:
                 "not worth it: sizes are known, or the budget is thousands of times what weights and batch take"
             )
             return
-        self._policy.kept.give_back()  # it yields to the step, and must not count as held by others
         try:
-            self._plan(batch, shape)
+            self._plan_beside_kept(batch, shape)
             if self._prediction is not None:
                 self._prediction, self._generation = with_generation(
                     self._prediction, self._module, batch, precision=self._precision
@@ -122,7 +121,23 @@ class FirstStep:
         except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
             kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
             self._prediction, self.reason = None, f"not predicted: {kind}{error}"
-            self._probe(batch, shape, step=step, why=f"{kind}{error}")
+            what_then = tried(
+                self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=f"{kind}{error}"
+            )
+            self.reason = f"{self.reason}; {what_then}"
+
+    def _plan_beside_kept(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan around what the module keeps, and a tenth more for what it will; without it where nothing fits beside it."""
+        kept = self._policy.kept
+        self._kept_room = kept.bytes + kept.bytes // 10
+        kept.give_back()
+        try:
+            self._plan(batch, shape)
+        except BudgetError:
+            if not self._kept_room:
+                raise
+            self._kept_room = 0
+            self._plan(batch, shape)
 
     def _begin_kind(self) -> None:
         """Forget what was found for other kinds of batches; the run's peak is the largest of any."""
@@ -140,14 +155,17 @@ class FirstStep:
 
     def _plan_shorter(self, batch: Any, shape: BatchShape) -> None:
         """Predict how many of these rows fit at once, with the levers as they are set; the plan of the longest stays the run's."""
-        self._shorter.add(shape.elements)
+        self._shorter[shape.elements] = None
         if self._setting is None or self._speeds is None:
             return
         began, planner, limit = time.monotonic(), self._planner(batch, shape), self._left()
         try:
-            if planner.fits(self._setting, micro_batch_size=self._policy.sizes.limit, limit=limit):
+            size = self._policy.sizes.limit
+            if planner.fits(self._setting, micro_batch_size=size, limit=limit):
+                self._shorter[shape.elements] = planner.predict(self._setting, micro_batch_size=size)
                 return
             best = planner.choose([self._setting], budget_bytes=limit, rates=self._speeds.rates).best
+            self._shorter[shape.elements] = None if best is None else planner.prediction_of(best)
         except Exception as error:  # as in `look`; what fits is then found by trying
             log.info("Shorter rows could not be planned for: %s", error)
             return
@@ -171,26 +189,6 @@ class FirstStep:
         elif self._prediction is None:
             return
         self.validation.look(batch, shape, limit=self._left(), factor=self._factor)
-
-    def _probe(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult], why: str) -> None:
-        """Find on the device what fits, where it cannot be told without."""
-        policy, found = self._policy, None
-        if shape is not None and not policy.refuses_cut(shape):
-            metrics = [one for one in self._module.modules() if isinstance(one, Metric)]
-            try:
-                found = DoublingProbe(self._trainer, policy, metrics=metrics).run(batch, shape, step=step)
-            except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
-                why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
-        if found is None:
-            what_then = "sizes are found by trying"
-        else:
-            tried = ", ".join(map(str, found.tried))
-            what_then = f"{tried} rows were run on the device and undone: {found.rows} at once fit"
-            if found.refused is not None and shape is not None:
-                policy.sizes.plan(shape, rows=found.rows, refused=found.refused, room_bytes=policy.watch.room())
-        self.reason = f"{self.reason}; {what_then}"
-        policy.events.append(f"the step could not be rehearsed ({why}); {what_then}")
-        log.warning("The step could not be rehearsed (%s); %s.", why, what_then)
 
     def batch_done(self) -> None:
         """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""
@@ -223,16 +221,18 @@ class FirstStep:
         return max(self._foreign + max(beside, self._prediction.generation_bytes), self._earlier_peak)
 
     @property
-    def spare_bytes(self) -> int | None:
-        """Bytes of the budget that no step is predicted to need, of training or validation; None while nothing is predicted."""
+    def spare_bytes(self) -> int:
+        """Bytes of the budget beside the steps of training and validation; all of it without a plan: it would go around what is there."""
         if self._prediction is None:
-            return None
+            return self._policy.watch.bytes
         taken = int(self._factor * max(one.reserved_bytes for one in self._steps)) + self._policy.watch.driver_bytes
-        return max(self._policy.watch.bytes - max(self._foreign + taken, self._earlier_peak), 0)
+        left = self._policy.watch.bytes - max(self._foreign + taken, self._earlier_peak)
+        return max(left, self._kept_room)  # steps that were planned around it give back what they hold for reuse
 
     @property
     def _steps(self) -> list[Prediction]:
-        return [one for one in (self._prediction, self.validation.prediction) if one is not None]
+        known = (self._prediction, self.validation.prediction, *self._shorter.values())
+        return [one for one in known if one is not None]
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -325,7 +325,7 @@ class FirstStep:
 
     def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
         self.alternatives = choice.alternatives
-        best = choice.best or smallest(choice, budget=budget, whose=type(self._module).__name__)
+        best = choice.best or smallest(choice, budget=budget, whose=type(self._module).__name__, tries=not self._kept_room)
         return planner.setting_of(best), planner.prediction_of(best), choice.reason
 
     def _took_room(self, batch: Any) -> bool:
@@ -363,10 +363,11 @@ class FirstStep:
         )
 
     def _left(self) -> int:
-        """Return the bytes of the budget that neither the process held before the fit nor the driver holds for itself."""
+        """Return the bytes of the budget that neither the process held before the fit nor the driver or the module holds beside it."""
         watch = self._policy.watch
         room = watch.room()
-        return (watch.bytes if room is None else min(watch.bytes, room)) - self._foreign - watch.driver_bytes
+        whole = watch.bytes if room is None else min(watch.bytes, room)
+        return whole - self._foreign - watch.driver_bytes - self._kept_room
 
     def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
         """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""

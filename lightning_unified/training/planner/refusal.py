@@ -9,19 +9,20 @@ __all__ = ["smallest"]
 _SURE = 1.02  # a prediction of what must live is not off by more; below that, the step is tried rather than refused
 
 
-def smallest(choice: Choice, *, budget: int, whose: str) -> Candidate:
+def smallest(choice: Choice, *, budget: int, whose: str, tries: bool = True) -> Candidate:
     """Return the plan that needs least, to be tried.
 
     Args:
         choice: Of which nothing fits.
         budget: Bytes that are left for the step.
         whose: The module's class.
+        tries: Whether a plan is returned that could fit; else all are refused.
 
     Raises:
-        BudgetError: If that plan cannot fit either.
+        BudgetError: If that plan cannot fit either, or none is to be tried.
     """
     least = min(choice.alternatives, key=lambda one: one.reserved_bytes)
-    if least.peak_bytes > _SURE * budget:
+    if not tries or least.peak_bytes > _SURE * budget:
         table = "\n".join(f"  {format_bytes(count)}: {what}" for what, count in what_would_fit(choice))
         raise BudgetError(
             f"no plan fits: {format_bytes(budget)} of the budget are left for the step of {whose}, and the smallest plan needs "
