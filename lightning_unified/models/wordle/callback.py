@@ -28,6 +28,7 @@ class PlayWordle(Callback):
     Args:
         games: How many of the held-out secrets, always the same ones; None for all.
         batch_size: Games side by side.
+        temperature: Of answers, see `ModelPlayer`.
         samples: How many games are written out to look at.
         after_sft: Whether to play where imitation ends too.
         directory: Where records go; None takes `wordle/` in the run's folder.
@@ -44,17 +45,23 @@ class PlayWordle(Callback):
         *,
         games: int | None = 100,
         batch_size: int = 64,
+        temperature: float = 0.0,
         samples: int = 3,
         after_sft: bool = True,
         directory: str | None = None,
     ) -> None:
-        for name, value, least in (("games", games, 1), ("batch_size", batch_size, 1), ("samples", samples, 0)):
+        asked = (
+            ("games", games, 1),
+            ("batch_size", batch_size, 1),
+            ("temperature", temperature, 0),
+            ("samples", samples, 0),
+        )
+        for name, value, least in asked:
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}; give {least} or more.")
         self.games, self.batch_size, self.samples = games, batch_size, samples
-        self.after_sft, self.directory = after_sft, directory
+        self.temperature, self.after_sft, self.directory = temperature, after_sft, directory
         self.shown: list[str] = []
-        self._player: ModelPlayer | None = None
         self._imitates = False
 
     @override
@@ -69,7 +76,6 @@ class PlayWordle(Callback):
                 f"PlayWordle needs a Wordle module with WordleData, and this is {type(pl_module).__name__}; leave it out, as "
                 "callbacks=default does."
             )
-        self._player = None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -89,13 +95,12 @@ class PlayWordle(Callback):
         """Play, write the record, and return what is logged."""
         assert isinstance(module, Wordle)
         data: Any = getattr(trainer, "datamodule")  # noqa: B009 - undeclared
-        if self._player is None:
-            self._player = ModelPlayer(module, rows=self.batch_size)
+        player = ModelPlayer(module, rows=self.batch_size, temperature=self.temperature)
         module.give_back()  # two caches at once are in no plan
         # what the sampler keeps from call to call must not depend on who calls first
         with torch.inference_mode(mode=False), torch.no_grad(), trainer.precision_plugin.val_step_context():
-            report = play_games(self._player, data.held_out[: self.games], data.words)
-        self._player.release()
+            report = play_games(player, data.held_out[: self.games], data.words)
+        player.release()
         self.shown = [shown(game) for game in report.played[: self.samples]]
         if trainer.is_global_zero:
             self._write(report, trainer, phase=phase)

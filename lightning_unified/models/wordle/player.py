@@ -24,12 +24,13 @@ __all__ = ["ModelPlayer", "load"]
 class ModelPlayer:
     """Answers states as the model does, by the template that it was trained with; see `games.TrainedPlayer`.
 
-    What it samples with stays on the device from turn to turn, until `release`.
+    What it samples with stays on the device from turn to turn, until `release`. It draws from a generator of its own, so that the same
+    model plays the same games, and nobody else's numbers change.
 
     Args:
         checkpoint: The `.ckpt` file that training has saved; or the module itself, as it is.
         device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU. Without effect for a module.
-        temperature: 0 takes the likeliest token.
+        temperature: 0 takes the likeliest token; an answer without a word of the list then comes again in all tries that are left.
         rows: States at once: their keys and values are in memory together.
 
     Raises:
@@ -43,6 +44,7 @@ class ModelPlayer:
         self.module = checkpoint if isinstance(checkpoint, Wordle) else load(checkpoint, device=device)
         chat = self.module.chat
         self._rows, self._most = rows, 0
+        self._generator: torch.Generator | None = None
         self._length = self.module.game.get("prompt_length", 0)
         self._sampler = Sampler(
             self.module.policy,
@@ -89,8 +91,14 @@ class ModelPlayer:
             self._most = max(self._most, len(prompts))
             prompts += [prompts[-1]] * (self._most - len(prompts))
         prompt, mask = _padded(prompts, chat.pad_id, least=self._length)
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(0)
         sampled = self._sampler(
-            prompt.to(device), mask.to(device), group_size=1, max_new_tokens=self.module.max_new_tokens
+            prompt.to(device),
+            mask.to(device),
+            group_size=1,
+            max_new_tokens=self.module.max_new_tokens,
+            generator=self._generator,
         )
         lengths = sampled.mask.sum(1).tolist()
         texts = [chat.decode(ids[:count]) for ids, count in zip(sampled.ids.tolist(), lengths, strict=True)]

@@ -16,8 +16,11 @@ COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solv
 class Reward:
     """Pays one answer to one state. Everything is 0 unless the answer has the form asked for and ends with its guess; then come,
     each times its weight: 1 for the form, 1 for a word of the list, 1 for a word that agrees with all feedback so far, the share
-    of what is unknown that the word is expected to tell (`Patterns.gain`; 0 for the last guess, after which nothing can be done
+    of what is unknown that such a word is expected to tell (`Patterns.gain`; 0 for the last guess, after which nothing can be done
     with it), 1 for the secret.
+
+    A word that contradicts the feedback is not paid for what it tells: a policy that seldom finds a word that agrees would learn to
+    say one that tells much in most states, whatever it is asked.
 
     The secret gets every component but the entropy in full, so it is the best paid word of every state as long as solving pays at
     least what entropy can, which is checked.
@@ -84,10 +87,12 @@ class Reward:
     def _of_word(self, guess: str, *, secret: str, state: State, step: int) -> dict[str, float]:
         if guess not in self.words.index:
             return {}
-        matters = step >= self.entropy_from_step and len(state.turns) + 1 < MAX_TURNS and self.weights["entropy"] > 0
+        agrees = state.allows(guess)
+        is_time = step >= self.entropy_from_step and len(state.turns) + 1 < MAX_TURNS
+        matters = agrees and is_time and self.weights["entropy"] > 0
         return {
             "valid": 1.0,
-            "consistent": float(state.allows(guess)),
+            "consistent": float(agrees),
             "entropy": self.patterns.gain(guess, self._candidates(state)) if matters else 0.0,
             "solved": float(guess == secret),
         }

@@ -325,7 +325,9 @@ class FirstStep:
 
     def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
         self.alternatives = choice.alternatives
-        best = choice.best or smallest(choice, budget=budget, whose=type(self._module).__name__, tries=not self._kept_room)
+        best = choice.best or smallest(
+            choice, budget=budget, whose=type(self._module).__name__, tries=not self._kept_room
+        )
         return planner.setting_of(best), planner.prediction_of(best), choice.reason
 
     def _took_room(self, batch: Any) -> bool:

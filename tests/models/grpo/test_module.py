@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_parts import Dice, Gradients, Plain, Task, decode, fit, grpo, policy, prompts, traces
+from grpo_parts import VOCABULARY, Dice, Gradients, Plain, Task, decode, fit, grpo, policy, prompts, traces
 from grpo_rival import train
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -373,6 +373,25 @@ def test_the_sampler_may_keep_what_the_plan_leaves_where_there_are_graphs(monkey
     module._trainer = SimpleNamespace(strategy=strategy)
 
     assert module._spare() == spare
+
+
+def test_a_policy_learns_from_rewards_what_each_prompt_asks_for():
+    class SameParity(Task):
+        def rewards(self, examples, completions, *, step=0):
+            right = [int(text) % 2 == number % 2 for text, number in zip(completions, examples.tolist(), strict=True)]
+            return {"total": torch.tensor(right, dtype=torch.float32)}
+
+    asked = torch.randint(VOCABULARY, (30, 16, 1), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(16, 1, dtype=torch.bool)
+    batches = [{"prompt": one, "prompt_mask": mask, "example": one[:, 0]} for one in asked]
+    settings = {"group_size": 8, "max_new_tokens": 1, "learning_rate": 1e-2}
+    module, logged = GRPO(policy(), task=SameParity(), decode=decode, stop_ids=[0], **settings), _Logged()
+    torch.manual_seed(0)
+    fit(module, _loader(batches), steps=30, strategy=_cut(48), precision="32-true", callbacks=[logged])
+    rewards = [step["train/reward"] for step in logged.steps]
+
+    assert sum(rewards[:3]) / 3 < 0.6
+    assert sum(rewards[-5:]) / 5 > 0.85
 
 
 @pytest.mark.slow

@@ -158,6 +158,17 @@ def test_a_player_keeps_its_cache_from_turn_to_turn_until_it_is_released(data, t
     assert player._sampler.cache_bytes == 0
 
 
+def test_a_player_draws_the_same_answers_again_and_no_number_of_anybody_else(data, tmp_path):
+    module = build()
+    fit(module, data(), tmp_path, steps=1)
+    before = torch.get_rng_state()
+    first, again = (ModelPlayer(module, temperature=1.0).answers([State()] * 3) for _ in range(2))
+
+    assert first == again
+    assert len(set(first)) > 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_games_side_by_side_are_answered_as_one_by_one(data, tmp_path):
     module = build(sft_learning_rate=0.01)
     fit(module, data(), tmp_path, steps=2)

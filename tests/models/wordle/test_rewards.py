@@ -110,6 +110,13 @@ def test_entropy_pays_nothing_for_the_last_guess(reward):
     assert pay(reward, "zebra", State(turns=turns * 5), "crane")["entropy"] == 0
 
 
+def test_a_word_that_contradicts_is_not_paid_for_what_it_tells(reward):
+    state = State().after("silly", "zebra")
+
+    assert pay(reward, "zebra", state, "sting")["entropy"] == 0
+    assert pay(reward, "zebra", state, "crane")["entropy"] > 0
+
+
 def test_repeating_a_guess_tells_nothing(reward):
     state = State().after("crane", "zebra")
     paid = pay(reward, "zebra", state, "crane")
