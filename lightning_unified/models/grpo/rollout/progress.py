@@ -66,7 +66,8 @@ class Progress:
 
     def keep(self, live: list[int], count: int) -> Tensor:
         """Decode only the rows at the places `live`, and as many that are over as make it `count`; return those places."""
-        over = [place for place in range(len(self._decoded)) if place not in set(live)]
+        alive = set(live)
+        over = [place for place in range(len(self._decoded)) if place not in alive]
         places = sorted(live + over[: count - len(live)])
         self._decoded = [self._decoded[place] for place in places]
         kept = torch.tensor(places, device=self._where.device)
