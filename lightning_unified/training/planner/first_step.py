@@ -102,9 +102,7 @@ class FirstStep:
         if self._kinds.add(batch, elements):
             self._begin_kind()
         if not self._is_worth_it(batch):
-            self.reason = (
-                "not worth it: sizes are known, or the budget is thousands of times what weights and batch take"
-            )
+            self.reason = "not worth it: sizes are known, or the budget is thousands of times weights and batch"
             return
         try:
             self._plan_beside_kept(batch, shape)
