@@ -233,7 +233,7 @@ class MemoryPolicy:
         Raises:
             OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
         """
-        self.kept.give_back(for_good=True)
+        self.kept.give_back(for_good=phase != "prepare_batch")  # what is kept is made there
         self.watch.release()
         reason = self.watch.named(reason)
         evaluates = phase in _EVALUATIONS

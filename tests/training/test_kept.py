@@ -17,12 +17,13 @@ class Keeps(L.LightningModule):
 
     kept_bytes = 0
 
-    def __init__(self, wanted, *, fails_at=None):
+    def __init__(self, wanted, *, fails_at=None, phase="forward"):
         super().__init__()
         self.layer, self.wanted, self.spare, self.given_back = torch.nn.Linear(64, 64), wanted, [], []
-        self.fails_at = fails_at
+        self.fails_at, self.phase = fails_at, phase
 
     def prepare_batch(self, batch):
+        self.fail("prepare_batch")
         spare = getattr(self.trainer.strategy, "spare_bytes", None)
         self.spare.append(spare)
         self.kept_bytes = self.wanted if spare else 0
@@ -32,10 +33,13 @@ class Keeps(L.LightningModule):
         self.given_back.append(self.trainer.global_step)
         self.kept_bytes = 0
 
-    def training_step(self, batch, batch_idx):
-        if self.global_step == self.fails_at:
+    def fail(self, phase):
+        if phase == self.phase and self.global_step == self.fails_at:
             self.fails_at = None
             raise RuntimeError(TEXT)
+
+    def training_step(self, batch, batch_idx):
+        self.fail("forward")
         return self.layer(batch).square().mean()
 
     def configure_optimizers(self):
@@ -104,6 +108,15 @@ def test_memory_that_runs_out_takes_back_what_is_kept_for_good():
     assert module.given_back == [0, 2]
     assert module.spare[3] == 0
     assert module.kept_bytes == 0
+
+
+def test_memory_that_runs_out_while_it_is_made_takes_it_back_until_then():
+    module = Keeps(5 * MIB, fails_at=2, phase="prepare_batch")
+    strategy = run(module)
+
+    assert strategy.recoveries == 1
+    assert module.given_back == [0, 2]
+    assert module.kept_bytes == 5 * MIB
 
 
 def test_a_smaller_micro_batch_takes_it_back_as_well():

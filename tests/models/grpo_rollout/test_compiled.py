@@ -114,6 +114,20 @@ def test_recorded_steps_are_nearer_to_the_loss_pass_than_bf16_is_to_float32(deco
 
 
 @pytest.mark.gpu
+def test_graphs_that_stay_serve_the_next_call_at_another_temperature() -> None:
+    model, (prompt, mask) = language_model(device="cuda"), prompts(device="cuda")
+    sampler, taken = Sampler(model, decoding="captured", kept_bytes=2**30), []
+    for temperature in (1.0, 0.5):
+        sampler.temperature = temperature
+        found = sampler(prompt, mask, group_size=2, max_new_tokens=8)
+        expected = recomputed(model, prompt, mask, found, group=2, temperature=temperature)
+        torch.testing.assert_close(found.log_probs, expected, rtol=1e-3, atol=1e-3)
+        taken.append((dict(sampler._static._graphs), sampler.cache_bytes))
+    assert taken[0] == taken[1]
+    assert sampler.cache_bytes > sampler._static._storage.nbytes
+
+
+@pytest.mark.gpu
 def test_a_freed_cache_takes_its_graphs_memory_along() -> None:
     model, (prompt, mask) = language_model(device="cuda"), prompts(device="cuda")
     sampler = Sampler(model, decoding="captured", kept_bytes=0)
