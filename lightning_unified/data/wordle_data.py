@@ -25,8 +25,8 @@ from lightning_unified.models.wordle.words import WordList, read_words
 
 __all__ = ["WordleData"]
 
-_PROMPTS = 1 << 30  # a round of games that no round of the first phase is
-_OPENINGS = 10  # one in so many states is the first of a game, which has one right answer at most to learn
+_PROMPTS = 1 << 30  # the first of the rounds of games that no round of the first phase is
+_OPENINGS = 10  # one in so many states is the first of a game
 _TEMPLATE = (  # of a tokenizer that is learnt here
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -47,7 +47,8 @@ class WordleData(ResumableData):
         sft_batch_size: Traces of a batch of the first phase, over all ranks.
         val_batch_size: Held-out traces of a batch of validation; None for `sft_batch_size`.
         sft_steps: Batches of the first phase; 0 leaves it out.
-        grpo_steps: Batches of prompts in the first epoch; more follow for as long as the trainer asks.
+        grpo_steps: Batches of prompts in the first epoch, for which so many games are played that none has a state twice; more follow
+            for as long as the trainer asks.
         inner_iterations: Optimizer steps on the completions of one batch of prompts.
         prompt_length: Tokens that every prompt is padded to.
         text_length: Tokens that every trace is padded to.
@@ -221,16 +222,27 @@ class WordleData(ResumableData):
         words = read_words(self.words_source)
         patterns = Patterns(words)
         train, held_out = split_secrets(words, held_out_fraction=self.held_out_fraction, seed=self._seed)
-        states = list(traces(words, train, seed=self._seed + _PROMPTS, patterns=patterns, **self._teacher))
-        later = [trace for trace in states if trace.state.turns]
-        first = [trace for trace in states if not trace.state.turns][: max(len(later) // (_OPENINGS - 1), 1)]
+        states = self._states(words, train, patterns=patterns, round_number=0)
+        if not states:
+            raise ValueError(f"data.slips={self._teacher['slips']}: the teacher won no game to learn from; lower it.")
+        chat, asked = self._chat(states), self._grpo_steps * self.batch_size
+        for number in range(1, asked):
+            if len(_asked(states)) >= asked:  # none is asked twice in the first epoch
+                break
+            states += self._states(words, train, patterns=patterns, round_number=number)
         return Games(
             words=words,
             patterns=patterns,
             train=train,
             held_out=held_out,
-            chat=self._chat(states),
-            states=(*later, *first),
+            chat=chat,
+            states=_asked(states),
+        )
+
+    def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
+        """Return the turns of a round of games whose states are asked in the second phase."""
+        return list(
+            traces(words, secrets, seed=self._seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
         )
 
     def _chat(self, states: Sequence[Trace]) -> ChatTokenizer:
@@ -239,6 +251,13 @@ class WordleData(ResumableData):
         texts = [f"{trace.messages[-1]['content']}\n{trace.completion}" for trace in states]
         backend = train_tokenizer([states[0].messages[0]["content"], *texts], vocab_size=self._asked_vocab_size)
         return ChatTokenizer(backend, template=_TEMPLATE, end="</s>")
+
+
+def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
+    """Return the states that are asked: all but most of the first ones, which have one right answer at most to learn."""
+    later = [trace for trace in states if trace.state.turns]
+    first = [trace for trace in states if not trace.state.turns]
+    return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])
 
 
 def _check_least(*, least: int = 1, **given: int) -> None:

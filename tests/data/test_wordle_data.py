@@ -96,6 +96,22 @@ def test_each_batch_of_prompts_comes_as_often_as_there_are_iterations(build):
     assert not torch.equal(found[1]["example"], found[2]["example"])
 
 
+def test_no_state_is_asked_twice_in_the_first_epoch(build):
+    few, many = build(grpo_steps=4), build(grpo_steps=150)
+    asked = torch.cat([batch["example"] for batch in batches(many, 153) if "prompt" in batch]).tolist()
+
+    assert len(set(asked)) == len(asked) == 300
+    assert len(few.examples) < 300  # of one round
+    assert many.examples[:20] == few.examples[:20]
+
+
+def test_a_teacher_that_wins_no_game_is_refused(build, monkeypatch):
+    monkeypatch.setattr(wordle_data, "traces", lambda *_, **__: iter(()))
+
+    with pytest.raises(ValueError, match="the teacher won no game"):
+        build().setup("fit")
+
+
 def test_no_held_out_secret_is_trained_on(build, monkeypatch):
     asked, play = [], wordle_games.traces
 
