@@ -178,9 +178,8 @@ class RecordedCalls:
             self._say(f"is called with more than {self._most} shapes: the others run eagerly")
             return self._network._call_impl(*args, **kwargs)
         failures = _failures(self._device)
-        if (
-            failures != self._failures
-        ):  # memory ran out since: what was called before that may be too large to be called again
+        if failures != self._failures:
+            # memory ran out since: what was called before that may be too large to be called again
             self._failures = failures
             self._forget()
         self.release()
