@@ -16,6 +16,7 @@ from lightning_unified.planning.rates import Rates
 from lightning_unified.training import reduction
 from lightning_unified.training.planner.first_step import FirstStep
 from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
+from lightning_unified.training.planner.speeds import RunSpeeds
 
 MIB, GIB = 2**20, 2**30
 SHORT = 5632 * 2**10
@@ -313,7 +314,7 @@ def partly_planned() -> dict[str, Any]:
 def _for_certain() -> None:
     """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again."""
     RankedFirstStep._is_worth_it = lambda *_: True
-    RankedFirstStep._rates = lambda _: RATES
+    RunSpeeds.rates = RATES
     compared = FirstStep._settings
     FirstStep._settings = lambda self: compared(self)[:2]  # nothing and everything recomputed
 
