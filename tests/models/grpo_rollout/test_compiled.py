@@ -105,6 +105,30 @@ def test_a_recorded_step_sees_weights_that_were_trained_meanwhile(decoding: str)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("decoding", "autocast"),
+    [
+        ("captured", False),
+        ("captured", True),
+        ("compiled", False),
+        pytest.param(
+            "compiled",
+            True,
+            marks=pytest.mark.xfail(
+                torch.__version__ < "2.13",
+                strict=True,
+                reason="this compiler rounds under autocast in part: 0.024 nats",
+            ),
+        ),
+    ],
+)
+def test_recorded_steps_round_where_the_loss_pass_rounds(decoding: str, *, autocast: bool) -> None:
+    model = language_model(adapters=True, device="cuda", dtype=torch.float32 if autocast else torch.bfloat16)
+    step_by_step = gap(model, device="cuda", autocast=autocast)
+    assert gap(model, device="cuda", decoding=decoding, autocast=autocast) < 2 * step_by_step + 1e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("decoding", FAST)
 def test_recorded_steps_are_nearer_to_the_loss_pass_than_bf16_is_to_float32(decoding: str, *, autocast: bool) -> None:
