@@ -4,15 +4,15 @@ The same rows (token ids, log-normal lengths of 6 to 128), the same shapes of BE
 AdamW, clipping at 1, four loader processes that stay, pinned batches. The rival pads all to 128, pads each batch to its own longest row, or groups rows
 by length. Ours is what a run has by default: `strategy="unified"` with its plan, `TextClassifier`, our rows and loader with a few fixed
 lengths, memory monitor, gradient health, pressure guard, and a CSV log every 10 steps; `graphs` is the same with `CudaGraphs`, and
-`-within` is either with `memory.budget` at 0.78 of the peak of the fastest rival so far and nothing recomputed, so that batches of
-the longest rows are cut. Neither validates, saves or draws a bar.
+`-within` is either with `memory.budget` at 0.78 of what the fastest rival so far reserved and nothing recomputed, so that batches
+of the longest rows are cut. Neither validates, saves or draws a bar.
 
 Every cell is a process of its own that trains two epochs, and the order of the cells turns round from one repeat to the next; with
 `--together` those of a repeat start at once, and take turns once they have imported what they need. Both epochs are timed
 on both sides, from one wait for the device to another: the first has all that a run does once (kernels are loaded and chosen, loader
 processes started, and on our side the plan made and graphs recorded), the second has none of it. The second is compared. Memory is read
 in two ways on both sides, over both epochs: `torch.cuda.max_memory_allocated`, which does not see the activations of a replayed graph, and
-`torch.cuda.max_memory_reserved`, which does. A budget caps what is reserved, so that -within is held to the stricter of the two.
+`torch.cuda.max_memory_reserved`, which does, and is what a budget caps.
 
 Usage: python benchmarks/classifier_rivals.py [--models minilm bert-base] [--cells pad128 ours …] [--repeats 2]
        (adds to benchmarks/results/classifier_rivals.json; under a minute a cell on a GPU)
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 RIVALS = ("pad128", "dynamic", "grouped")
 CELLS = (*RIVALS, "ours", "graphs", "ours-within", "graphs-within")
-WITHIN = 0.78  # of the fastest rival's peak, of what is allocated
+WITHIN = 0.78  # of what the fastest rival reserved
 AIMS = {"second_epoch": 1.5, "peak_bytes": 0.8, "reserved_bytes": 0.8}  # at least, and at most, of the fastest rival's
 
 
@@ -140,7 +140,7 @@ def _begin(
 def _budget(model: str, path: Path) -> int | None:
     """Return what a run held to less than the fastest rival may use; None while no rival's peak is known."""
     summary = json.loads(path.read_text(encoding="utf-8"))["summary"].get(model, {}) if path.exists() else {}
-    peak = summary["cells"][summary["fastest_rival"]]["peak_bytes"] if "fastest_rival" in summary else 0
+    peak = summary["cells"][summary["fastest_rival"]]["reserved_bytes"] if "fastest_rival" in summary else 0
     return int(WITHIN * peak) or None
 
 

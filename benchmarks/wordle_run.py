@@ -104,16 +104,16 @@ def _judge(directory: Path, overrides: Sequence[str], *, options: argparse.Names
     players: list[dict[str, Any]] = []
     model = None
     for phase, path in phases.items():
+        model = ModelPlayer(path, rows=512)
         for temperature, repeats in ((1.0, options.repeats), (0.0, 1)):
-            model = ModelPlayer(path, temperature=temperature, rows=512)
-            began = time.monotonic()
+            began, model.temperature = time.monotonic(), temperature
             with _autocast(model):
                 shares, figures = _play(model, model.held_out, words=model.words, repeats=repeats)
             won[phase, temperature] = shares
             found = {"player": phase, "steps": model.module.trained_steps, "temperature": temperature, **figures}
             players.append(found | {"seconds": round(time.monotonic() - began, 1)})
             print(json.dumps(players[-1]), flush=True)
-            model.release()
+        model.release()
     assert model is not None
     patterns = Patterns(model.words)
     for name, solver in {

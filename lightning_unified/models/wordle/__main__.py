@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("evaluate", help="many games of a model, and of two solvers on the same secrets")
     evaluate.add_argument("--games", type=int, help="this many secrets, drawn at random (default: all)")
     evaluate.add_argument("--seen", action="store_true", help="secrets that were trained on instead of those held out")
+    evaluate.add_argument(
+        "--temperature", type=float, default=0.0, help="of the model's answers; 0, the default, takes the likeliest"
+    )
     evaluate.add_argument("--json", action="store_true", help="print one JSON record a player")
     evaluate.set_defaults(run=_evaluate)
     solve = commands.add_parser(
@@ -102,7 +105,11 @@ def _person(console: Console, words: WordList, *, secret: str, rival: Sequence[T
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    if options.temperature < 0:
+        raise ValueError(f"--temperature {options.temperature:g}: give 0 or more.")
     model, words = _model_and_words(options)
+    if model is not None:
+        model.temperature = options.temperature
     secrets = _secrets(options, model, words)
     patterns = Patterns(words)
     players: dict[str, Player] = {"model": model} if model else {}

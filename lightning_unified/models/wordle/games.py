@@ -30,10 +30,12 @@ class TrainedPlayer(Player, Protocol):
     Attributes:
         words: The list that it was trained with.
         held_out: The answers that were never the secret of a training game.
+        temperature: Of its answers; 0 takes the likeliest.
     """
 
     words: WordList
     held_out: tuple[str, ...]
+    temperature: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,15 @@ class ModelPlayer:
             kept_bytes=sys.maxsize,
         )
 
+    @property
+    def temperature(self) -> float:
+        """Of the next answers."""
+        return self._sampler.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._sampler.temperature = value
+
     @cached_property
     def words(self) -> WordList:
         """The list that the model was trained with, read from where it was."""

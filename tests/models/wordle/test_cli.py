@@ -38,10 +38,13 @@ def model(monkeypatch):
     words = WordList(answers=some, guesses=some)
 
     class ModelPlayer:
+        temperature, played_at = 0.0, []  # the latter by all of them
+
         def __init__(self, checkpoint, *, device):
             self.words, self.held_out = words, split_secrets(words, held_out_fraction=0.1, seed=0)[1]
 
         def answers(self, states):
+            self.played_at.append(self.temperature)
             return [completion(state, "crane") for state in states]
 
     monkeypatch.setitem(sys.modules, "lightning_unified.models.wordle.player", SimpleNamespace(ModelPlayer=ModelPlayer))
@@ -97,6 +100,12 @@ def test_evaluation_compares_on_the_secrets_held_out(model, capsys):
     assert records[0]["wins"] == ("crane" in model.held_out)
 
 
+def test_evaluation_takes_the_likeliest_answers_unless_asked_otherwise(model, capsys):
+    for asked, temperature in (([], 0.0), (["--temperature", "0.7"], 0.7)):
+        assert main(["evaluate", "--checkpoint", "any.ckpt", "--json", *asked]) == 0
+        assert model.played_at[-1] == temperature
+
+
 def test_evaluation_on_secrets_seen_leaves_those_held_out_alone(model, capsys):
     assert main(["evaluate", "--checkpoint", "any.ckpt", "--seen", "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[0])
@@ -138,6 +147,7 @@ def test_marks_that_no_answer_has_are_an_error(type_in, capsys):
         (["play", "--watch"], "give --checkpoint"),
         (["evaluate", "--games", "0"], "take 1 to 721"),
         (["evaluate", "--seen"], "give its --checkpoint"),
+        (["evaluate", "--temperature", "-1"], "give 0 or more"),
         (["evaluate", "--checkpoint", "x", "--words", "builtin"], "leave one of them out"),
         (["solve", "--words", "nowhere.txt"], "there is no file nowhere.txt"),
     ],

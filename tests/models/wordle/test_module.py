@@ -169,6 +169,16 @@ def test_a_player_draws_the_same_answers_again_and_no_number_of_anybody_else(dat
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_temperature_of_a_player_may_change_between_games(data, tmp_path):
+    module = build()
+    fit(module, data(), tmp_path, steps=1)
+    player, greedy = ModelPlayer(module, temperature=1.0), ModelPlayer(module)
+    player.answers([State()])
+    player.temperature = 0.0
+
+    assert player.answers([State()] * 2) == greedy.answers([State()] * 2)
+
+
 def test_games_side_by_side_are_answered_as_one_by_one(data, tmp_path):
     module = build(sft_learning_rate=0.01)
     fit(module, data(), tmp_path, steps=2)
