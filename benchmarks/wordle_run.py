@@ -47,6 +47,9 @@ SMOKE = [
     "trainer.max_steps=10",
     "trainer.val_check_interval=5",
     "hardware=cpu",
+    "data.prompt_length=360",
+    "data.text_length=424",
+    "data.num_workers=0",
 ]
 RESAMPLES = 10_000
 FIGURES = ("format_share", "valid_share", "consistent_share", "mean_turns")
