@@ -22,6 +22,7 @@ Usage: python benchmarks/classifier_rivals.py [--models minilm bert-base] [--cel
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -115,13 +116,19 @@ def _runs(
         said, complaint = process.communicate()
         found: dict[str, Any] = {"model": model, "cell": cell, "budget": budget}
         if process.returncode:
-            found["failed"] = complaint.strip()[-3000:]
+            found["failed"] = _error(complaint)
             print(f"{model} {cell} failed:\n{found['failed']}", flush=True)
         else:
             found |= json.loads(said.strip().splitlines()[-1])
             first, second = found["samples_per_second"]
             print(f"{model} {cell}: {first:,.0f} samples/s in the first epoch, {second:,.0f} in the second", flush=True)
         yield found
+
+
+def _error(complaint: str) -> str:
+    """Return the last error in what a process complained, without the way there."""
+    starts = [match.start() for match in re.finditer(r"^[\w.]+(Error|Exception|Interrupt)\b", complaint, re.MULTILINE)]
+    return complaint[max(starts, default=0) :].strip()
 
 
 def _begin(

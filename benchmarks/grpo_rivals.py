@@ -2,12 +2,13 @@
 
 A model of Qwen2.5-3B's shape with random weights in bf16, LoRA of rank 16 on the attention's four matrices in float32, bf16 mixed, beta 0, one
 prompt an iteration, the same prompt, reward, temperature and learning rate. Random weights do not end a completion, so that all of them are as long as
-they may be. Three settings:
+they may be. Settings:
 
 - `after`: 2 completions of 128 tokens, recomputation, one completion at a time in the loss pass;
 - `before`: 2 completions of 512 tokens, no recomputation, both at once;
 - `wide`: 8 completions of 1,024 tokens, recomputation, all at once. Its peak is what counts: both sides compute together there, so that its seconds
-  are no comparison.
+  are no comparison;
+- `cut`: the same on our side only, one completion at a time in the loss pass, as a tight budget has it; beside the rival's `wide`.
 
 Every cell is a process of its own. All begin at once with one iteration each that is not compared: on our side it makes the plan, compiles and
 records, on the rival's its completions have only a few tokens, which loads its kernels. Then they wait for their turn, so that nothing else computes
@@ -31,15 +32,16 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "grpo_rivals.json"
-SIDES = ("ours", "rival")
 SETTINGS: dict[str, dict[str, Any]] = {
     "after": {"new": 128, "group": 2, "at_once": 1, "recompute": True, "steps": {"ours": 3, "rival": 3}},
     "before": {"new": 512, "group": 2, "at_once": 2, "recompute": False, "steps": {"ours": 3, "rival": 2}},
     "wide": {"new": 1024, "group": 8, "at_once": 8, "recompute": True, "steps": {"ours": 2, "rival": 1}},
+    "cut": {"new": 1024, "group": 8, "at_once": 1, "recompute": True, "steps": {"ours": 2}},
 }
-TOGETHER = ("wide",)
-SMOKE = {"after": 8, "before": 12, "wide": 16}  # new tokens
-AIMS = {"times_faster": 5.0, "share_of_peak": 0.6}  # at least, in `after` and `before`; at most, in `wide`
+BESIDE = {"cut": "wide"}  # whose rival is compared, where there is none of its own
+TOGETHER = ("wide", "cut")
+SMOKE = {"after": 8, "before": 12, "wide": 16, "cut": 16}  # new tokens
+AIMS = {"times_faster": 5.0, "share_of_peak": 0.6}  # at least, in `after` and `before`; at most, in `wide` and `cut`
 
 
 def main() -> None:
@@ -49,7 +51,11 @@ def main() -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "smoke.json") if options.smoke else options.output
-        cells = [Cell(setting, side, smoke=options.smoke) for setting in options.settings for side in SIDES]
+        cells = [
+            Cell(setting, side, smoke=options.smoke)
+            for setting in options.settings
+            for side in SETTINGS[setting]["steps"]
+        ]
         ends = time.monotonic() + options.limit
         try:
             for cell in cells:
@@ -151,16 +157,17 @@ def _keep(run: dict[str, Any], path: Path) -> None:
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return, by setting, the median seconds of compared iterations and peaks of both sides, and ours beside the rival's."""
     found: dict[str, Any] = {}
+    done = {(run["setting"], run["side"]): run for run in runs if "failed" not in run}
     for setting in SETTINGS:
-        sides = {run["side"]: run for run in runs if run["setting"] == setting and "failed" not in run}
-        if set(sides) != set(SIDES):
+        places = {"ours": (setting, "ours"), "rival": (BESIDE.get(setting, setting), "rival")}
+        if not set(places.values()) <= set(done):
             continue
-        ours, rival = (sides[side] for side in SIDES)
-        found[setting] = {"peak_bytes": {side: sides[side]["peak_bytes"] for side in SIDES}}
-        if rival["peak_bytes"]:
-            found[setting]["share_of_peak"] = round(ours["peak_bytes"] / rival["peak_bytes"], 3)
+        sides = {side: done[place] for side, place in places.items()}
+        found[setting] = {"peak_bytes": {side: run["peak_bytes"] for side, run in sides.items()}}
+        if sides["rival"]["peak_bytes"]:
+            found[setting]["share_of_peak"] = round(sides["ours"]["peak_bytes"] / sides["rival"]["peak_bytes"], 3)
         if setting not in TOGETHER:
-            seconds = {side: round(statistics.median(sides[side]["seconds"][1:]), 4) for side in SIDES}
+            seconds = {side: round(statistics.median(run["seconds"][1:]), 4) for side, run in sides.items()}
             found[setting] |= {"seconds": seconds, "times_faster": round(seconds["rival"] / seconds["ours"], 2)}
     return found
 

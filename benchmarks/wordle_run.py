@@ -124,6 +124,7 @@ def _judge(directory: Path, overrides: Sequence[str], *, options: argparse.Names
         "random consistent": RandomConsistent(patterns),
     }.items():
         players.append({"player": name, **_play(solver, model.held_out, words=model.words, repeats=1)[1]})
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     record = {
         **origin("python benchmarks/wordle_run.py " + " ".join(overrides)),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -133,7 +134,7 @@ def _judge(directory: Path, overrides: Sequence[str], *, options: argparse.Names
             for temperature in (1.0, 0.0)
         },
         "players": players,
-        "summary": json.loads((directory / "summary.json").read_text(encoding="utf-8")),
+        "summary": {name: value for name, value in summary.items() if name not in {"checkpoint", "resume_command"}},
         "games_while_training": [
             json.loads(path.read_text(encoding="utf-8"))
             for path in sorted(

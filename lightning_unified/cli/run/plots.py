@@ -13,6 +13,8 @@ _PLOTS = {
     "memory.png": ("GiB", r"memory(_simulated_[^/]+)?/(allocated|reserved|peak|available)", 2.0**30),
 }
 
+_FEW = 3  # lines, whose legend covers none of them for long
+
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the columns of a `metrics.csv` as (step, value) pairs; cells left empty are left out."""
@@ -45,7 +47,8 @@ def _draw(columns: dict[str, list[tuple[int, float]]], *, label: str, unit: floa
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    is_crowded = len(columns) > _FEW
+    figure = Figure(figsize=(9 if is_crowded else 7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, points in columns.items():
@@ -60,5 +63,8 @@ def _draw(columns: dict[str, list[tuple[int, float]]], *, label: str, unit: floa
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if is_crowded:
+        figure.legend(loc="outside right upper")
+    else:
+        axes.legend()
     figure.savefig(path, dpi=120)
