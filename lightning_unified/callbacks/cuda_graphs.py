@@ -40,7 +40,7 @@ class CudaGraphs(Callback):
         ConfigurationError: If `most` is less than 1.
     """
 
-    def __init__(self, *, of: str | Sequence[str] | None = None, most: int = 8) -> None:
+    def __init__(self, *, of: str | Sequence[str] | None = None, most: int = 16) -> None:
         if most < 1:
             raise ConfigurationError(f"CudaGraphs: most={most} must be 1 or more.")
         self.of = [of] if isinstance(of, str) else None if of is None else [str(name) for name in of]

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-__all__ = ["Call", "GradientRoom", "Recording", "Turn", "call_of", "record", "recording_stream"]
+from lightning_unified.nn.gradient_room import GradientRoom, differentiate
+
+__all__ = ["Call", "Recording", "Turn", "call_of", "record", "recording_stream"]
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -77,51 +78,6 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.dev
     return Call(key=(names, tuple(kinds), autocast), values=values, names=names, autocast=autocast)
 
 
-class GradientRoom:
-    """Where recorded backward passes write the gradients of a network's trained parameters: one block for each dtype.
-
-    Args:
-        parameters: The trained ones, by name.
-
-    Attributes:
-        parameters: The same.
-        blocks: The memory, as many bytes as the parameters have.
-        places: Of each parameter's gradient in it, by name, in the order of `parameters`.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters = parameters
-        self.blocks: list[Tensor] = []
-        self._members: list[list[str]] = []
-        for dtype in dict.fromkeys(one.dtype for one in parameters.values()):
-            # those that would leave the next one unaligned come last: kernels of many tensors are slower on such
-            names = sorted(
-                (n for n, p in parameters.items() if p.dtype is dtype), key=lambda n: parameters[n].numel() % 16 > 0
-            )
-            count, device = sum(parameters[name].numel() for name in names), parameters[names[0]].device
-            self.blocks.append(torch.empty(count, dtype=dtype, device=device))
-            self._members.append(names)
-        self.places = self._views(self.blocks)
-
-    def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for block, names in zip(blocks, self._members, strict=True):
-            shapes = [self.parameters[name] for name in names]
-            found |= zip(names, _unflatten_dense_tensors(block, shapes), strict=True)
-        return {name: found[name] for name in self.parameters}
-
-    def take(self, used: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients that were written, None for those that were not.
-
-        They are copies, in one piece for all: autograd keeps such as they are, where it would copy each of those that lie here. Where
-        all are to be added to gradients that are there, and nobody else sees them, they are the places themselves.
-        """
-        parameters = self.parameters.values()
-        is_added = all(one.grad is not None and not one._backward_hooks for one in parameters)
-        places = self.places if is_added else self._views([block.clone() for block in self.blocks])
-        return [place if is_used else None for place, is_used in zip(places.values(), used, strict=True)]
-
-
 class Turn:
     """A replayed forward pass, from then until its backward pass has run or nobody can ask for it any more."""
 
@@ -137,7 +93,7 @@ class Recording:
 
     Attributes:
         forward: Reads `inputs`, writes `outputs`.
-        backward: Reads `incoming`, writes into `room` and `of_inputs`.
+        backward: Reads `incoming`, adds to `room` and writes `of_inputs`.
         inputs: Where a call's tensors go.
         outputs: The tensors of what the network returns.
         structure: How it returns them, with all that is no tensor.
@@ -201,9 +157,9 @@ class _Replay(torch.autograd.Function):
         for own, given in zip(recording.incoming, grads, strict=True):
             if own is not None:
                 own.copy_(given)
-        recording.backward.replay()
+        of_parameters = recording.room.receive(recording.backward.replay, used=recording.used)
         of_inputs = (None if one is None else one.clone() for one in recording.of_inputs)
-        return (None, None, *of_inputs, *recording.room.take(recording.used))
+        return (None, None, *of_inputs, *of_parameters)
 
 
 def record(
@@ -246,18 +202,10 @@ def record(
         flat, spec = tree_flatten(result)
         outputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
-        wanted = [*leaves.values(), *(one for one in inputs if one.requires_grad)]
+        wanted = [one for one in inputs if one.requires_grad]
         with torch.cuda.graph(backward, **settings):
-            got = torch.autograd.grad(
-                [one for one in outputs if one.requires_grad],
-                wanted,
-                [one for one in incoming if one is not None],
-                allow_unused=True,
-            )
-            pairs = [(to, one) for to, one in zip(room.places.values(), got, strict=False) if one is not None]
-            if pairs:
-                torch._foreach_copy_([to for to, _ in pairs], [one for _, one in pairs])  # pyright: ignore[reportPrivateImportUsage]
-    left = iter(got[len(leaves) :])
+            used, of_inputs = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, room=room)
+    left = iter(of_inputs)
     return Recording(
         forward=forward,
         backward=backward,
@@ -266,7 +214,7 @@ def record(
         structure=([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
         room=room,
-        used=[one is not None for one in got[: len(leaves)]],
+        used=used,
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=list(written),
     )

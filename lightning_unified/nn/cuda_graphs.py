@@ -5,7 +5,9 @@ A replay tells the device in one call what Python tells it in hundreds. benchmar
 
 import logging
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,20 +17,23 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_unified.nn.cuda_graph_recording import (
     Call,
-    GradientRoom,
     Recording,
     Turn,
     call_of,
     record,
     recording_stream,
 )
+from lightning_unified.nn.gradient_room import GradientRoom
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
-__all__ = ["RecordedCalls", "is_recorded"]
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "release_recordings"]
 
 log = logging.getLogger("lightning_unified")
 
+_paused: ContextVar[bool] = ContextVar("paused", default=False)
+_SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
 _SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded
+_STALE = 256  # judgement: calls after which a shape that has not come makes place for another
 _CHANGES = 64  # judgement: so often may the network change before it is left alone for good
 
 
@@ -43,9 +48,12 @@ class RecordedCalls:
     - of a shape that is new. The first one is looked at for whatever cannot be recorded, which is said once in the log. Recording
       begins when a few calls in a row have brought nothing new, and then all that came again are recorded, the largest first. A new
       shape after that gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
-    - of more shapes than `most`, and after a recorded call that still waits for its backward pass.
+    - of more shapes than `most` that come now and then, and after a recorded call that still waits for its backward pass;
+    - inside `eager_calls`.
 
-    All recordings share one pool of memory, and one room for the gradients of the trained parameters. Copies of the network, by
+    All recordings share one pool of memory, and one room for the gradients of the trained parameters, which is where these are between a
+    replay and `zero_grad`. The first time that memory runs out in a recording that is raised, so that who can makes the batch smaller; the
+    second time there will be no more of them, for a run is not to end for them. Copies of the network, by
     `copy.deepcopy`, `pickle` or `torch.save`, are eager ones, as after `Module.compile`, whose place in the module this takes.
 
     What Python does in the forward pass (counting, printing, looking at the clock) happens at the recording and not at replays.
@@ -61,7 +69,7 @@ class RecordedCalls:
         ValueError: If the network has no trained parameter, or its calls are stood in for already.
     """
 
-    def __init__(self, network: nn.Module, *, most: int = 8) -> None:
+    def __init__(self, network: nn.Module, *, most: int = 16) -> None:
         trained = [one for one in network.parameters() if one.requires_grad]
         name = type(network).__name__
         if not trained:
@@ -76,13 +84,15 @@ class RecordedCalls:
         self._state: tuple[Any, ...] | None = None
         self._known: dict[Hashable, Call] = {}
         self._again: set[Hashable] = set()  # of these, the ones that came more than once
+        self._last: dict[Hashable, int] = {}  # the number of the call in which each came last
+        self._calls = 0
         self._pool: Any = None
         self._recordings: dict[Hashable, Recording] = {}
         self._written: dict[int, Tensor] = {}
         self._turn: weakref.ref[Turn] | None = None
         self._refused = False
         self._changes = -1  # the first state is none
-        self._quiet = self._failures = 0
+        self._quiet = self._failures = self._shortages = 0
         self._said: set[str] = set()
         self._begin(state_of(network))
         if self._device.type == "cuda":
@@ -106,8 +116,8 @@ class RecordedCalls:
         self.release()
         self._forget()
         self._written.clear()
-        self.gradients.clear()
-        self._room, self._state = GradientRoom({}), None
+        self._leave_room()
+        self._state = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = self._network._call_impl
@@ -119,14 +129,15 @@ class RecordedCalls:
             self._begin(state)
         if self._refused or self._waits:
             return eager(*args, **kwargs)
+        self._calls += 1
+        self._last[call.key] = self._calls
         if call.key not in self._recordings:
             if call.key not in self._known:
                 return self._first(call, args, kwargs)
             self._quiet += 1
             self._again.add(call.key)
-            if self._quiet < _SETTLED:
+            if self._quiet < _SETTLED or not self._record():
                 return eager(*args, **kwargs)
-            self._record()
         turn = Turn()
         self._turn = weakref.ref(turn)
         return self._recordings[call.key].replay(call.tensors, turn=turn)
@@ -144,6 +155,7 @@ class RecordedCalls:
             or torch.is_anomaly_enabled()  # looks at values in the backward pass
             or _has_any_global_hook()
             or torch.cuda.is_current_stream_capturing()
+            or _paused.get()
         )
         return None if watched else call_of(args, kwargs, device=self._device)
 
@@ -160,13 +172,16 @@ class RecordedCalls:
         self._written.clear()
         self._state, self._changes = state, self._changes + 1
         trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
-        if _kinds(trained) != _kinds(self._room.places):
-            self._room = GradientRoom(trained)
-            self.gradients[:] = self._room.blocks
-        self._room.parameters = trained
+        if self._shortages < 2:
+            if _kinds(trained) != _kinds(self._room.places):
+                self._room = GradientRoom(trained)
+                self.gradients[:] = self._room.blocks
+            self._room.parameters = trained
         self._device = next(iter(trained.values())).device if trained else self._device
         self._refused = False
         reason = why_not(self._network) if trained else "none of its parameters is trained"
+        if self._shortages > 1:
+            reason = _SHORT
         if self._changes > _CHANGES:
             reason = "its weights, hooks or modes change all the time"
         if reason is not None:
@@ -174,6 +189,8 @@ class RecordedCalls:
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first call of a shape, which warms up the kernels, and look at what it does."""
+        if len(self._known) >= self._most:
+            self._forget_stale()
         if len(self._known) >= self._most:
             self._say(f"is called with more than {self._most} shapes: the others run eagerly")
             return self._network._call_impl(*args, **kwargs)
@@ -208,27 +225,51 @@ class RecordedCalls:
             return "it replaces tensors of its own when it is called"
         return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
 
-    def _record(self) -> None:
+    def _record(self) -> bool:
         """Record the shapes that have come again and are not recorded, the largest first: its memory serves the smaller ones.
 
+        Returns:
+            Whether that was possible; if not, it never will be.
+
         Raises:
-            torch.OutOfMemoryError: If memory runs out; nothing is left of any recording then, and no shape known.
+            torch.OutOfMemoryError: If memory runs out for the first time; nothing is left of any recording then, and no shape known.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
+        self._room.adopt()
         try:
             for call in sorted(due, key=lambda one: one.elements, reverse=True):
                 self._recordings[call.key] = record(
                     self._network, call, room=self._room, written=[*self._written.values()], pool=self._pool
                 )
-        except BaseException:
+        except BaseException as error:
             self.release()
             self._forget()
-            raise
+            self._shortages += isinstance(error, torch.OutOfMemoryError)
+            if self._shortages < 2 or not isinstance(error, torch.OutOfMemoryError):
+                raise
+        else:
+            return True
+        self._refuse(_SHORT)
+        self._leave_room()
+        return False
+
+    def _leave_room(self) -> None:
+        """Give the room for gradients back, but for what are gradients now."""
+        self._room = GradientRoom({})
+        self.gradients.clear()
 
     def _forget(self) -> None:
         self._known.clear()
         self._again.clear()
+        self._last.clear()
+
+    def _forget_stale(self) -> None:
+        """Forget shapes that come no more, as after batches are cut otherwise."""
+        for key in [key for key in self._known if self._calls - self._last[key] > _STALE]:
+            for shapes in (self._known, self._last, self._recordings):
+                shapes.pop(key, None)
+            self._again.discard(key)
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
@@ -244,10 +285,30 @@ class RecordedCalls:
 
 def is_recorded(network: nn.Module) -> bool:
     """Return whether calls of `network`, or of a module in it, are replayed by now."""
-    return any(
-        isinstance(one, RecordedCalls) and one.recorded
-        for one in (vars(module).get("_compiled_call_impl") for module in network.modules())
-    )
+    return any(one.recorded for one in _stand_ins(network))
+
+
+def release_recordings(network: nn.Module) -> None:
+    """Give the recordings of `network` and of all modules in it back, as where memory is short."""
+    for one in _stand_ins(network):
+        one.release()
+
+
+@contextmanager
+def eager_calls() -> Iterator[None]:
+    """Let all networks run eagerly inside, as if nothing stood in for their calls, which nobody learns of."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
+
+
+def _stand_ins(network: nn.Module) -> Iterator[RecordedCalls]:
+    for module in network.modules():
+        own = vars(module).get("_compiled_call_impl")
+        if isinstance(own, RecordedCalls):
+            yield own
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:

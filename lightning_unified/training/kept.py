@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_unified.nn.cuda_graphs import release_recordings
+
 __all__ = ["KeptMemory"]
 
 
@@ -28,7 +30,7 @@ class KeptMemory:
         return int(getattr(self._module, "kept_bytes", 0))
 
     def give_back(self, *, for_good: bool = False) -> None:
-        """Have all of it freed.
+        """Have all of it freed; where memory was short, recordings of its calls too, which are made again when it is not.
 
         Args:
             for_good: Whether memory was short.
@@ -36,3 +38,5 @@ class KeptMemory:
         self.is_refused = self.is_refused or for_good
         if self.bytes:
             self._module.give_back()
+        if for_good and self._module is not None:
+            release_recordings(self._module)

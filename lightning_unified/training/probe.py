@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
+from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder
@@ -28,8 +29,8 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 class Undone:
     """A block in which a module may run: gradients, buffers, generators, metrics, logs, modes and attributes are as before after it.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, and no gradients are there yet. Attention
-    is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more. Buffers
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, calls are not replayed, and no gradients are
+    there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more. Buffers
     are stood in for by copies, so that the real ones keep even their version counters. Attributes that are lists, dicts or sets
     are emptied of what was added; objects that a module keeps of its own are not looked into.
 
@@ -63,8 +64,9 @@ class Undone:
                 if buffer is not None:
                     copies[id(buffer)] = buffer.detach().clone()
         # nothing is changed above, where memory may run out
-        self._attention = _attention_without_cudnn()
-        self._attention.__enter__()
+        self._kernels = ExitStack()
+        self._kernels.enter_context(_attention_without_cudnn())
+        self._kernels.enter_context(eager_calls())
         self._logs = LogRecorder(lambda values, _parts: values[-1]).recording(self._results)
         self._logs.__enter__()
         for parameter, _ in self._gradients:
@@ -80,7 +82,7 @@ class Undone:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._logs.__exit__(None, None, None)
-        self._attention.__exit__(None, None, None)
+        self._kernels.close()
         for child, mode in self._modes:
             child.training = mode
         for owner, attributes, copies in self._attributes:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_unified.nn import cuda_graphs
 from lightning_unified.nn.cuda_graph_recording import _TENSOR, Recording
+from lightning_unified.nn.gradient_room import differentiate
 
 
 @pytest.fixture
@@ -49,16 +50,16 @@ def record(network, call, *, room, written, pool):
             flat, spec = tree_flatten(torch.func.functional_call(network, leaves, args, kwargs))
         return leaves, flat, spec
 
-    before = [(one, one.clone()) for one in written]
+    before = [(one, one.clone()) for one in (*written, *room.blocks)]  # at a recording nothing is computed
     state = torch.get_rng_state()
     leaves, flat, spec = run()
     torch.set_rng_state(state)
-    for one, was in before:
-        one.copy_(was)
     outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
     wanted = [one for one in inputs if one.requires_grad]
-    got = grads(outputs, [*leaves.values(), *wanted], incoming)
+    used, _ = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, room=room)
+    for one, was in before:
+        one.copy_(was)
     left = iter(torch.zeros_like(one) for one in wanted)
     static = [one.detach().clone() for one in outputs]
     recording = Recording(
@@ -69,7 +70,7 @@ def record(network, call, *, room, written, pool):
         structure=([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
         room=room,
-        used=[one is not None for one in got[: len(leaves)]],
+        used=used,
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=written,
     )
@@ -81,19 +82,8 @@ def record(network, call, *, room, written, pool):
             to.copy_(one.detach())
 
     def backward():
-        found = grads(live["outputs"], [*live["leaves"].values(), *wanted], incoming)
-        of_inputs = [one for one in recording.of_inputs if one is not None]
-        for to, one in zip([*room.places.values(), *of_inputs], found, strict=True):
-            if one is not None:
-                to.copy_(one)
+        _, found = differentiate(live["outputs"], leaves=live["leaves"], inputs=wanted, incoming=incoming, room=room)
+        for to, one in zip([one for one in recording.of_inputs if one is not None], found, strict=True):
+            to.copy_(one)
 
     return recording
-
-
-def grads(outputs, wanted, incoming):
-    return torch.autograd.grad(
-        [one for one in outputs if one.requires_grad],
-        wanted,
-        [one for one in incoming if one is not None],
-        allow_unused=True,
-    )

@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_unified.nn import cuda_graphs
 from lightning_unified.nn.cuda_graph_recording import Recording, call_of
-from lightning_unified.nn.cuda_graphs import RecordedCalls, is_recorded
+from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings
+from lightning_unified.nn.gradient_room import GradientRoom, differentiate
 from lightning_unified.nn.recomputing import Recomputing
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
@@ -103,14 +105,104 @@ def test_gradients_accumulate_over_replays(net):
     assert torch.allclose(net.first.weight.grad, 2 * once["first.weight"])
 
 
-def test_gradients_are_one_piece_of_memory_that_no_later_replay_writes(net):
+def storages(tensors):
+    return {one.untyped_storage().data_ptr() for one in tensors if one is not None}
+
+
+def test_gradients_are_where_they_were_recorded_to_go(net):
     recorded = RecordedCalls(net)
     settle(net, IDS)
-    step(net)
-    found = {one.grad.untyped_storage().data_ptr() for one in net.parameters() if one.grad is not None}
+    for _ in range(2):  # as parts of a batch
+        step(net)
 
-    assert len(found) == 1
-    assert not found & {one.untyped_storage().data_ptr() for one in recorded.gradients}
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+
+
+@pytest.mark.parametrize("kept_as", ["gradients", "values", "one of them", "hooked"])
+def test_gradients_that_somebody_keeps_are_not_written_over(net, kept_as):
+    plain = copy.deepcopy(net)
+    RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    kept = {name: one.grad for name, one in net.named_parameters() if one.grad is not None}
+    values = {name: one.clone() for name, one in kept.items()}
+    if kept_as == "values":  # as a window of batches has them set aside
+        net.zero_grad()
+    if kept_as == "one of them":
+        net.first.weight.grad = None
+    if kept_as == "hooked":
+        net.first.weight.register_hook(lambda grad: grad * 1)
+    step(net, IDS + 3)
+
+    for ids, zeroed in ((IDS, kept_as == "values"), (IDS + 3, False)):
+        step(plain, ids)
+        if zeroed:
+            plain.zero_grad()
+        elif kept_as == "one of them" and ids is IDS:
+            plain.first.weight.grad = None
+    for name, one in plain.named_parameters():
+        if one.grad is not None:
+            torch.testing.assert_close(net.get_parameter(name).grad, one.grad)
+    if kept_as in {"values", "one of them"}:
+        assert torch.equal(kept["first.weight"], values["first.weight"])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_begin_at_nothing_after_they_are_zeroed(net, set_to_none):
+    RecordedCalls(net)
+    settle(net, IDS)
+    step(net)
+    once = gradients(net)
+    net.zero_grad(set_to_none=set_to_none)
+    step(net)
+
+    assert all(torch.equal(one, gradients(net)[name]) for name, one in once.items() if one is not None)
+
+
+def test_replays_and_eager_calls_add_to_the_same_gradients(net):
+    plain = copy.deepcopy(net)
+    RecordedCalls(net)
+    settle(net, IDS)
+    for one in (net, plain):
+        for ids in (IDS, IDS[:2], IDS):  # the second is new, and runs eagerly
+            step(one, ids)
+
+    ours, theirs = gradients(net), gradients(plain)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in ours if theirs[name] is not None)
+
+
+def test_gradients_that_are_there_at_a_recording_move_to_where_others_will_go(net):
+    plain, recorded = copy.deepcopy(net), RecordedCalls(net)
+    for _ in range(SETTLED + 1):
+        for one in (net, plain):
+            one.zero_grad()
+            step(one)
+            kept = net.first.weight.grad
+    before = gradients(net)
+    net(IDS)  # recorded by now
+    assert recorded.recorded == 1
+
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+    assert all(torch.equal(one, gradients(net)[name]) for name, one in before.items() if one is not None)
+    assert torch.equal(kept, plain.first.weight.grad)
+
+
+def test_a_gradient_is_freed_as_soon_as_it_is_added():
+    x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
+    room, seen = GradientRoom(weights), []
+    room.receive(lambda: None, used=[True] * 3)  # all zero
+
+    def watch(grad):
+        seen.append((weakref.ref(grad), [one() is None for one, _ in seen]))
+
+    for one in weights.values():
+        one.register_hook(watch)
+    output = x @ weights["a"] @ weights["b"] @ weights["c"]
+    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 4)], room=room)
+
+    assert (used, of_inputs) == ([True] * 3, [])
+    assert all(all(gone) for _, gone in seen)
+    assert torch.equal(room.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 4))
 
 
 def test_gradients_of_several_dtypes_are_each_in_their_own():
@@ -178,6 +270,18 @@ def test_more_shapes_than_allowed_run_eagerly_and_that_is_said_once(net, caplog)
 
     assert recorded.recorded == 1
     assert caplog.text.count("more than 1 shapes") == 1
+
+
+def test_a_shape_that_comes_no_more_makes_place_for_another(net, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_STALE", SETTLED)
+    recorded = RecordedCalls(net, most=2)
+    settle(net, IDS, IDS[:2])
+    settle(net, IDS)
+    assert recorded.recorded == 2
+    settle(net, IDS, IDS[:3])
+
+    assert recorded.recorded == 2
+    assert len(recorded._known) == 2
 
 
 def test_a_call_while_another_waits_for_its_backward_pass_runs_eagerly(net):
@@ -332,6 +436,48 @@ def test_memory_that_runs_out_while_recording_leaves_nothing_and_goes_on(net, mo
 
     settle(net, IDS[:2])
     assert recorded.recorded == 1  # and not the one before, which may be what was too large
+
+
+def test_memory_that_runs_out_twice_while_recording_ends_no_run(net, monkeypatch, caplog):
+    plain, recorded = copy.deepcopy(net), RecordedCalls(net)
+
+    def runs_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_graphs, "record", runs_out)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        settle(net, IDS)
+    with caplog.at_level(logging.WARNING, "lightning_unified"):
+        settle(net, IDS[:2], times=3 * SETTLED)
+
+    assert (recorded.recorded, recorded.gradients) == (0, [])
+    assert caplog.text.count("memory has run out twice") == 1
+    net.drop.training = False  # another network to look at
+    assert step(net) == step(plain)
+
+
+def test_recordings_are_released_from_outside_and_made_again(net):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    release_recordings(nn.Sequential(net))
+    assert recorded.recorded == 0
+
+    settle(net, IDS)
+    assert recorded.recorded == 1
+
+
+def test_where_calls_are_to_be_eager_nothing_is_looked_at_or_forgotten(net, monkeypatch):
+    recorded = RecordedCalls(net)
+    settle(net, IDS)
+    with eager_calls(), monkeypatch.context() as patch:
+        patch.setattr(Recording, "replay", None)
+        net.drop.training = False  # another network, were it looked at
+        step(net)
+        step(net, IDS[:2])  # another shape
+        net.drop.training = True
+    step(net)
+
+    assert recorded.recorded == 1
 
 
 def test_outputs_come_in_the_structure_that_the_network_returns():

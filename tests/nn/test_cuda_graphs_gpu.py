@@ -171,6 +171,20 @@ def test_four_shapes_share_their_memory():
     assert taken[1] < 2 * taken[0]
 
 
+def test_gradients_are_in_memory_once():
+    net, ids = Net(width=256).cuda(), texts(8, 16)
+    recorded = RecordedCalls(net)
+    settle(net, ids)
+    gradients = sum(one.nbytes for one in recorded.gradients)
+    net.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    step(net, ids)
+
+    assert net.head.weight.grad is not None
+    assert torch.cuda.memory_allocated() - before < gradients / 4
+
+
 def test_removed_it_gives_its_memory_back():
     net = Net(width=256).cuda()
     torch.cuda.empty_cache()

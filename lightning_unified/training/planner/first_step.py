@@ -265,7 +265,8 @@ class FirstStep:
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a rehearsal counts too."""
         of_callbacks = callback_bytes(self._trainer, on_host=self._policy.watch.counts_process)
-        return held_bytes(self._module, self._trainer.optimizers, batch) + of_callbacks + self._reduction_bytes
+        own = held_bytes(self._module, self._trainer.optimizers, batch, trainer=self._trainer)
+        return own + of_callbacks + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()

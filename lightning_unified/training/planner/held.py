@@ -25,13 +25,16 @@ def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
     return sum(one.numel() * one.element_size() for one in tensors_held(trainer, on_host=on_host))
 
 
-def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer], batch: Any) -> int:
+def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer], batch: Any, *, trainer: L.Trainer) -> int:
     """Return the bytes of weights, buffers, gradients and optimizer state that are there now, and of the batch.
+
+    Gradients that lie in what a callback holds are the callback's.
 
     Args:
         module: Whose they are.
         optimizers: Its optimizers.
         batch: Whole.
+        trainer: Whose callbacks are meant.
     """
     need = static_bytes(module)
     states = [
@@ -41,6 +44,13 @@ def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer], batch: Any) -
         for value in (state.values() if isinstance(state, dict) else ())
         if isinstance(value, torch.Tensor)
     ]
-    gradients = [one.grad for one in module.parameters() if one.grad is not None]
+    of_callbacks = {_memory(one) for one in tensors_held(trainer, on_host=True)} - {None}
+    all_gradients = [one.grad for one in module.parameters() if one.grad is not None]
+    gradients = [one for one in all_gradients if _memory(one) not in of_callbacks]
     counted = sum(one.numel() * one.element_size() for one in [*states, *gradients, *tensors_in(batch)])
     return need["weights"] + need["buffers"] + counted
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return where the memory of a tensor begins; None of one that has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
