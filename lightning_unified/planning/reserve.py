@@ -9,7 +9,7 @@ from lightning_unified.hardware.simulated.addresses import Addresses
 from lightning_unified.hardware.simulated.expandable import ExpandableSegments
 from lightning_unified.hardware.simulated.host_heap import HostHeap
 from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
-from lightning_unified.planning.trace import CATEGORIES, Category, Give, Take, Trace, Work
+from lightning_unified.planning.trace import CATEGORIES, Category, Take, Trace, Work
 from lightning_unified.units import MIB
 
 __all__ = ["Held", "Run", "held", "pools_of", "replay", "reserved_bytes"]
@@ -107,10 +107,11 @@ class Run:
         self._first = begin
         self._setup = [event for event in trace.events[:begin] if isinstance(event, Take)]
         self._step = trace.events[begin:]
+        self._moves = [(at, event) for at, event in enumerate(self._step) if not isinstance(event, Work)]
         self._takes = {event.storage: event for event in trace.events if isinstance(event, Take)}
         self._blocks: dict[int, Block] = {}
         self._live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self._most, self._index, self._reserved = 0, 0, 0
+        self._total = self._most = self._index = self._reserved = 0
         self._at_most: dict[Category, int] = {}
 
     def held(self) -> Held:
@@ -144,12 +145,17 @@ class Run:
 
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
         """Go through one step; `beginnings` begin to live before the events that they are named by."""
-        for at, event in enumerate(self._step):
-            self._take_all(beginnings.get(at, ()))
+        due = sorted(beginnings, reverse=True)
+        for at, event in self._moves:
+            while due and due[-1] <= at:
+                self._take_all(beginnings[due.pop()])
             if isinstance(event, Take):
                 self._take(event, index=self._first + at)
-            elif isinstance(event, Give):
+            else:
                 self._give(event.storage)
+        for last in reversed(due):
+            if last < len(self._step):
+                self._take_all(beginnings[last])
 
     def _carry_over(self) -> None:
         """Let what a step left be what the next begins with: the gradients it made are those of the step before."""
@@ -180,15 +186,16 @@ class Run:
         block = self._pools.reuse(size) or self._pools.place(size, pressed=False)
         self._blocks[take.storage] = block
         self._live[take.category] += block.size
+        self._total += block.size
         self._reserved = max(self._reserved, self._pools.reserved)
-        live = sum(self._live.values())
-        if live > self._most:
-            self._most, self._index, self._at_most = live, index, dict(self._live)
+        if self._total > self._most:
+            self._most, self._index, self._at_most = self._total, index, dict(self._live)
 
     def _give(self, storage: int) -> None:
         block = self._blocks.pop(storage, None)
         if block is not None:
             self._live[self._takes[storage].category] -= block.size
+            self._total -= block.size
             self._pools.give_back(block)
 
 

@@ -72,32 +72,28 @@ class Freed:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self._order: list[tuple[int, int]] = []  # of the blocks: plain tuples, which are compared without a call
 
     def add(self, block: Block) -> None:
-        bisect.insort(self.blocks, block, key=_order)
+        order = block.size, block.at
+        at = bisect.bisect_right(self._order, order)
+        self._order.insert(at, order)
+        self.blocks.insert(at, block)
 
     def discard(self, block: Block) -> None:
-        at = bisect.bisect_left(self.blocks, _order(block), key=_order)
+        at = bisect.bisect_left(self._order, (block.size, block.at))
         while self.blocks[at] is not block:
             at += 1
-        del self.blocks[at]
+        del self.blocks[at], self._order[at]
 
     def smallest(self, size: int) -> Block | None:
-        at = bisect.bisect_left(self.blocks, size, key=_size)
+        at = bisect.bisect_left(self._order, (size,))
         return self.blocks[at] if at < len(self.blocks) else None
 
     def larger(self, block: Block) -> Block | None:
         """Return what comes after `block`, which is among the freed."""
-        at = bisect.bisect_right(self.blocks, _order(block), key=_order)
+        at = bisect.bisect_right(self._order, (block.size, block.at))
         return self.blocks[at] if at < len(self.blocks) else None
-
-
-def _size(block: Block) -> int:
-    return block.size
-
-
-def _order(block: Block) -> tuple[int, int]:
-    return block.size, block.at
 
 
 def round_up(size: int, multiple: int) -> int:
