@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--games", type=int, help="this many secrets, drawn at random (default: all)")
     evaluate.add_argument("--seen", action="store_true", help="secrets that were trained on instead of those held out")
     evaluate.add_argument(
-        "--temperature", type=float, default=0.0, help="of the model's answers; 0, the default, takes the likeliest"
+        "--temperature", type=float, help="of the model's answers; 0, the default, takes the likeliest"
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON record a player")
     evaluate.set_defaults(run=_evaluate)
@@ -105,11 +105,14 @@ def _person(console: Console, words: WordList, *, secret: str, rival: Sequence[T
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    if options.temperature < 0:
-        raise ValueError(f"--temperature {options.temperature:g}: give 0 or more.")
+    temperature = options.temperature
+    if temperature is not None and not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature {temperature:g}: give 0 or more.")
     model, words = _model_and_words(options)
-    if model is not None:
-        model.temperature = options.temperature
+    if temperature is not None:
+        if model is None:
+            raise ValueError("--temperature is that of a model's answers; give its --checkpoint.")
+        model.temperature = temperature
     secrets = _secrets(options, model, words)
     patterns = Patterns(words)
     players: dict[str, Player] = {"model": model} if model else {}

@@ -148,6 +148,8 @@ def test_marks_that_no_answer_has_are_an_error(type_in, capsys):
         (["evaluate", "--games", "0"], "take 1 to 721"),
         (["evaluate", "--seen"], "give its --checkpoint"),
         (["evaluate", "--temperature", "-1"], "give 0 or more"),
+        (["evaluate", "--temperature", "nan"], "give 0 or more"),
+        (["evaluate", "--temperature", "1"], "give its --checkpoint"),
         (["evaluate", "--checkpoint", "x", "--words", "builtin"], "leave one of them out"),
         (["solve", "--words", "nowhere.txt"], "there is no file nowhere.txt"),
     ],
