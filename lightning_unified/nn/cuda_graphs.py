@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_unified.nn.cuda_graph_recording import (
-    Call,
-    Recording,
-    Turn,
-    call_of,
-    record,
-    recording_stream,
-)
+from lightning_unified.nn.cuda_graph_recording import Call, Recording, Turn, call_of, record, recording_stream
 from lightning_unified.nn.gradient_room import GradientRoom
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
@@ -130,10 +123,10 @@ class RecordedCalls:
         if self._refused or self._waits:
             return eager(*args, **kwargs)
         self._calls += 1
+        if call.key not in self._known:
+            return self._first(call, args, kwargs)
         self._last[call.key] = self._calls
         if call.key not in self._recordings:
-            if call.key not in self._known:
-                return self._first(call, args, kwargs)
             self._quiet += 1
             self._again.add(call.key)
             if self._quiet < _SETTLED or not self._record():
@@ -206,7 +199,7 @@ class RecordedCalls:
         written = {key: one for key, (one, version) in watched.items() if one._version != version}
         reason = looking.reason or self._against(result, call, written)
         if reason is None:
-            self._known[call.key] = call.example()
+            self._known[call.key], self._last[call.key] = call.example(), self._calls
             self._written |= written
         else:
             self._refuse(reason)
