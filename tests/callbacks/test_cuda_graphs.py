@@ -14,7 +14,7 @@ from lightning_unified.callbacks import cuda_graphs
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.planning.shadow import shadow
-from lightning_unified.training.planner.held import callback_bytes
+from lightning_unified.training.planner.held import callback_bytes, held_bytes
 
 
 class Module(L.LightningModule):
@@ -99,6 +99,17 @@ def test_a_plan_counts_as_many_bytes_as_the_trained_parameters_have():
 
     trained = sum(one.numel() * 4 for one in module.parameters() if one.requires_grad)
     assert callback_bytes(SimpleNamespace(callbacks=[callback]), on_host=True) == trained
+
+
+def test_gradients_that_lie_in_what_a_callback_holds_count_once():
+    module = nn.Linear(4, 3)
+    module.weight.grad, module.bias.grad = torch.zeros(3, 4), torch.zeros(3)
+    found = []
+    for held in ([], [torch.empty(0)], [module.weight.grad.view(-1)]):
+        trainer = SimpleNamespace(lightning_module=module, optimizers=[], callbacks=[SimpleNamespace(held=held)])
+        found.append(held_bytes(trainer, {}, on_host=True))
+
+    assert found == [2 * 4 * (12 + 3)] * 3
 
 
 def test_a_part_that_is_compiled_is_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
-RUNS = 18  # one of each kind; benchmarks/fault_campaign.py has hundreds
+RUNS = 36  # two of each kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
 

@@ -21,7 +21,7 @@ from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.planner.doubling import tried
 from lightning_unified.training.planner.first_validation import FirstValidation
 from lightning_unified.training.planner.generation import with_generation
-from lightning_unified.training.planner.held import callback_bytes, held_bytes
+from lightning_unified.training.planner.held import held_bytes
 from lightning_unified.training.planner.kinds import Kinds
 from lightning_unified.training.planner.planner import Planner
 from lightning_unified.training.planner.refusal import smallest
@@ -264,9 +264,8 @@ class FirstStep:
 
     def _held(self, batch: Any) -> int:
         """Return the bytes on the device that a rehearsal counts too."""
-        of_callbacks = callback_bytes(self._trainer, on_host=self._policy.watch.counts_process)
-        own = held_bytes(self._module, self._trainer.optimizers, batch, trainer=self._trainer)
-        return own + of_callbacks + self._reduction_bytes
+        on_host = self._policy.watch.counts_process
+        return held_bytes(self._trainer, batch, on_host=on_host) + self._reduction_bytes
 
     def _plan(self, batch: Any, shape: BatchShape | None) -> None:
         policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()

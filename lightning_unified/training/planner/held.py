@@ -1,12 +1,9 @@
 """What a fit holds on the device between two steps, and a rehearsal counts too."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.rehearsal.trainer import tensors_held
@@ -25,32 +22,31 @@ def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
     return sum(one.numel() * one.element_size() for one in tensors_held(trainer, on_host=on_host))
 
 
-def held_bytes(module: nn.Module, optimizers: Iterable[Optimizer], batch: Any, *, trainer: L.Trainer) -> int:
-    """Return the bytes of weights, buffers, gradients and optimizer state that are there now, and of the batch.
+def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
+    """Return the bytes of weights, buffers, gradients and optimizer state that are there now, of the batch, and of what callbacks hold.
 
-    Gradients that lie in what a callback holds are the callback's.
+    Gradients that lie in what a callback holds count once.
 
     Args:
-        module: Whose they are.
-        optimizers: Its optimizers.
+        trainer: In `fit`.
         batch: Whole.
-        trainer: Whose callbacks are meant.
+        on_host: Whether what callbacks hold on the host counts.
     """
-    need = static_bytes(module)
+    need = static_bytes(trainer.lightning_module)
     states = [
         value
-        for optimizer in optimizers
+        for optimizer in trainer.optimizers
         for state in optimizer.state.values()
         for value in (state.values() if isinstance(state, dict) else ())
         if isinstance(value, torch.Tensor)
     ]
-    of_callbacks = {_memory(one) for one in tensors_held(trainer, on_host=True)} - {None}
-    all_gradients = [one.grad for one in module.parameters() if one.grad is not None]
+    of_callbacks = {_memory(one) for one in tensors_held(trainer, on_host=on_host)} - {None}
+    all_gradients = [one.grad for one in trainer.lightning_module.parameters() if one.grad is not None]
     gradients = [one for one in all_gradients if _memory(one) not in of_callbacks]
     counted = sum(one.numel() * one.element_size() for one in [*states, *gradients, *tensors_in(batch)])
-    return need["weights"] + need["buffers"] + counted
+    return need["weights"] + need["buffers"] + counted + callback_bytes(trainer, on_host=on_host)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Return where the memory of a tensor begins; None of one that has none of its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+    """Return where the memory of a tensor begins; None of one that has none."""
+    return (tensor.untyped_storage().data_ptr() or None) if tensor.layout == torch.strided else None
