@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.probe import Undone, gradient_sample
+from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.training.split import part_sizes
 from lightning_unified.training.splittability import tolerance
 from lightning_unified.training.weighting import Weighting
@@ -33,6 +33,7 @@ _SLICES = 8  # parts that the CPU runs a micro-batch in, one by one: an eighth o
 # Judgement: far above what formats differ by (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
 # and more by which pytorch issue 177116 has gradients wrong.
 _LIMIT, _LIMIT_HALF = 1e-2, 0.2
+_RANDOM = "its step draws random numbers, which differ from device to device"
 _NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has nothing to run them in parts by"
 
 
@@ -69,6 +70,7 @@ class GradientParity:
         self._changes = False
         self._silent = not policy.check_split or self._device.type not in _DEVICES
         self._excused = False
+        self._in_eval = draws_or_mixes
 
     def look(self, kwargs: "OrderedDict[str, Any]", *, cut: bool) -> None:
         """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
@@ -120,12 +122,19 @@ class GradientParity:
         if available is not None and needed > available:
             return f"copies of the weights need {format_bytes(needed)}, and {format_bytes(available)} are available"
         try:
-            with Undone(self._trainer, metrics=self._metrics()):
-                return self._distance(kwargs, rows, of=of)
+            found = self._undone(kwargs, rows, of=of)
+            if found == _RANDOM:
+                self._in_eval = owns_dropout
+                found = self._undone(kwargs, rows, of=of)
+            return found
         except Exception as error:  # whatever a module does that a CPU, or a copy of its weights, is not good for
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         release_cached_memory(self._device)  # past the `except` block, whose traceback held the frames
         return f"the step fails there ({why})"
+
+    def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
+        with Undone(self._trainer, metrics=self._metrics(), in_eval=self._in_eval):
+            return self._distance(kwargs, rows, of=of)
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         key, batch = next(iter(kwargs.items()))
@@ -146,7 +155,7 @@ class GradientParity:
             for index, (one, share) in enumerate(zip(host, shares, strict=True)):
                 gradient = self._gradient(kwargs, key, one, copies) if share != 0 else torch.zeros_like(ours)
                 if index == 0 and share != 0 and not torch.equal(gradient, again):
-                    return "its step draws random numbers, which differ from device to device"
+                    return _RANDOM
                 gradients += gradient if share is None else gradient * share
         if any(parameter.grad is not None for parameter in parameters):
             return "it holds on to its weights, so that they could not be exchanged for copies"

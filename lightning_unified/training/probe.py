@@ -20,7 +20,7 @@ from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import StepSnapshot
 
-__all__ = ["Undone", "gradient_sample"]
+__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout"]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
@@ -37,10 +37,13 @@ class Undone:
     Args:
         trainer: In `fit`.
         metrics: The module's torchmetrics objects.
+        in_eval: Of a child, whether it is in eval mode inside; `draws_or_mixes`, and `owns_dropout` where the gradient is random all the same.
     """
 
-    def __init__(self, trainer: L.Trainer, *, metrics: Sequence[Metric]) -> None:
-        self._trainer, self._metrics = trainer, metrics
+    def __init__(
+        self, trainer: L.Trainer, *, metrics: Sequence[Metric], in_eval: Callable[[nn.Module], bool] | None = None
+    ) -> None:
+        self._trainer, self._metrics, self._in_eval = trainer, metrics, in_eval or draws_or_mixes
         self._module = trainer.lightning_module
         self._results = trainer.fit_loop.epoch_loop._results
 
@@ -74,7 +77,7 @@ class Undone:
         for owner, buffers in self._buffers:
             owner._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
         for child in module.modules():
-            if _draws_or_mixes(child):
+            if self._in_eval(child):
                 child.training = False
         return self
 
@@ -151,12 +154,22 @@ def _parameters(trainer: L.Trainer) -> list[Tensor]:
     return [parameter for parameter in both.values() if parameter.requires_grad]
 
 
-def _draws_or_mixes(child: nn.Module) -> bool:
+def draws_or_mixes(child: nn.Module) -> bool:
     """Return whether `child` drops out or mixes rows in train mode; a recurrent layer stays, for cuDNN's has no backward in eval mode."""
     if isinstance(child, (_DropoutNd, _BatchNorm)):
         return True
     drops = (name for name, value in vars(child).items() if "drop" in name and isinstance(value, float) and value > 0)
     return not isinstance(child, nn.RNNBase) and any(drops)
+
+
+def owns_dropout(child: nn.Module) -> bool:
+    """Return whether `child` draws or mixes, or may drop out by its own mode what it has a dropout layer for.
+
+    As the attention of transformers' BERT does, whose kernel is given the layer's `p` where the attention itself is in train mode. Other
+    modules may do more by their mode than to drop out, so that this is for gradients that are random without it.
+    """
+    own = (one.p > 0 for one in child.children() if isinstance(one, _DropoutNd))
+    return draws_or_mixes(child) or (not isinstance(child, (nn.RNNBase, L.LightningModule)) and any(own))
 
 
 _OF_ANY_MODULE = frozenset(vars(L.LightningModule()))

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,14 +11,14 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
-from lightning_unified.training.probe import Undone, gradient_sample
+from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["SplittabilityCheck", "Verdict", "refuse_batch_norm", "tolerance"]
@@ -62,11 +63,15 @@ class _Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Gradients of two neighbouring units of rows: of both at once, and of each."""
+    """Gradients of two neighbouring units of rows: of both at once, not finite if it is another one each time, and of each."""
 
     whole: Tensor
     parts: tuple[Tensor, Tensor]
     halves: tuple[Any, Any]
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.whole.isfinite().all())
 
 
 class SplittabilityCheck:
@@ -134,9 +139,24 @@ class SplittabilityCheck:
         self, kwargs: "OrderedDict[str, Any]", starts: Sequence[int], *, rows: int, unit: int
     ) -> list[_Probe] | str:
         """Return the gradients of the pairs that begin at `starts`, or why there are none."""
+        found = self._probed(kwargs, starts, rows=rows, unit=unit, in_eval=draws_or_mixes)
+        if not isinstance(found, str) and not all(probe.is_finite for probe in found):
+            with suppress(SplitError):
+                found = self._probed(kwargs, starts, rows=rows, unit=unit, in_eval=owns_dropout)
+        return found
+
+    def _probed(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        starts: Sequence[int],
+        *,
+        rows: int,
+        unit: int,
+        in_eval: Callable[[nn.Module], bool],
+    ) -> list[_Probe] | str:
         for _ in range(_ATTEMPTS):
             try:
-                with Undone(self._trainer, metrics=self._metrics()):
+                with Undone(self._trainer, metrics=self._metrics(), in_eval=in_eval):
                     return [self._probe(kwargs, start, rows=rows, unit=unit) for start in starts]
             except (RuntimeError, MemoryError, ValueError, IndexError, AssertionError) as error:
                 if not is_out_of_memory(error):
@@ -174,13 +194,13 @@ class SplittabilityCheck:
         """Return the verdict on the gradients found, and note which rules they do not tell apart."""
         if isinstance(probes, str):
             return self._inconclusive(rules, likeliest, probes)
-        told = [probe for probe in probes if bool(probe.whole.isfinite().all()) and bool(probe.whole.any())]
+        told = [probe for probe in probes if probe.is_finite and bool(probe.whole.any())]
         if not told:
             return self._inconclusive(
                 rules,
                 likeliest,
                 "its gradient is random without dropout, or not finite"
-                if any(not probe.whole.isfinite().all() for probe in probes)
+                if not all(probe.is_finite for probe in probes)
                 else "its gradient is zero on the rows looked at",
             )
         limit = tolerance(self._trainer)

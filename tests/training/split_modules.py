@@ -61,6 +61,22 @@ class FunctionalDropout(Net):
         return F.cross_entropy(F.dropout(out, self.dropout, self.training), batch["y"])
 
 
+class ByItsOwnMode(nn.Module):
+    """Drops out where it is in train mode itself, whatever its layer is in, as transformers' attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return F.dropout(x, self.dropout.p if self.training else 0.0)
+
+
+class AttentionDropout(Net):
+    def make_middle(self):
+        return ByItsOwnMode()
+
+
 class Noise(Net):
     def loss(self, out, batch):
         return F.mse_loss(out, torch.randn_like(out))
@@ -188,6 +204,7 @@ EXPECTED = {
     Mean: "rows",
     Dropout: "rows",
     FunctionalDropout: "rows",
+    AttentionDropout: "rows",
     BatchNorm: "rows",
     RowMeans: "rows",
     Tokens: "scored labels",

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from modules import MLP, RaggedTokens, fit, weights
+from split_modules import ByItsOwnMode
 from torch import nn
 
 from lightning_unified import UnifiedStrategy
@@ -210,6 +211,17 @@ def test_noise_that_the_cpu_makes_anew_in_each_run_is_no_fault(as_mps):
     _, trainer = train(Draws, precision="bf16-mixed")
 
     assert "draws random numbers" in excuses(trainer)[0]
+
+
+def test_dropout_by_a_module_s_own_mode_is_off_while_gradients_are_compared(as_mps):
+    class Drops(MLP):
+        def __init__(self):
+            super().__init__()
+            self.net.insert(2, ByItsOwnMode())
+
+    train(Drops)
+
+    assert [type(distance) for _, distance in as_mps] == [float, float]
 
 
 def test_copies_that_do_not_fit_are_not_made(as_mps, monkeypatch):

@@ -11,6 +11,7 @@ from modules import MLP, fit, weights
 from split_modules import (
     EXPECTED,
     BatchNorm,
+    ByItsOwnMode,
     ClassWeighted,
     Contrastive,
     Dropout,
@@ -177,6 +178,23 @@ def test_what_gradients_cannot_tell_is_said_once_and_goes_by_rows(kind, why, cap
     assert len(warnings) == 1
     assert why in warnings[0]
     assert said(strategy).startswith("rows, unchecked: ")
+
+
+def test_a_module_that_does_more_by_its_mode_than_to_drop_out_is_left_in_it_and_runs_unchecked():
+    class Other(ByItsOwnMode):
+        def forward(self, x):
+            if not self.training:
+                raise ValueError("only in training")
+            return super().forward(x)
+
+    class Fails(Net):
+        def make_middle(self):
+            return Other()
+
+    module, _, strategy = run(Fails)
+
+    assert said(strategy) == "rows, unchecked: its gradient is random without dropout, or not finite"
+    assert module.net[1].training
 
 
 def test_where_two_rows_never_fit_labels_that_are_left_out_decide():
