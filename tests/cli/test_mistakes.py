@@ -82,7 +82,7 @@ def test_a_mistake_is_refused_in_one_clear_message_and_leaves_nothing(command, n
     assert "Traceback" not in done.out + done.err
     assert len(done.lines) <= 12
     assert re.search(message, done.err), done.err
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_tier_that_the_machine_does_not_have_names_the_largest_that_it_has(command, monkeypatch):
@@ -101,3 +101,12 @@ def test_the_traceback_is_there_for_those_who_ask(command, monkeypatch):
     monkeypatch.setenv("LIGHTNING_UNIFIED_DEBUG", "1")
 
     assert "Traceback" in command("memory=larg").err
+
+
+def test_a_refused_run_leaves_the_folders_of_others_as_they_were(command, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "notes.txt").touch()
+    done = command("data=files", "data.path=nowhere.jsonl")
+
+    assert done.code == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "notes.txt", "runs"]

@@ -175,7 +175,10 @@ class Job:
 
 
 def _remove_traces(directory: Path, *, there: set[Path]) -> None:
-    """Remove what a run that was refused put into its directory beside what was `there`; checkpoints are never removed."""
+    """Remove what a run that was refused put into its directory beside what was `there`, and folders here that are empty without it.
+
+    Checkpoints are never removed.
+    """
     new = sorted(set(directory.rglob("*")) - there, reverse=True)
     if any(path.suffix == ".ckpt" for path in new):
         return
@@ -183,8 +186,10 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
     if not (directory / "config.yaml").exists():
         shutil.rmtree(directory / ".hydra", ignore_errors=True)
+    here = Path.cwd()
     with contextlib.suppress(OSError):  # others' files are in it
-        directory.rmdir()
+        for folder in (directory, *(parent for parent in directory.parents if here in parent.parents)):
+            folder.rmdir()
 
 
 def _resume_override(directory: Path) -> str:
