@@ -4,9 +4,11 @@ import difflib
 import logging
 from collections.abc import Iterator, Sequence
 
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
@@ -74,6 +76,16 @@ class CudaGraphs(Callback):
                 self._take_off()
                 raise ConfigurationError(f"CudaGraphs, {name}: {error}") from error
         self._gradients = [part.gradients for part in self._parts.values()]
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Have an optimizer make its state beside the weights, before its first step: among gradients, in what activations have left, it
+        would hold memory for good that no recording could have.
+        """
+        if self._parts and not optimizer.state:
+            for part in self._parts.values():
+                part.gather()
+            torch.cuda.empty_cache()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -97,6 +97,10 @@ class RecordedCalls:
         """How many shapes are recorded now."""
         return len(self._recordings)
 
+    def gather(self) -> None:
+        """Move the gradients that there are into the room, out of what activations have left."""
+        self._room.adopt()
+
     def release(self) -> None:
         """Give all recordings back; they are made anew when their shapes come again."""
         self._recordings.clear()

@@ -112,6 +112,23 @@ def test_gradients_that_lie_in_what_a_callback_holds_count_once():
     assert found == [2 * 4 * (12 + 3)] * 3
 
 
+def test_gradients_are_gathered_before_an_optimizer_makes_its_state_and_not_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    module, callback = OnCuda(), CudaGraphs(of="network")
+    optimizer = module.configure_optimizers()
+    callback.on_train_start(None, module)
+    gathered = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        module.training_step([torch.randn(4, 6)]).backward()
+        callback.on_before_optimizer_step(None, module, optimizer)
+        own = {block.untyped_storage().data_ptr() for block in callback._gradients[0]}
+        gathered.append({one.grad.untyped_storage().data_ptr() for one in module.network.parameters()} == own)
+        optimizer.step()
+
+    assert gathered == [True, False]
+
+
 def test_a_part_that_is_compiled_is_refused():
     module = OnCuda()
     module.network._compiled_call_impl = module.network._call_impl  # as `Module.compile` sets it

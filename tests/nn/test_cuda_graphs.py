@@ -187,6 +187,19 @@ def test_gradients_that_are_there_at_a_recording_move_to_where_others_will_go(ne
     assert torch.equal(kept, plain.first.weight.grad)
 
 
+def test_gradients_of_eager_calls_are_gathered_with_their_values(net):
+    plain, recorded = copy.deepcopy(net), RecordedCalls(net)
+    for one in (net, plain):
+        step(one)
+    recorded.gather()
+
+    assert recorded.recorded == 0
+    assert storages(one.grad for one in net.parameters()) == storages(recorded.gradients)
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) is (other.grad is None)
+        assert own.grad is None or torch.equal(own.grad, other.grad)
+
+
 def test_a_gradient_is_freed_as_soon_as_it_is_added():
     x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
     room, seen = GradientRoom(weights), []
