@@ -10,6 +10,7 @@ import torch
 from lightning import Trainer
 
 from lightning_unified.hardware import Pressure, Reading, Thrash, ThrashDetector, idle_bytes, read
+from lightning_unified.nn.cuda_graphs import may_be_recorded
 from lightning_unified.training.split import tensors_in
 
 __all__ = ["ThrashWatch"]
@@ -43,7 +44,7 @@ class ThrashWatch:
 
     def ended(self, trainer: Trainer, batch: Any, pressure: Pressure) -> Thrash | None:
         """A training batch ends: return what its time says, beside the system's newest sample."""
-        strategy = trainer.strategy
+        strategy, module = trainer.strategy, trainer.lightning_module
         reading, budget = self._pool(strategy.root_device), getattr(strategy, "budget", None)
         flows = [
             flow for flow in (pressure.swap_out_bytes_per_s, pressure.decompressed_bytes_per_s) if flow is not None
@@ -51,7 +52,7 @@ class ThrashWatch:
         return self._detector.end(
             (_work(batch), getattr(strategy, "micro_batch_size", None)),
             traffic=sum(flows) if flows else None,
-            gap=None if reading is None else idle_bytes(reading),
+            gap=None if reading is None or may_be_recorded(module) else idle_bytes(reading),
             room=budget.bytes if budget is not None else None if reading is None else reading.total.bytes,
         )
 

@@ -19,7 +19,7 @@ from lightning_unified.nn.cuda_graph_recording import Call, Recording, Turn, cal
 from lightning_unified.nn.gradient_room import GradientRoom
 from lightning_unified.nn.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 
-__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "release_recordings"]
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -91,6 +91,11 @@ class RecordedCalls:
         if self._device.type == "cuda":
             recording_stream(self._device)  # takes its memory before anybody plans with what is left
         network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # what __call__ calls; torch drops it from copies
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether something is known by now that no call can be recorded for."""
+        return self._refused
 
     @property
     def recorded(self) -> int:
@@ -283,6 +288,11 @@ class RecordedCalls:
 def is_recorded(network: nn.Module) -> bool:
     """Return whether calls of `network`, or of a module in it, are replayed by now."""
     return any(one.recorded for one in _stand_ins(network))
+
+
+def may_be_recorded(network: nn.Module) -> bool:
+    """Return whether calls of `network`, or of a module in it, are replayed or may come to be: what is reserved then tells nothing of waste."""
+    return any(not one.is_refused for one in _stand_ins(network))
 
 
 def release_recordings(network: nn.Module) -> None:

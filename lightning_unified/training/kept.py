@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unified.nn.cuda_graphs import release_recordings
+from lightning_unified.nn.cuda_graphs import may_be_recorded, release_recordings
 
 __all__ = ["KeptMemory"]
 
@@ -28,6 +28,11 @@ class KeptMemory:
     def bytes(self) -> int:
         """Bytes that are kept now."""
         return int(getattr(self._module, "kept_bytes", 0))
+
+    @property
+    def may_be_recorded(self) -> bool:
+        """Whether calls of the module are replayed, or may come to be."""
+        return self._module is not None and may_be_recorded(self._module)
 
     def give_back(self, *, for_good: bool = False) -> None:
         """Have all of it freed; where memory was short, recordings of its calls too, which are made again when it is not.

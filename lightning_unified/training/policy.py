@@ -302,7 +302,8 @@ class MemoryPolicy:
 
     def batch_done(self, shape: BatchShape | None) -> None:
         """Learn from a batch that went well, and see whether the process has outgrown its budget or may use more of it."""
-        self.events.extend(self.caches.batch_done(self.watch.bytes))
+        if not self.kept.may_be_recorded:
+            self.events.extend(self.caches.batch_done(self.watch.bytes))
         if (followed := self.watch.follow()) is not None:
             self.events.append(followed)
             log.info("%s", followed)

@@ -14,6 +14,7 @@ from lightning_unified.callbacks import PressureGuard, RunCheckpoint
 from lightning_unified.callbacks.pressure_watch import PressureWatch
 from lightning_unified.callbacks.thrash_watch import ThrashWatch
 from lightning_unified.hardware import Budget, Figure, Pressure
+from lightning_unified.nn.cuda_graphs import RecordedCalls
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -121,12 +122,13 @@ def test_time_between_batches_does_not_count(small_run, tmp_path):
     assert lines(tmp_path) == []
 
 
-def fake_trainer(device="cpu", **strategy):
-    return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device), **strategy))
+def fake_trainer(device="cpu", module=None, **strategy):
+    strategy = SimpleNamespace(root_device=torch.device(device), **strategy)
+    return SimpleNamespace(strategy=strategy, lightning_module=module or torch.nn.Linear(4, 4))
 
 
-def test_what_the_driver_holds_is_measured_against_the_budget(reading):
-    """72 GiB in the driver's hands, 6.7 live: named although the system says nothing."""
+def thrashes_by_the_gap(reading, module):
+    """Return what is found in each of twelve batches, where from the tenth on the driver holds 72 GiB and 6.7 are live."""
     now, held = [0.0], [8 * GIB]
     watch = ThrashWatch(
         clock=lambda: now[0],
@@ -138,10 +140,25 @@ def test_what_the_driver_holds_is_measured_against_the_budget(reading):
         held[0] = 72 * GIB if index > 8 else 8 * GIB
         watch.began()
         now[0] += 12 if index > 8 else 1
-        found.append(watch.ended(fake_trainer("mps", budget=budget), torch.zeros(4, 4), CALM))
+        found.append(watch.ended(fake_trainer("mps", module, budget=budget), torch.zeros(4, 4), CALM))
+    return found
+
+
+def test_what_the_driver_holds_is_measured_against_the_budget(reading):
+    """Named although the system says nothing."""
+    found = thrashes_by_the_gap(reading, torch.nn.Linear(4, 4))
 
     assert found[:11] == [None] * 11
     assert found[11].gap_bytes == 65 * GIB
+
+
+def test_recordings_hold_what_no_tensor_is_seen_in(reading):
+    module = torch.nn.Linear(4, 4)
+    recorded = RecordedCalls(module)
+
+    assert thrashes_by_the_gap(reading, module) == [None] * 12
+    recorded.remove()
+    assert thrashes_by_the_gap(reading, module)[11] is not None
 
 
 def test_a_cpu_is_not_read_for_a_gap():

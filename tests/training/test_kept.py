@@ -6,6 +6,8 @@ from modules import fit
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.units import GIB, MIB
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
@@ -128,6 +130,17 @@ def test_a_smaller_micro_batch_takes_it_back_as_well():
 
     assert strategy.spare_bytes == 0
     assert module.kept_bytes == 0
+
+
+def test_caches_are_not_looked_after_while_calls_may_be_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    looked, module = [], Keeps(0)
+    monkeypatch.setattr(CacheCare, "batch_done", lambda *_: looked.append(1) or [])
+    recorded = RecordedCalls(module.layer)
+    for expected in (0, 4):
+        fit(module, DataLoader([torch.ones(8, 64)] * 4, batch_size=None), strategy=UnifiedStrategy(), max_epochs=1)
+        assert len(looked) == expected
+        recorded.remove()
 
 
 def test_a_budget_that_the_steps_need_leaves_nothing_spare(monkeypatch):
