@@ -21,8 +21,9 @@ def summarise(
 ) -> Prediction:
     """Return the prediction that follows from a step's trace.
 
-    On CUDA and HIP the peak is that of the allocator's blocks, which is what `max_memory_allocated` counts: a block out of the
-    large pool keeps up to 1 MiB more than its tensor needs. Elsewhere it is that of the tensors.
+    The peak is that of the allocator's blocks, which is what devices count: a block of CUDA's large pool keeps up to 1 MiB more than its
+    tensor needs, and Metal's are used again whole (`m_current_allocated_memory` in torch's MPSAllocator.mm). On a CPU it is that of the
+    tensors.
 
     Args:
         trace: A step in steady state, of the size that is asked about.
@@ -36,7 +37,7 @@ def summarise(
     """
     replayed = held(trace, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
     rounding = ROUNDING[trace.backend]
-    if trace.backend in {"cuda", "rocm"}:
+    if trace.backend != "cpu":
         count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)
     else:
         most = peak(trace, rounding=rounding)

@@ -139,8 +139,9 @@ def test_a_plan_does_not_keep_the_batch_it_was_made_for():
     assert alive == [[], [False], [False, False]]
 
 
-def test_the_predicted_peak_is_the_one_that_is_measured():
-    strategy = UnifiedStrategy(simulate="h200", budget="40MiB")
+@pytest.mark.parametrize("machine", ["h200", "rtx3060-12gb", "m2-16gb", "m1-8gb"])
+def test_the_predicted_peak_is_the_one_that_is_measured(machine):
+    strategy = UnifiedStrategy(simulate=machine, budget="40MiB")
     fit(strategy)
 
     assert strategy.plan.predicted_peak_bytes == pytest.approx(strategy.measured_peak().bytes, rel=0.001)
