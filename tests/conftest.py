@@ -15,6 +15,7 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: each core has a worker already
 gc.freeze()  # a collection after each shortage would walk over every object of torch and Lightning
 
 # programs that tests start find this checkout, from whatever folder, beside what was there to be found
