@@ -20,7 +20,7 @@ train-small-mps: ; @$(MAKE) --no-print-directory train ARGS="memory=small hardwa
 train-small-rocm: ; @$(MAKE) --no-print-directory train ARGS="memory=small hardware=rocm $(ARGS)"
 
 test: $(INSTALLED) $(DATA) ## run the fast tests, on as many cores as there are up to 4; ARGS go to pytest
-	@$(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 doctor: $(INSTALLED) ## what this machine has, can do, and which memory tier fits
 	@$(PY) -m lightning_unified doctor $(ARGS)
