@@ -98,6 +98,7 @@ SIZES = (
     "compressor-125m",
     "compressor-smollm2",
     "gearhead-small",
+    "gearhead-34m",
     "gearhead-118m",
     "wordle",
     "wordle-tiny",
