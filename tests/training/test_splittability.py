@@ -180,11 +180,12 @@ def test_what_gradients_cannot_tell_is_said_once_and_goes_by_rows(kind, why, cap
     assert said(strategy).startswith("rows, unchecked: ")
 
 
-def test_a_module_that_does_more_by_its_mode_than_to_drop_out_is_left_in_it_and_runs_unchecked():
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError])
+def test_a_module_that_does_more_by_its_mode_than_to_drop_out_is_left_in_it_and_runs_unchecked(error):
     class Other(ByItsOwnMode):
         def forward(self, x):
             if not self.training:
-                raise ValueError("only in training")
+                raise error("only in training")
             return super().forward(x)
 
     class Fails(Net):
