@@ -53,10 +53,11 @@ def _lines(text: str, source: str) -> list[Given]:
 
 def _table(text: str, source: str, field: str, delimiter: str) -> list[Given]:
     rows = csv.DictReader(text.splitlines(keepends=True), delimiter=delimiter)
-    if field not in (rows.fieldnames or ()):
-        raise ValueError(
-            f"{source} has no column {field!r}, but {', '.join(rows.fieldnames or ())}; name one with --field."
-        )
+    columns = rows.fieldnames
+    if not columns:
+        raise ValueError(f"{source} is empty; its first line must name the columns, {field!r} among them.")
+    if field not in columns:
+        raise ValueError(f"{source} has no column {field!r}, but {', '.join(columns)}; name one with --field.")
     return [(f"{source}:{number}", row[field] or "") for number, row in enumerate(rows, 1)]
 
 

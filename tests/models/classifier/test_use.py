@@ -167,6 +167,11 @@ def test_the_command_explains_in_the_terminal_and_as_a_page(trained, tmp_path, c
         (["predict", "here.txt", "--checkpoint", "none.ckpt"], 2, "there is no checkpoint none.ckpt"),
         (["predict", "no.txt", "--checkpoint", "TRAINED"], 2, "there is no file no.txt"),
         (["predict", "here.csv", "--checkpoint", "TRAINED"], 2, "no column 'text', but words"),
+        (
+            ["predict", "empty.csv", "--checkpoint", "TRAINED"],
+            2,
+            "empty.csv is empty; its first line must name the columns",
+        ),
         (["predict", "here.txt", "--checkpoint", "UNTRAINED"], 1, "saved before the first step of training"),
         (["predict", "here.txt", "--checkpoint", "here.txt"], 1, "cannot be read as a checkpoint"),
         (["explain", "here.txt", "--label", "apple", "--checkpoint", "TRAINED"], 2, "did you mean apples?"),
@@ -178,6 +183,7 @@ def test_what_cannot_be_done_is_said_and_has_its_exit_code(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("a1 a2")
     (tmp_path / "here.csv").write_text("words\na1\n")
+    (tmp_path / "empty.csv").touch()
     saved = torch.load(trained, weights_only=True)
     torch.save({**saved, "global_step": 0}, tmp_path / "untrained.ckpt")
     names = {"TRAINED": str(trained), "UNTRAINED": "untrained.ckpt"}
