@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RunCheckpoint,
     )
     from lightning_unified.hardware import Reading, read
+    from lightning_unified.micro_batches import MergeRules, MicroBatchRules, RowRules
     from lightning_unified.planning import Plan
     from lightning_unified.planning.prediction import Prediction
     from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
@@ -31,10 +32,13 @@ __all__ = [
     "GracefulInterrupt",
     "GradientHealth",
     "MemoryMonitor",
+    "MergeRules",
+    "MicroBatchRules",
     "Plan",
     "Prediction",
     "PressureGuard",
     "Reading",
+    "RowRules",
     "RunCheckpoint",
     "UnifiedDDPStrategy",
     "UnifiedStrategy",
@@ -49,10 +53,13 @@ _HOMES = {
     "GracefulInterrupt": "callbacks",
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",
+    "MergeRules": "micro_batches",
+    "MicroBatchRules": "micro_batches",
     "Plan": "planning",
     "Prediction": "planning.prediction",
     "PressureGuard": "callbacks",
     "Reading": "hardware",
+    "RowRules": "micro_batches",
     "RunCheckpoint": "callbacks",
     "UnifiedDDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",

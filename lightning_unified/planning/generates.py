@@ -50,7 +50,7 @@ class Generated:
 def generation_before(module: nn.Module, batch: Any, *, precision: str = "32-true") -> Generated | None:
     """Return the generation that goes before a training step on `batch`; None where nothing says that there is one.
 
-    A module that generates in its `prepare_batch` says how much by `generations(batch)`: a dict of `rows`, `prompts`, `prompt` and `new`
+    A module that generates in its rule `prepare` says how much by `generations(batch)`: a dict of `rows`, `prompts`, `prompt` and `new`
     as `generated` takes them, empty for a batch that is not generated for.
 
     Args:

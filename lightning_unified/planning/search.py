@@ -43,7 +43,7 @@ def search(
         reserve: The bytes that a step takes of the machine, calibrated or not; never less than the lines' `peak_bytes`.
         rows: Of the whole batch.
         rates: Of the machine.
-        unit: Rows that stay together (`micro_batch_unit`); `rows` where a batch cannot be cut.
+        unit: Rows that stay together (`MicroBatchRules.unit`); `rows` where a batch cannot be cut.
         least: Rows that every micro-batch needs.
         most: The largest micro-batch that the user allows; None allows any.
         alignment: What aligned sizes gain on the machine; None looks at no alignment.

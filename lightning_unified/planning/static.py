@@ -83,7 +83,7 @@ def describe_shortage(
         module: Which is trained.
         optimizers: Those of the run.
         budget_bytes: What the run may use.
-        phase: Where memory ran out: `"weights"`, `"batch"`, `"prepare_batch"`, `"forward"`, `"backward"`, `"optimizer step"`, or the
+        phase: Where memory ran out: `"weights"`, `"batch"`, `"prepare"`, `"forward"`, `"backward"`, `"optimizer step"`, or the
             name of an evaluation.
         reason: The allocator's own words.
         rows: Rows that ran at once; None for a batch that cannot be cut.
@@ -95,7 +95,7 @@ def describe_shortage(
     need = static_bytes(module, optimizers)
     what = _what_did_not_fit(module, optimizers, phase=phase, rows=rows, requested=requested, positions=positions)
     left = max(budget_bytes - sum(need.values()), 0)
-    does = "does" if what.startswith(("the batch", "what prepare_batch", "the optimizer's state")) else "do"
+    does = "does" if what.startswith(("the batch", "what prepare", "the optimizer's state")) else "do"
     how = "with cleared caches too" if rows is None else "with the smallest micro-batch there is"
     return (
         f"{what} {does} not fit: memory ran out in {phase} {how} ({reason}).\n"
@@ -118,8 +118,8 @@ def _what_did_not_fit(
         return "the weights"
     if phase == "batch":
         return "the batch itself"
-    if phase == "prepare_batch":
-        return "what prepare_batch makes of the whole batch"
+    if phase == "prepare":
+        return "what prepare makes of the whole batch"
     if phase == "optimizer step":
         has_state = any(optimizer.state for optimizer in optimizers)
         return "the optimizer's temporaries" if has_state else "the optimizer's state, which its first step creates,"

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.precision import plugin_precision
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
@@ -51,6 +52,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         recover: Repeat a step in smaller parts after an out-of-memory error on any rank.
         optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
             takes weights and state from another one.
+        micro_batches: As for `UnifiedStrategy`.
         batch_norm: As for `UnifiedStrategy`.
         check_split: As for `UnifiedStrategy`; each rank looks at its own batch.
         evaluation_micro_batch_size: As for `UnifiedStrategy`; each rank recovers by itself.
@@ -86,6 +88,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,
+        micro_batches: MicroBatchRules | None = None,
         batch_norm: Literal["refuse", "micro"] = "refuse",
         check_split: bool = True,
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
@@ -109,6 +112,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
+            micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
             window_mean=window_mean,

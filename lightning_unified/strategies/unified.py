@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import SimulatedMachine
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
@@ -23,17 +24,15 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     micro-batches whose losses are weighted so that gradients, logs and outputs are those of the whole; if memory runs out inside a
     step, everything the step did is undone and the step runs again in smaller parts.
 
-    A module may define, all optional: `prepare_batch(batch)`, run once on the undivided batch, its result is what is cut and what a
-    repeated step reuses; `loss_weight(batch)`, the number of terms its loss is a mean over (default: found);
-    `loss_reduction = "sum"` if it divides by the whole batch's totals itself; `micro_batch_unit`, rows that stay together;
-    `split_batch(batch, start, stop)` and `count_rows(batch)` for batches of a kind of their own; `splittable = False`; `kept_bytes` and
-    `give_back()` for what it keeps on the device between steps while the strategy has `spare_bytes`. Validation, test
-    and predict steps are cut only after memory has run out in one. docs/splitting.md has an example of each.
+    A module needs no change if its loss is a mean over rows or over scored labels. Any other module describes its batches in the hook
+    `configure_micro_batches(stage) -> MicroBatchRules`; for a module you do not own, pass the same rules as `micro_batches`. Validation,
+    test and predict steps are split only after memory has run out in one. docs/splitting.md has an example of each rule.
 
-    What a cut batch cannot give: `training_step` and `on_before_backward` run once a micro-batch, so lists and counters that the
-    module keeps of its own see the parts. With `loss_reduction = "sum"` logged means add up as the loss does; log a figure that is
-    no part of the loss with its `batch_size`, or with `reduce_fx="max"` if it is the same in all parts. A metric's `compute()`
-    inside `training_step` is of the part.
+    A module may also have `kept_bytes` and `give_back()` for what it keeps on the device between steps while the strategy has
+    `spare_bytes`.
+
+    Lists and counters that a step fills see the micro-batches of a split batch, and a metric's `compute()` inside `training_step` is that
+    of a micro-batch.
 
     A strategy object serves one Trainer.
 
@@ -54,6 +53,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         recover: Repeat a step in smaller parts after an out-of-memory error.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs
             out while it writes. Costs their bytes once more, and time.
+        micro_batches: How batches are split, for a module you do not own; it replaces what the module's `configure_micro_batches` returns.
         batch_norm: What to do when a batch must be cut and the module has BatchNorm in train mode: `"refuse"`, or accept
             statistics per `"micro"`-batch.
         check_split: Before the first cut, compare the gradients of a few rows run whole and cut, to find by what micro-batches are
@@ -85,6 +85,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         predict: bool = True,
         recover: bool = True,
         optimizer_rollback: bool = False,
+        micro_batches: MicroBatchRules | None = None,
         batch_norm: Literal["refuse", "micro"] = "refuse",
         check_split: bool = True,
         evaluation_micro_batch_size: int | Literal["auto"] = "auto",
@@ -99,6 +100,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             evaluation_micro_batch_size=evaluation_micro_batch_size,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
+            micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
             window_mean=window_mean,

@@ -1,10 +1,11 @@
-"""Counting and cutting the batches of one module, by its own hooks where it has them."""
+"""Counting and cutting the batches of one module, by its own rules where it has them."""
 
 from typing import Any
 
 import lightning as L
 
 from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.split import BatchShape, cut, elements_per_row, num_rows
 
 __all__ = ["Cutter"]
@@ -13,18 +14,15 @@ __all__ = ["Cutter"]
 class Cutter:
     """Knows how the batches of `module` are cut.
 
-    A module whose batches are of a kind of their own, such as batches of graphs, defines `split_batch(batch, start, stop)`, which
-    returns rows `start` to `stop` as such a batch; and `count_rows(batch)`, if the rows cannot be seen from outside.
-
     Args:
-        module: The module, with or without hooks.
+        module: The module whose batches they are.
+        rules: Its rules; `rows.split` and `rows.count` replace what is found from the outside.
     """
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule, rules: MicroBatchRules) -> None:
         self._name = type(module).__name__
-        self._split = getattr(module, "split_batch", None)
-        self._count = getattr(module, "count_rows", None)
-        self._splittable = getattr(module, "splittable", True) is not False
+        self._split, self._count = rules.rows.split, rules.rows.count
+        self._splittable = rules.splittable
 
     def shape(self, batch: Any) -> BatchShape | None:
         """Return how large `batch` is; None for one that has no rows to count and runs whole."""
@@ -55,5 +53,7 @@ class Cutter:
     def _counted(self, batch: Any) -> int:
         rows = self._count(batch) if self._count is not None else None
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise SplitError(f"{self._name}.count_rows gave {rows!r}; it must give the number of rows, 1 or more.")
+            raise SplitError(
+                f"RowRules(count=…) of {self._name} returned {rows!r}; it must return the number of rows, 1 or more."
+            )
         return rows

@@ -19,6 +19,8 @@ from lightning_unified.training.weighting import Weighting
 
 __all__ = ["EvaluationSteps"]
 
+_STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
+
 
 class EvaluationSteps:
     """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
@@ -36,7 +38,7 @@ class EvaluationSteps:
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
-        self._cutter = Cutter(self._module)
+        self._cutters: dict[str, Cutter] = {}
         self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(self._module)
 
@@ -52,7 +54,7 @@ class EvaluationSteps:
             OutOfMemoryError: If the smallest part does not fit.
         """
         batch, *rest = args
-        shape = self._cutter.shape(batch)
+        shape = self._cutter(phase).shape(batch)
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
@@ -87,7 +89,7 @@ class EvaluationSteps:
             return step(batch, *rest)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         parts = [
-            self._cutter.cut(batch, start, start + size, rows=shape.rows)
+            self._cutter(phase).cut(batch, start, start + size, rows=shape.rows)
             for start, size in zip(starts, sizes, strict=True)
         ]
         weighting = self._weighting(parts, sizes, phase=phase)
@@ -102,7 +104,12 @@ class EvaluationSteps:
             recorder.flush(results)
         return merge(outputs, sizes=sizes, average=weighting.average)
 
+    def _cutter(self, phase: str) -> Cutter:
+        if phase not in self._cutters:
+            self._cutters[phase] = Cutter(self._module, self._policy.rules(_STAGES[phase]))
+        return self._cutters[phase]
+
     def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
         if phase == "predict":
             return Weighting(None, parts, sizes)
-        return Weighting(self._module, parts, sizes, count=self._policy.count, adds=False)
+        return Weighting(self._policy.rules(_STAGES[phase]), parts, sizes, count=self._policy.count, adds=False)

@@ -55,10 +55,13 @@ class UnifiedOptimization(_AutomaticOptimization):
         super().__init__(trainer)
         module = trainer.lightning_module
         self._policy, self._foresight = policy, foresight
-        self._cutter = Cutter(module)
+        self._rules = policy.rules("fit")
+        self._cutter = Cutter(module, self._rules)
         self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
-        self._check = SplittabilityCheck(trainer, step=self._training_step, metrics=lambda: self._metrics)
+        self._check = SplittabilityCheck(
+            trainer, rules=self._rules, step=self._training_step, metrics=lambda: self._metrics
+        )
         self._parity = GradientParity(
             trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
         )
@@ -155,8 +158,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         snapshot.restore()
 
     def _prepared(self, batch: Any) -> Any:
-        """Return what the module's `prepare_batch` makes of the undivided batch; a repeated step reuses it."""
-        prepare = getattr(self.trainer.lightning_module, "prepare_batch", None)
+        """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
+        prepare = self._rules.prepare
         if prepare is None:
             return batch
 
@@ -174,23 +177,23 @@ class UnifiedOptimization(_AutomaticOptimization):
             attempt += 1
             snapshot.restore()
             batch = watch.again()
-            self._policy.out_of_memory(phase="prepare_batch", reason=reason, shape=None, attempt=attempt)
+            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
     def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
         """Return by how many loss terms this batch counts in its window."""
-        module, batch = self.trainer.lightning_module, next(iter(kwargs.values()))
-        declared = getattr(module, "loss_weight", None) is not None
-        if getattr(module, "loss_reduction", "mean") == "sum" and not declared:
+        rules, batch = self._rules, next(iter(kwargs.values()))
+        declared = rules.loss_weight is not None
+        if rules.loss_is_sum and not declared:
             raise ConfigurationError(
-                f'window_mean="terms" needs the number of loss terms of a batch, and {type(module).__name__} (loss_reduction = "sum") does '
-                'not say it: define loss_weight(batch), or leave window_mean="batches".'
+                f'window_mean="terms" needs the number of loss terms of a batch, and the rules of {type(self.trainer.lightning_module).__name__} '
+                '(loss_is_sum=True) do not say it: give loss_weight as well, or leave window_mean="batches".'
             )
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_cut = rows >= 2 * self._policy.sizes.unit and getattr(module, "splittable", True) is not False
+        can_be_cut = rows >= 2 * self._policy.sizes.unit and rules.splittable
         count = self._checked(kwargs, rows) if can_be_cut and not declared else None
-        return Weighting(module, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
+        return Weighting(rules, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -222,7 +225,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         ]
         return _CutBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
-            Weighting(self.trainer.lightning_module, parts, sizes, count=count),
+            Weighting(self._rules, parts, sizes, count=count),
             results=self.trainer.fit_loop.epoch_loop._results,
             metrics=self._metrics,
         )

@@ -147,7 +147,7 @@ class GradientParity:
         slices = [
             self._cutter.cut(part, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
         ]
-        weighting = Weighting(self._module, slices, sizes, count=self._policy.count)
+        weighting = Weighting(self._policy.rules("fit"), slices, sizes, count=self._policy.count)
         shares = [weighting.share(index) for index in range(len(slices))]
         with _on_host(self._trainer, self._metrics()) as copies:
             host = [apply_to_collection(one, Tensor, _to_host) for one in slices]

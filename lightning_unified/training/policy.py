@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
@@ -16,6 +17,7 @@ from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
+from lightning_unified.training.rules import rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
 from lightning_unified.training.split import BatchShape, positions
@@ -26,7 +28,7 @@ __all__ = ["MemoryPolicy"]
 
 log = logging.getLogger("lightning_unified")
 
-_EVALUATIONS = ("validation", "test", "predict")
+_EVALUATIONS = {"validation": "validate", "test": "test", "predict": "predict"}  # the stage of each phase
 
 
 class MemoryPolicy:
@@ -38,6 +40,7 @@ class MemoryPolicy:
         evaluation_micro_batch_size: The same for validation, test and predict.
         recover: Whether a step is repeated after an out-of-memory error.
         optimizer_rollback: Whether weights and optimizer state are copied around each optimizer step.
+        micro_batches: Rules for the module's batches, in place of those that it declares; None for its own.
         batch_norm: Whether a module with BatchNorm in train mode may be cut: `"refuse"` or `"micro"`.
         check_split: Whether gradients are compared before the first cut.
         window_mean: Over what an accumulation window's gradient is a mean: its `"batches"` or their loss `"terms"`.
@@ -65,6 +68,7 @@ class MemoryPolicy:
         evaluation_micro_batch_size: int | Literal["auto"],
         recover: bool,
         optimizer_rollback: bool,
+        micro_batches: MicroBatchRules | None = None,
         batch_norm: Literal["refuse", "micro"],
         check_split: bool,
         window_mean: Literal["batches", "terms"],
@@ -74,7 +78,13 @@ class MemoryPolicy:
             raise ConfigurationError(f'batch_norm={batch_norm!r}: give "refuse" or "micro".')
         if window_mean not in ("batches", "terms"):
             raise ConfigurationError(f'window_mean={window_mean!r}: give "batches" or "terms".')
+        if micro_batches is not None and not isinstance(micro_batches, MicroBatchRules):
+            raise ConfigurationError(
+                f"micro_batches={micro_batches!r}: give MicroBatchRules(...) from lightning_unified."
+            )
         self.watch = watch
+        self.given_rules = micro_batches
+        self._rules: dict[str, MicroBatchRules] = {}
         self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
@@ -83,7 +93,7 @@ class MemoryPolicy:
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
         self.recover = recover
         self.optimizer_rollback = optimizer_rollback
-        self.check_split = check_split
+        self._check_split = check_split
         self.mean_of_terms = window_mean == "terms"
         self.recoveries = 0
         self.events: list[str] = []
@@ -131,12 +141,25 @@ class MemoryPolicy:
         self.watch.begin()
         self.caches.begin(self.watch.device)
         self.kept.begin(module)
-        unit, name = getattr(module, "micro_batch_unit", 1), type(module).__name__
+        self._rules = {}
+        unit, name = self.rules("fit").unit, type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
         self.evaluation_sizes.keep_together(unit, whose=name)
         self._fingerprint = fingerprint(module, self.watch, precision=precision, recompute=self.recomputation.on)
         self.load_sizes_state(self._file.read(self._fingerprint))
+
+    def rules(self, stage: str) -> MicroBatchRules:
+        """Return the rules for batches of `stage` (`"fit"`, `"validate"`, `"test"`, `"predict"`); the module is asked once a fit."""
+        if stage not in self._rules:
+            self._rules[stage] = rules_of(self._module, stage, given=self.given_rules)
+        return self._rules[stage]
+
+    @property
+    def check_split(self) -> bool:
+        """Whether the exactness check compares split and whole batches."""
+        own = self.rules("fit").check
+        return self._check_split if own is None else own
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -177,12 +200,13 @@ class MemoryPolicy:
         assert module is not None
         if self._refusal is not None:
             raise self._refusal
-        if getattr(module, "splittable", True) is False:
+        rules = self.rules("fit")
+        if not rules.splittable:
             raise SplitError(
-                f"{type(module).__name__}.splittable is False and its batch of {shape.rows} rows must run in parts of "
+                f"the rules of {type(module).__name__} say splittable=False and its batch of {shape.rows} rows must run in parts of "
                 f"{self.sizes.at_once(shape)}; raise the budget or the micro-batch size, or use a smaller batch."
             )
-        if self._batch_norm == "refuse":
+        if (rules.batch_norm or self._batch_norm) == "refuse":
             refuse_batch_norm(module, rows=shape.rows)
 
     def split_checked(self, verdict: Verdict) -> None:
@@ -224,7 +248,7 @@ class MemoryPolicy:
         """Free memory and choose a smaller size for the batch that failed.
 
         Args:
-            phase: What ran: `"forward"`, `"backward"`, `"optimizer step"`, `"prepare_batch"`, `"validation"`, ….
+            phase: What ran: `"forward"`, `"backward"`, `"optimizer step"`, `"prepare"`, `"validation"`, ….
             reason: The allocator's words.
             shape: Of the batch; None for what cannot be cut.
             attempt: How often it has failed, from 1 on.
@@ -233,13 +257,13 @@ class MemoryPolicy:
         Raises:
             OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
         """
-        self.kept.give_back(for_good=phase != "prepare_batch")  # what is kept is made there
+        self.kept.give_back(for_good=phase != "prepare")  # what is kept is made there
         self.watch.release()
         reason = self.watch.named(reason)
         evaluates = phase in _EVALUATIONS
         sizes = self.evaluation_sizes if evaluates else self.sizes
         failed = None if shape is None else sizes.at_once(shape)
-        can_be_cut = not evaluates or getattr(self._module, "splittable", True) is not False
+        can_be_cut = not evaluates or self.rules(_EVALUATIONS[phase]).splittable
         trains = phase in ("forward", "backward")
         if self._verdict is None and trains and self._before_failure is None:
             self._before_failure = sizes.state_dict()

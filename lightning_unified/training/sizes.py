@@ -62,7 +62,7 @@ class MicroBatchSize:
         """Cut between units of `unit` rows only, into parts of `least` rows or more.
 
         Args:
-            unit: The module's `micro_batch_unit`.
+            unit: Rows that stay together, of `MicroBatchRules`.
             least: Rows that its layers need to work at all.
             whose: The module's name, for messages.
 
@@ -70,10 +70,10 @@ class MicroBatchSize:
             ConfigurationError: If `unit` is no positive int, or larger than the size asked for.
         """
         if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
-            raise ConfigurationError(f"{whose}.micro_batch_unit is {unit!r}; it must be a positive number of rows.")
+            raise ConfigurationError(f"{whose} keeps {unit!r} rows together; it must be a positive number of rows.")
         if self._asked is not None and self._asked < unit:
             raise ConfigurationError(
-                f"micro_batch_size={self._asked} is less than the {unit} rows that {whose} keeps together (micro_batch_unit); "
+                f"micro_batch_size={self._asked} is less than the {unit} rows that {whose} keeps together (MicroBatchRules(unit={unit})); "
                 f'give {unit} or more, or "auto".'
             )
         self.unit, self.least = unit, least

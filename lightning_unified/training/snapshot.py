@@ -115,7 +115,7 @@ class BatchWatch:
         if any(tensor._version != version for tensor, version in self._versions):
             raise RunError(
                 "memory ran out in a step that had changed a tensor of its batch in place, so the step cannot be repeated exactly; "
-                "let training_step make new tensors, or change the batch in prepare_batch, which runs once."
+                "let training_step make new tensors, or change the batch in MicroBatchRules(prepare=…), which runs once."
             )
         return containers_copied(self._batch)
 

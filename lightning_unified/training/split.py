@@ -56,7 +56,7 @@ def part_sizes(rows: int, *, limit: int, unit: int = 1, least: int = 1) -> list[
         return [rows]
     if rows % unit:
         raise SplitError(
-            f"a batch of {rows} rows cannot be cut into units of {unit} rows (micro_batch_unit); "
+            f"a batch of {rows} rows cannot be cut into units of {unit} rows (MicroBatchRules(unit={unit})); "
             f"use a batch size that is a multiple of {unit}, or drop_last=True."
         )
     units, parts = rows // unit, min(-(-(rows // unit) // (limit // unit)), max(rows // max(least, unit), 1))
@@ -89,7 +89,7 @@ def num_rows(batch: Any) -> int:
     if not votes:
         raise SplitError(
             f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut; "
-            "set `splittable = False` on the module to run it whole."
+            "declare MicroBatchRules(splittable=False) to run it whole."
         )
     return max(votes, key=votes.__getitem__)  # the first one of the commonest
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
@@ -82,12 +83,13 @@ class SplittabilityCheck:
     running statistics meanwhile, and everything is put back. One pair costs four small forward and backward passes (the whole twice, to see
     random numbers), whatever the number of rules. The pairs are those whose label counts tell the rules apart best, and the batch's first and last.
 
-    A module that declares `loss_weight` or `loss_reduction` is held to it. For any other the rules are, in this order: rows, scored
+    A module that declares `loss_weight` or `loss_is_sum` is held to it. For any other the rules are, in this order: rows, scored
     labels, and scored labels but each row's first, as causal language models score that shift inside. As long as a batch has not told
     those that agree apart, the first is used and later batches are looked at.
 
     Args:
         trainer: In `fit`.
+        rules: How the module declares its batches.
         step: Runs `training_step` as the loop does.
         metrics: The module's torchmetrics objects.
     """
@@ -96,12 +98,14 @@ class SplittabilityCheck:
         self,
         trainer: L.Trainer,
         *,
+        rules: MicroBatchRules,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         metrics: Callable[[], Sequence[Metric]],
     ) -> None:
         self._trainer, self._step, self._metrics = trainer, step, metrics
         self._module = trainer.lightning_module
-        self._cutter = Cutter(self._module)
+        self._rules = rules
+        self._cutter = Cutter(self._module, rules)
         self._verdict: Verdict | None = None
         self._tied: list[_Rule] | None = None
         self._tries = 0
@@ -120,7 +124,7 @@ class SplittabilityCheck:
         if self._verdict is not None and not self._tied:
             return self._verdict
         labels = _labels_in(next(iter(kwargs.values())), rows)
-        rules = self._tied or _declared(self._module) or _rules(labels)
+        rules = self._tied or _declared(self._rules) or _rules(labels)
         telling = _telling_starts(labels, self._tied or _rules(labels), rows=rows, unit=unit)
         if self._verdict is not None and self._verdict.conclusive and not telling:
             return self._verdict  # for this batch the rules are one and the same
@@ -229,31 +233,31 @@ class SplittabilityCheck:
         Of a module that declares how its loss adds up, what bfloat16 rounds may be more, as long as no other weights would fit better:
         rounding lies across the parts' gradients, and wrong weights along them.
         """
-        weighting = Weighting(self._module, probe.halves, [unit, unit], count=rule.count)
+        weighting = Weighting(self._rules, probe.halves, [unit, unit], count=rule.count)
         shares = [1.0 if (share := weighting.share(index)) is None else share for index in range(2)]
         terms = [part * share for part, share in zip(probe.parts, shares, strict=True) if share]
         scale = torch.stack([probe.whole.norm(), *(term.norm() for term in terms)]).max()
         distance = _distance(torch.stack(terms).sum(0), probe.whole, scale)
-        if not _declared(self._module) or tolerance(self._trainer) < _BFLOAT16:
+        if not _declared(self._rules) or tolerance(self._trainer) < _BFLOAT16:
             return distance
         return max(distance / _DEEPER, _along(torch.stack(terms).sum(0) - probe.whole, terms, scale))
 
     def _refusal(self, rules: list[_Rule], off: list[float], *, unit: int, adds: bool) -> str:
         name = type(self._module).__name__
         tried = "; ".join(f"{rule.name}: {value:.1e}" for rule, value in zip(rules, off, strict=True))
-        hint = ' Its loss adds up over rows: set loss_reduction = "sum".' if adds else ""
+        hint = " Its loss adds up over rows: set loss_is_sum=True." if adds else ""
         return (
             f"{name} cannot be cut exactly: the gradient of {2 * unit} rows differs from that of its two halves by ({tried}); at most "
-            f"{tolerance(self._trainer):.0e} is rounding.{hint} The ways out: loss_weight(batch), the number of terms its loss is a mean over; "
-            'loss_reduction = "sum" with totals from prepare_batch; micro_batch_unit = n for a loss over groups of n rows; '
-            "splittable = False to run batches whole (a contrastive loss); check_split=False to cut it all the same."
+            f"{tolerance(self._trainer):.0e} is rounding.{hint} The ways out, in MicroBatchRules: loss_weight, the number of terms its loss is a mean over; "
+            "loss_is_sum=True with totals from prepare; unit=n for a loss over groups of n rows; "
+            "splittable=False to run batches whole (a contrastive loss); check=False to cut it all the same."
         )
 
     def _does_not_run(self, error: BaseException, unit: int) -> str:
         return (
             f"{type(self._module).__name__}.training_step fails on {unit} or {2 * unit} rows of its batch ({type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}), so the batch cannot be cut. Set micro_batch_unit = n if n rows belong together, "
-            "splittable = False to run batches whole, or check_split=False if it is sound on the micro-batches used."
+            f"{(str(error).splitlines() or [''])[0]}), so the batch cannot be cut. Set MicroBatchRules(unit=n) if n rows belong together, "
+            "splittable=False to run batches whole, or check=False if it is sound on the micro-batches used."
         )
 
 
@@ -301,10 +305,10 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _declared(module: L.LightningModule) -> list[_Rule]:
-    if getattr(module, "loss_reduction", "mean") == "sum":
-        return [_Rule(name='loss_reduction = "sum"')]
-    return [_Rule(name="loss_weight")] if getattr(module, "loss_weight", None) is not None else []
+def _declared(rules: MicroBatchRules) -> list[_Rule]:
+    if rules.loss_is_sum:
+        return [_Rule(name="loss_is_sum")]
+    return [_Rule(name="loss_weight")] if rules.loss_weight is not None else []
 
 
 def _rules(labels: Tensor | None) -> list[_Rule]:

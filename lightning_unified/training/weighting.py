@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.split import merge
 
 __all__ = ["Weighting"]
@@ -18,25 +18,24 @@ class Weighting:
     """The share of each micro-batch in its batch, by the loss's own number of terms.
 
     If the loss is a mean over terms (samples, tokens), the batch's loss and gradient are those of the micro-batches averaged
-    by their numbers of terms. A module with `loss_reduction = "sum"` divides by the whole batch's totals itself, so its losses add.
+    by their numbers of terms. A module with `loss_is_sum` divides by the whole batch's totals itself, so its losses add.
     A batch without any loss term is weighted by rows: whatever the module makes of it, 0 or NaN, the whole batch's is the same.
 
     Args:
-        module: Whose `loss_reduction` and `loss_weight` say how its loss is made; None counts rows.
+        rules: Their `loss_is_sum` and `loss_weight` say how the loss is made; None counts rows.
         parts: The micro-batches.
         sizes: Rows of each.
         count: Counts the loss terms of a micro-batch of a module that does not declare it; None counts rows.
         zero_by_rows: Whether a batch without any loss term is weighted by rows.
-        adds: Whether the parts' figures add up to the whole's; None as `loss_reduction` says. In an evaluation they do not.
+        adds: Whether the parts' figures add up to the whole's; None as `loss_is_sum` says. In an evaluation they do not.
 
     Raises:
-        ConfigurationError: If `loss_reduction` is neither `"mean"` nor `"sum"`.
         SplitError: If `loss_weight` gave a negative or no number.
     """
 
     def __init__(
         self,
-        module: L.LightningModule | None,
+        rules: MicroBatchRules | None,
         parts: Sequence[Any],
         sizes: Sequence[int],
         *,
@@ -45,18 +44,12 @@ class Weighting:
         zero_by_rows: bool = True,
     ) -> None:
         self._sizes = sizes
-        reduction = getattr(module, "loss_reduction", "mean")
-        if reduction not in ("mean", "sum"):
-            raise ConfigurationError(
-                f'{type(module).__name__}.loss_reduction is {reduction!r}; it must be "mean" or "sum".'
-            )
-        self._adds = reduction == "sum" if adds is None else adds
-        weigh = getattr(module, "loss_weight", None) or count
+        rules = rules or MicroBatchRules()
+        self._adds = rules.loss_is_sum if adds is None else adds
+        weigh = rules.loss_weight or count
         counted = list(sizes) if weigh is None or self._adds else _on_host([weigh(part) for part in parts])
         if not all(weight >= 0 for weight in counted):
-            raise SplitError(
-                f"{type(module).__name__}.loss_weight gave {counted}: it must give the number of loss terms, 0 or more."
-            )
+            raise SplitError(f"loss_weight returned {counted}: it must return the number of loss terms, 0 or more.")
         self._weights = counted if sum(counted) or not zero_by_rows else list(sizes)
 
     @property

@@ -96,9 +96,9 @@ def batches_of_other_phases(data: LightningDataModule) -> dict[str, Any]:
 
 
 def largest_batch(module: LightningModule, batch: Any) -> Any:
-    """Return the batch that is cut: the module's own, where `prepare_batch` makes others rows than the loader gave.
+    """Return the batch that is cut: the module's own, where `prepare` makes others rows than the loader gave.
 
-    Such a module has `largest_batch(batch)`, which returns the largest that `prepare_batch` can make, and samples nothing.
+    Such a module has `largest_batch(batch)`, which returns the largest that `prepare` can make, and samples nothing.
     """
     made = getattr(module, "largest_batch", None)
     return batch if made is None else made(batch)

@@ -51,7 +51,7 @@ class DoublingProbe:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, metrics: Sequence[Metric] = ()) -> None:
         self._trainer, self._policy, self._metrics = trainer, policy, metrics
-        self._cutter = Cutter(trainer.lightning_module)
+        self._cutter = Cutter(trainer.lightning_module, policy.rules("fit"))
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> Found | None:
         """Return what fits; None where the device tells no peak, or not even the smallest unit ran.

@@ -26,6 +26,7 @@ from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.planner.told import told
 from lightning_unified.training.rehearsal import Rehearsals
+from lightning_unified.training.rules import given_to, rules_of
 from lightning_unified.training.split import tensors_in
 
 __all__ = ["Planner"]
@@ -72,13 +73,14 @@ class Planner:
         reduction_bytes: int = 0,
         mmap_threshold: int | None = None,
     ) -> None:
-        shape = Cutter(module).shape(batch)
-        whole = shape is None or getattr(module, "splittable", True) is False
+        rules = rules_of(module, "fit", given=given_to(trainer))
+        shape = Cutter(module, rules).shape(batch)
+        whole = shape is None or not rules.splittable
         self.rows = 1 if shape is None else shape.rows
         self.backend = backend
         self._rates, self._calibration = rates, calibration
         self._module = module
-        self._unit = self.rows if whole else unit or getattr(module, "micro_batch_unit", 1)
+        self._unit = self.rows if whole else unit or rules.unit
         self._least, self._most = least, most
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
         self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer, shadows={})

@@ -18,6 +18,7 @@ from lightning_unified.planning.trace import Trace
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.rehearsal import rehearse_validation
+from lightning_unified.training.rules import given_to, rules_of
 from lightning_unified.training.split import tensors_in
 from lightning_unified.units import format_bytes
 
@@ -77,10 +78,10 @@ def foresee_validation(
     Raises:
         RehearsalError: If the step cannot be rehearsed.
     """
-    begun, shape = time.monotonic(), Cutter(module).shape(batch)
+    begun, rules = time.monotonic(), rules_of(module, "validate", given=given_to(trainer))
+    shape = Cutter(module, rules).shape(batch)
     rows = 1 if shape is None else shape.rows
-    whole = shape is None or getattr(module, "splittable", True) is False
-    unit = rows if whole else getattr(module, "micro_batch_unit", 1)
+    unit = rows if shape is None or not rules.splittable else rules.unit
     rehearsed = partial(
         rehearse_validation,
         module,

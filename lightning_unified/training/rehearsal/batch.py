@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_unified.errors import RehearsalError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning.shadow import fake_tensor, shadow
 from lightning_unified.planning.values import set_value
 from lightning_unified.training.cutter import Cutter
@@ -37,7 +38,8 @@ class Template:
     reads are ones that occur.
 
     Args:
-        module: Whose `count_rows` and `split_batch` are asked, where it has them.
+        module: Whose batches they are.
+        rules: Its rules; `rows.count` and `rows.split` are asked.
         batch: A batch as `training_step` gets it, on any device.
 
     Attributes:
@@ -45,9 +47,9 @@ class Template:
         length: Entries of a row, where rows are sequences; None elsewhere.
     """
 
-    def __init__(self, module: L.LightningModule, batch: Any) -> None:
-        self._batch, self._cutter, self._name = batch, Cutter(module), type(module).__name__
-        self._cuts_itself = getattr(module, "split_batch", None) is not None
+    def __init__(self, module: L.LightningModule, batch: Any, rules: MicroBatchRules) -> None:
+        self._batch, self._cutter, self._name = batch, Cutter(module, rules), type(module).__name__
+        self._cuts_itself = rules.rows.split is not None
         shape = self._cutter.shape(batch)
         self.rows = None if shape is None else shape.rows
         self.length = None if self.rows is None else _length(batch, self.rows)

@@ -27,6 +27,7 @@ from lightning_unified.training.rehearsal.kernels import KERNELS
 from lightning_unified.training.rehearsal.stage import untouched
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, shadow_precision
 from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
+from lightning_unified.training.rules import given_to, rules_of
 
 __all__ = ["Rehearsal"]
 
@@ -74,8 +75,11 @@ class Rehearsal:
         self._module, self._live, self._length = module, live, length
         self._backend, self._precision, self._validates = backend, precision, validates
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
-        self._template = Template(module, batch)
-        self._before = self._template if train_batch is None else Template(module, train_batch)
+        given = given_to(live)
+        rules = rules_of(module, "validate" if validates else "fit", given=given)
+        self._template = self._before = Template(module, batch, rules)
+        if train_batch is not None:
+            self._before = Template(module, train_batch, rules_of(module, "fit", given=given))
         self._settings = self._settings_of(accumulate, clip)
         self._lever: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
@@ -190,6 +194,7 @@ class Rehearsal:
             kernel=self._kernel,
             backend=self._backend,
             device=_DEVICE,
+            micro_batches=given_to(self._live),
         )
         conductor = Conductor(
             recorder,

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import RehearsalError
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning.recorder import Recorder
 from lightning_unified.precision import MixedPrecision
 from lightning_unified.training.budget_watch import BudgetWatch
@@ -39,6 +40,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         kernel: Of the optimizers, or None for the default of `backend`.
         backend: Of the trace.
         device: Where the fakes pretend to be.
+        micro_batches: Rules given to the live strategy.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -54,6 +56,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         kernel: str | None,
         backend: str,
         device: torch.device,
+        micro_batches: MicroBatchRules | None = None,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         self.policy = MemoryPolicy(
@@ -62,6 +65,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
             evaluation_micro_batch_size="auto",
             recover=True,
             optimizer_rollback=False,
+            micro_batches=micro_batches,
             batch_norm="micro",
             check_split=False,
             window_mean="batches",
