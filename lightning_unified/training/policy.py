@@ -1,7 +1,7 @@
 """What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import lightning as L
@@ -157,11 +157,15 @@ class MemoryPolicy:
             self._rules[stage] = rules_of(self._module, stage, given=self.given_rules)
         return self._rules[stage]
 
+    def checks(self, stage: str) -> bool:
+        """Return whether the exactness check compares split and whole batches of `stage`."""
+        own = self.rules(stage).check
+        return self._check_split if own is None else own
+
     @property
     def check_split(self) -> bool:
-        """Whether the exactness check compares split and whole batches."""
-        own = self.rules("fit").check
-        return self._check_split if own is None else own
+        """Whether it does in training."""
+        return self.checks("fit")
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -229,14 +233,25 @@ class MemoryPolicy:
             not verdict.conclusive or verdict.rule.name != "rows"
         ):
             self.events.append(f"micro-batches weighted by {verdict.reason}")
-        for words in (verdict.noise, *map(_unmergeable, verdict.unmergeable)):
-            if words and words not in self._said:
-                self._said.add(words)
-                self.events.append(words)
-                (log.info if words == verdict.noise and "compared without" not in words else log.warning)(
-                    "%s", words[:1].upper() + words[1:]
-                )
+        if verdict.noise:
+            self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
+        self.say_unmergeable(verdict.unmergeable, phase="training")
         self._verdict = verdict
+
+    def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn of values that nothing puts together, each name once."""
+        for name in names:
+            self._say(
+                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: nothing puts the "
+                "micro-batches' values together. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...)).",
+                log.warning,
+            )
+
+    def _say(self, words: str, how: Callable[..., None]) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            self.events.append(words)
+            how("%s", words[:1].upper() + words[1:])
 
     def runs_whole(self, refusal: SplitError) -> bool:
         """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller, or if it now
@@ -430,13 +445,6 @@ class MemoryPolicy:
 
     def _remember(self) -> None:
         self._file.write(self.sizes_state())
-
-
-def _unmergeable(name: str) -> str:
-    return (
-        f"{name!r}, logged or returned by training_step, is not the whole batch's where a batch is split: nothing puts the micro-batches' "
-        "values together. Log it in on_train_batch_end, or give a rule in MicroBatchRules(merge=MergeRules(...))"
-    )
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:
