@@ -3,6 +3,7 @@
 import lightning as L
 import torch
 from modules import MLP
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_unified.models.gearhead import GearHead
@@ -35,7 +36,7 @@ class Spawned(L.LightningDataModule):
             self.rows,
             batch_size=self.batch,
             collate_fn=self.collate,
-            persistent_workers=self.start is not None,
+            persistent_workers=self.start is not None and not self.validates,  # such a loader cannot be sent itself
             **workers,
         )
 
@@ -59,7 +60,14 @@ class SpawnedTokens(Spawned):
 
 
 class ValidatedMLP(MLP):
-    """Logs a figure of each validation batch."""
+    """Logs a figure of each validation batch; no metric of it keeps a graph, which could not be sent to a worker."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["x"])
+        self.accuracy(logits, batch["y"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log_dict({"loss": loss, "accuracy": self.accuracy}, on_step=True, on_epoch=True)
+        return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("validation", self.net(batch["x"]).square().mean())
