@@ -61,16 +61,14 @@ class Pickles(L.Callback):
 
 
 class FailsOnce(L.Callback):
-    """Runs out of memory in the forward pass of the second batch."""
+    """Runs out of memory before the backward pass of the second batch."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 1:
-            first = next(layer for layer in pl_module.modules() if isinstance(layer, nn.Linear))
-            handle = first.register_forward_hook(lambda *_: self._fail(handle))
+    failed = False
 
-    def _fail(self, handle):
-        handle.remove()
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == 1 and not self.failed:
+            self.failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 class Blocks(ValidatedMLP):
