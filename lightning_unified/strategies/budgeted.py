@@ -63,6 +63,12 @@ class Budgeted(PartwiseBackward):
         self._status = RunStatus(None)
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. The objects of one fit are made by the next."""
+        state = {name: value for name, value in super().__getstate__().items() if name != "_evaluations"}
+        return {**state, "first_step": None, "_status": RunStatus(None)}
+
+    @override
     def __repr__(self) -> str:
         """Say whose it is: Fabric, whose loop is the user's own, shows this in the error with which it refuses a Trainer's strategy."""
         return f"<{type(self).__name__}: for lightning.Trainer(strategy=…) only, for it cuts and repeats the Trainer's steps>"

@@ -133,6 +133,11 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             static_graph=static_graph,
         )
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        return {**super().__getstate__(), "_ranks": None, "_replicas": None}
+
     @property
     def ranks(self) -> Ranks:
         """All ranks, once their processes are connected."""

@@ -70,6 +70,11 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._phase = "forward"
         self._batch_idx = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: Lightning's own state. The next fit makes a new loop from the strategy."""
+        kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
+        return {name: value for name, value in vars(self).items() if name in kept}
+
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         window = None if self._window is None else self._window.state_dict()

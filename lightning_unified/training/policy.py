@@ -19,7 +19,7 @@ from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
-from lightning_unified.training.rules import rules_of
+from lightning_unified.training.rules import LEFT_BEHIND, can_be_pickled, rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
 from lightning_unified.training.split import BatchShape, positions
@@ -84,9 +84,9 @@ class MemoryPolicy:
                 f"micro_batches={micro_batches!r}: give MicroBatchRules(...) from lightning_unified."
             )
         self.watch = watch
-        self.given_rules = micro_batches
+        self.given_rules: MicroBatchRules | None = micro_batches
         self._rules: dict[str, MicroBatchRules] = {}
-        self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
+        self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
         self.kept = KeptMemory()
@@ -114,6 +114,16 @@ class MemoryPolicy:
         self._refusal: SplitError | None = None
         self._before_watch: dict[str, Any] | None = None
         self._before_failure: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. The objects of one fit stay behind."""
+        given = self.given_rules if can_be_pickled(self.given_rules) else LEFT_BEHIND
+        objects = {"_module": None, "_optimizers": [], "_rules": {}, "_verdict": None, "_refusal": None, "caches": None}
+        return {**vars(self), **objects, "given_rules": given, "kept": KeptMemory()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state over, with caches of the copy's own."""
+        vars(self).update(state, caches=_caches_of(state["watch"]))
 
     def refuse_if_too_small(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Raise `BudgetError` if the budget cannot even hold what `module` needs before any activation."""
@@ -448,7 +458,9 @@ class MemoryPolicy:
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:
-    """Return what looks after the caches of a simulated machine, which no device can be asked for."""
+    """Return what looks after the caches of the watch's device; a simulated machine's are read through the watch."""
+    if watch.machine is None:
+        return CacheCare()
     return CacheCare(
         read=lambda _: watch.reading(),
         live=lambda _: watch.reading().allocated.bytes,

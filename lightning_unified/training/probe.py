@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.generators import GeneratorWatch
+from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import StepSnapshot
 
@@ -128,7 +129,8 @@ def gradient_sample(
     with torch.enable_grad():
         loss = step().closure_loss
         if loss is not None and loss.requires_grad:
-            trainer.lightning_module.backward(loss * scale)
+            with inside_hook(trainer.lightning_module, "backward"):
+                trainer.lightning_module.backward(loss * scale)
     samples = [_sample(parameter) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.training.exactness.written import Written, written_by
+from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_join, metrics_of, named_metrics
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone
@@ -156,7 +157,8 @@ class Runner:
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
-            self._module.backward(loss * self._scale)
+            with inside_hook(self._module, "backward"):
+                self._module.backward(loss * self._scale)
         result.closure_loss = None
         return result
 
