@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 
 from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
@@ -38,7 +37,6 @@ class EvaluationSteps:
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
-        self._cutters: dict[str, Cutter] = {}
         self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(self._module)
 
@@ -54,7 +52,7 @@ class EvaluationSteps:
             OutOfMemoryError: If the smallest part does not fit.
         """
         batch, *rest = args
-        shape = self._cutter(phase).shape(batch)
+        shape = self._shape(batch, rest, phase=phase)
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
@@ -71,6 +69,7 @@ class EvaluationSteps:
             attempt += 1
             snapshot.restore()
             batch = watch.again()
+            shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self) -> StepSnapshot:
@@ -87,11 +86,7 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
             return step(batch, *rest)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [
-            self._cutter(phase).cut(batch, start, start + size, rows=shape.rows)
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         weighting = self._weighting(parts, sizes, phase=phase)
         recorder, metrics = LogRecorder(weighting.average), MetricsOverParts(self._metrics)
         results, outputs = self._trainer._results, []
@@ -104,12 +99,19 @@ class EvaluationSteps:
             recorder.flush(results)
         return merge(outputs, sizes=sizes, average=weighting.average)
 
-    def _cutter(self, phase: str) -> Cutter:
-        if phase not in self._cutters:
-            self._cutters[phase] = Cutter(self._module, self._policy.rules(_STAGES[phase]))
-        return self._cutters[phase]
+    def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
+        """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
+        counts = self._policy.rules(_STAGES[phase]).rows.count is not None
+        if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
+            return None
+        return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
 
     def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
         if phase == "predict":
             return Weighting(None, parts, sizes)
         return Weighting(self._policy.rules(_STAGES[phase]), parts, sizes, count=self._policy.count, adds=False)
+
+
+def _loader_of(rest: list[Any]) -> int:
+    """Return the index of a batch's loader, which Lightning gives after the batch's own where there are several loaders."""
+    return rest[1] if len(rest) > 1 else 0

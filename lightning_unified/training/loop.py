@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
@@ -56,14 +55,14 @@ class UnifiedOptimization(_AutomaticOptimization):
         module = trainer.lightning_module
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
-        self._cutter = Cutter(module, self._rules)
+        self._splitter = policy.splitter("fit")
         self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
         self._check = SplittabilityCheck(
             trainer, rules=self._rules, step=self._training_step, metrics=lambda: self._metrics
         )
         self._parity = GradientParity(
-            trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
+            trainer, policy, splitter=self._splitter, step=self._training_step, metrics=lambda: self._metrics
         )
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
@@ -89,7 +88,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return super().run(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        shape = self._cutter.shape(kwargs[key])
+        shape = self._splitter.shape(kwargs[key])
         if self._foresight is not None:
             self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -192,6 +191,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return 1.0
         rows = 1 if shape is None else shape.rows
         can_be_cut = rows >= 2 * self._policy.sizes.unit and rules.splittable
+        can_be_cut = can_be_cut and self._splitter.refusal(batch, rows) is None
         count = self._checked(kwargs, rows) if can_be_cut and not declared else None
         return Weighting(rules, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
 
@@ -206,7 +206,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
         key = next(iter(kwargs))
         batch, whole = kwargs[key], _WholeBatch(self._make_step_fn(kwargs))
-        shape = None if self._policy.sizes.runs_whole else self._cutter.require_shape(batch)
+        shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
         if shape is None:
             return whole
         rows, sizes = shape.rows, self._policy.sizes.parts(shape)
@@ -214,15 +214,15 @@ class UnifiedOptimization(_AutomaticOptimization):
             return whole
         self._policy.allow_split(shape)
         try:
+            refusal = self._splitter.refusal(batch, rows)
+            if refusal is not None:
+                raise refusal
             count = self._checked(kwargs, rows)
         except SplitError as refusal:
             if self._policy.runs_whole(refusal):
                 return whole
             raise
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [
-            self._cutter.cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
-        ]
+        parts = self._splitter.micro_batches(batch, sizes)
         return _CutBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
             Weighting(self._rules, parts, sizes, count=count),

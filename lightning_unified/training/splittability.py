@@ -17,9 +17,9 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
+from lightning_unified.training.split import splitter_of
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["SplittabilityCheck", "Verdict", "refuse_batch_norm", "tolerance"]
@@ -105,7 +105,7 @@ class SplittabilityCheck:
         self._trainer, self._step, self._metrics = trainer, step, metrics
         self._module = trainer.lightning_module
         self._rules = rules
-        self._cutter = Cutter(self._module, rules)
+        self._splitter = splitter_of(self._module, "fit", trainer=trainer)
         self._verdict: Verdict | None = None
         self._tied: list[_Rule] | None = None
         self._tries = 0
@@ -176,7 +176,7 @@ class SplittabilityCheck:
 
         def gradient(first: int, last: int) -> Tensor:
             part = apply_to_collection(
-                self._cutter.cut(batch, first, last, rows=rows), Tensor, _own
+                self._splitter.split(batch, first, last, rows=rows), Tensor, _own
             )  # a step may write in place
             return gradient_sample(self._trainer, partial_step(part))
 
@@ -191,7 +191,10 @@ class SplittabilityCheck:
         return _Probe(
             whole=whole,
             parts=(gradient(start, middle), gradient(middle, end)),
-            halves=(self._cutter.cut(batch, start, middle, rows=rows), self._cutter.cut(batch, middle, end, rows=rows)),
+            halves=(
+                self._splitter.split(batch, start, middle, rows=rows),
+                self._splitter.split(batch, middle, end, rows=rows),
+            ),
         )
 
     def _judged(self, probes: list[_Probe] | str, rules: list[_Rule], *, unit: int, likeliest: _Rule) -> Verdict:
