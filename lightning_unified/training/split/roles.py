@@ -139,7 +139,26 @@ def tried(
             if role is Role.COLUMNS:
                 for index, entry in enumerate(place.value):
                     following.extend(places_in(entry, joined(place.path, index), {}, shared=shared))
+    _decide_by_siblings(trial, following)
     return trial
+
+
+def _decide_by_siblings(trial: Trial, places: Sequence[Place]) -> None:
+    """Make undecided lists rows where a list beside them is: `tuple(zip(*batch))` gives lists of rows only."""
+    beside = {_parent(one.path) for one in places if trial.roles.get(one.key) is Role.ROWS and _holds_samples(one)}
+    for place in list(trial.undecided):
+        if place.path and _parent(place.path) in beside:
+            trial.undecided.remove(place)
+            trial.roles[place.key] = Role.ROWS
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _holds_samples(place: Place) -> bool:
+    """Return whether a place is a list of tensors or containers; names and numbers are listed by row in any batch."""
+    return place.tag == "list" and not any(isinstance(entry, PLAIN) for entry in place.value)
 
 
 def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"] | None) -> Role | None:

@@ -44,6 +44,16 @@ class RowFinder:
         self._rows: dict[str, int] = {}  # of the batch before, by sub-batch
         self._varies: set[str] = set()
 
+    def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
+        """Return the number of rows of `batch`; None if its entries contradict each other, or nothing tells.
+
+        Args:
+            batch: Whole.
+            sub_batches: By path, with what their loaders tell.
+        """
+        found = {self._find(batch, path, samples) for path, samples in sub_batches}
+        return found.pop() if len(found) == 1 else None
+
     def shape(self, batch: Any, sub_batches: Sequence[SubBatch]) -> BatchShape | None:
         """Return the size of `batch`; None if nothing tells how many rows it has.
 
@@ -54,10 +64,9 @@ class RowFinder:
             batch: Whole.
             sub_batches: By path, with what their loaders tell.
         """
-        found = [
-            self._find(batch, path, samples) or self._largest(batch, path, samples) for path, samples in sub_batches
-        ]
-        rows = max(found)
+        rows = self.rows(batch, sub_batches)
+        if rows is None:
+            rows = max(self._largest(batch, path, samples) for path, samples in sub_batches)
         return BatchShape(rows, self._elements(batch) // rows) if rows else None
 
     def refusal(self, batch: Any, rows: int, sub_batches: Sequence[SubBatch]) -> SplitError | None:
@@ -148,6 +157,8 @@ class RowFinder:
         lists = [place for place in places if place.tag == "list"]
         leaves = {place.size for place in places if place.tag == "leaf"}
         leaves |= {tensor.size(0) for one in lists for tensor in tensors_in(one.value) if tensor.dim()}
+        if lists and lists[0].path == path and samples.collates == "rows":
+            return lists[0].size
         if lists and lists[0].path == path and samples.collates is None and _is_row_of_tensors(lists[0].value):
             return None
         for candidates in (leaves, _lengths(lists)):

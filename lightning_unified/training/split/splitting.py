@@ -108,7 +108,11 @@ class BatchSplitter:
         counted = None if rules.count is None else self._counted(batch)
         if counted is not None and rules.split is not None:
             return BatchShape(counted, elements_per_row(batch, counted))
-        shape = self._finder(loader).shape(batch, self._sub_batches(batch, loader, counted))
+        finder, sub_batches = self._finder(loader), self._sub_batches(batch, loader, counted)
+        if rules.split is not None:  # which may be called with the exact number only
+            rows = finder.rows(batch, sub_batches)
+            return None if rows is None else BatchShape(rows, elements_per_row(batch, rows))
+        shape = finder.shape(batch, sub_batches)
         if counted is None:
             return shape
         return BatchShape(counted, 0 if shape is None else shape.elements)
