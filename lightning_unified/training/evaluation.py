@@ -7,11 +7,9 @@ from typing import Any
 import lightning as L
 
 from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import all_paths
-from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import metrics_of, named_metrics
@@ -42,7 +40,6 @@ class EvaluationSteps:
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
-        self._cutters: dict[str, Cutter] = {}
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(self._module)
@@ -59,7 +56,7 @@ class EvaluationSteps:
             OutOfMemoryError: If the smallest part does not fit.
         """
         batch, *rest = args
-        shape = self._cutter(phase).shape(batch)
+        shape = self._shape(batch, rest, phase=phase)
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
@@ -76,6 +73,7 @@ class EvaluationSteps:
             attempt += 1
             snapshot.restore()
             batch = watch.again()
+            shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self) -> StepSnapshot:
@@ -92,14 +90,11 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
             return step(batch, *rest)
-        check, whole = self._check(phase, rest[1] if len(rest) > 1 else 0), lambda part: step(part, *rest)
+        check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
         if self._policy.checks(_STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
             self._policy.say_unmergeable(check.unmergeable(), phase=phase)
-        parts = [
-            self._cutter(phase).cut(batch, start, start + size, rows=shape.rows)
-            for start, size in zip(starts_of(sizes), sizes, strict=True)
-        ]
+        parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
@@ -147,7 +142,7 @@ class EvaluationSteps:
             self._checks[key] = EvaluationCheck(
                 self._trainer,
                 rules=self._policy.rules(_STAGES[phase]),
-                cutter=self._cutter(phase),
+                split=partial(self._policy.splitter(_STAGES[phase]).split, loader=loader),
                 predicts=phase == "predict",
             )
         return self._checks[key]
@@ -156,7 +151,14 @@ class EvaluationSteps:
         rows = Parts(sizes, list(map(float, sizes)))
         return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
 
-    def _cutter(self, phase: str) -> Cutter:
-        if phase not in self._cutters:
-            self._cutters[phase] = Cutter(self._module, self._policy.rules(_STAGES[phase]))
-        return self._cutters[phase]
+    def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
+        """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
+        counts = self._policy.rules(_STAGES[phase]).rows.count is not None
+        if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
+            return None
+        return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
+
+
+def _loader_of(rest: list[Any]) -> int:
+    """Return the index of a batch's loader, which Lightning gives after the batch's own where there are several loaders."""
+    return rest[1] if len(rest) > 1 else 0

@@ -22,9 +22,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.check import ExactnessCheck
-from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import metrics_of, named_metrics
@@ -55,14 +53,14 @@ class UnifiedOptimization(_AutomaticOptimization):
         module = trainer.lightning_module
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
-        self._cutter = Cutter(module, self._rules)
+        self._splitter = policy.splitter("fit")
         self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
         self._check = ExactnessCheck(
-            trainer, rules=self._rules, cutter=self._cutter, step=self._training_step, fits=self._fits
+            trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
         self._parity = GradientParity(
-            trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
+            trainer, policy, splitter=self._splitter, step=self._training_step, metrics=lambda: self._metrics
         )
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
@@ -95,7 +93,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return super().run(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        shape = self._cutter.shape(kwargs[key])
+        shape = self._splitter.shape(kwargs[key])
         if self._foresight is not None:
             self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -198,7 +196,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return 1.0
         rows = 1 if shape is None else shape.rows
         can_be_split = shape is not None and rows >= 2 * self._policy.sizes.unit and rules.splittable
-        if can_be_split and shape is not None and not declared:
+        if can_be_split and shape is not None and not declared and self._splitter.refusal(batch, rows) is None:
             self._checked(kwargs, shape)
         rule = replace(self._policy.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
@@ -214,7 +212,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
         key = next(iter(kwargs))
         batch, whole = kwargs[key], WholeBatch(self._make_step_fn(kwargs))
-        shape = None if self._policy.sizes.runs_whole else self._cutter.require_shape(batch)
+        shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
         if shape is None:
             return whole
         rows, sizes = shape.rows, self._policy.sizes.parts(shape)
@@ -222,15 +220,15 @@ class UnifiedOptimization(_AutomaticOptimization):
             return whole
         self._policy.allow_split(shape)
         try:
+            refusal = self._splitter.refusal(batch, rows)
+            if refusal is not None:
+                raise refusal
             self._checked(kwargs, shape)
         except SplitError as refusal:
             if self._policy.runs_whole(refusal):
                 return whole
             raise
-        parts = [
-            self._cutter.cut(batch, start, start + size, rows=rows)
-            for start, size in zip(starts_of(sizes), sizes, strict=True)
-        ]
+        parts = self._splitter.micro_batches(batch, sizes)
         return SplitBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
             Weighting(self._policy.loss_rule, parts, sizes),

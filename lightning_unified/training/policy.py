@@ -22,7 +22,8 @@ from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.rules import LEFT_BEHIND, can_be_pickled, rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
-from lightning_unified.training.split import BatchShape, positions
+from lightning_unified.training.split import BatchShape, BatchSplitter, positions
+from lightning_unified.training.split.roles import Roles
 from lightning_unified.units import format_bytes
 
 __all__ = ["MemoryPolicy"]
@@ -54,6 +55,7 @@ class MemoryPolicy:
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
+        known_roles: Roles of the batches' entries by stage, where another run has found them: that of a dry run.
         recoveries: How many steps were repeated.
         events: What was decided on the way, for people.
 
@@ -86,6 +88,8 @@ class MemoryPolicy:
         self.watch = watch
         self.given_rules: MicroBatchRules | None = micro_batches
         self._rules: dict[str, MicroBatchRules] = {}
+        self._splitters: dict[str, BatchSplitter] = {}
+        self.known_roles: dict[str, Roles] = {}
         self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
@@ -153,7 +157,7 @@ class MemoryPolicy:
         self.watch.begin()
         self.caches.begin(self.watch.device)
         self.kept.begin(module)
-        self._rules = {}
+        self._rules, self._splitters = {}, {}
         unit, name = self.rules("fit").unit, type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
@@ -171,6 +175,18 @@ class MemoryPolicy:
         """Return whether the exactness check compares split and whole batches of `stage`."""
         own = self.rules(stage).check
         return self._check_split if own is None else own
+
+    def runs(self, module: Any) -> bool:
+        """Return whether `module` is the one that the run is about."""
+        return self._module is not None and module is self._module
+
+    def splitter(self, stage: str) -> BatchSplitter:
+        """Return what splits the batches of `stage`; one for the whole fit, so that all agree on what its rows are."""
+        assert self._module is not None
+        if stage not in self._splitters:
+            roles = self.known_roles.get(stage)
+            self._splitters[stage] = BatchSplitter(self._module, self.rules(stage), stage=stage, roles=roles)
+        return self._splitters[stage]
 
     @property
     def check_split(self) -> bool:

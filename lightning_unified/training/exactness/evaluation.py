@@ -13,7 +13,6 @@ import lightning as L
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.draws import RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Tolerance
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
@@ -35,7 +34,7 @@ class EvaluationCheck:
     Args:
         trainer: Whose evaluation it is.
         rules: How the module declares its batches in this stage.
-        cutter: Splits batches.
+        split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
         step: `step(batch)` runs the stage's step.
         predicts: Whether the step predicts, so that only concatenations are allowed.
 
@@ -44,8 +43,10 @@ class EvaluationCheck:
         rule: By what means are weighted.
     """
 
-    def __init__(self, trainer: L.Trainer, *, rules: MicroBatchRules, cutter: Cutter, predicts: bool) -> None:
-        self._trainer, self._rules, self._cutter, self._predicts = trainer, rules, cutter, predicts
+    def __init__(
+        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool
+    ) -> None:
+        self._trainer, self._rules, self._split, self._predicts = trainer, rules, split, predicts
         self._module = trainer.lightning_module
         self.tables = Tables.of(rules.merge)
         self.rule = LossRule("rows")
@@ -102,7 +103,7 @@ class EvaluationCheck:
             return
         outputs = self.tables.outputs
         for path in paths:
-            if path not in outputs.given and len(outputs.all_rules(path)) != 1:
+            if path not in outputs.given and not _is_certain(outputs.all_rules(path)):
                 name = type(self._module).__name__
                 where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
                 raise SplitError(
@@ -115,14 +116,14 @@ class EvaluationCheck:
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
     ) -> None:
         start = window(batch, rows=rows, size=size, unit=unit)
-        whole_batch = self._cutter.cut(batch, start, start + size, rows=rows) if size < rows else batch
+        whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
         precision = WatchPrecision()
         recorded = RecordDraws(precision)
         whole = self._run(step, whole_batch, size, recorded, precision)
         for sizes in splits_of(size // unit):
             sizes = [unit * one for one in sizes]  # noqa: PLW2901
             batches = [
-                self._cutter.cut(whole_batch, first, first + one, rows=size)
+                self._split(batch, start + first, start + first + one, rows=rows)
                 for first, one in zip(starts_of(sizes), sizes, strict=True)
             ]
             runs = []
@@ -175,3 +176,9 @@ class EvaluationCheck:
         own = declared(self._rules)
         first = [rule for rule in (own, likely) if rule is not None and not rule.adds]
         return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
+
+
+def _is_certain(rules: frozenset[str]) -> bool:
+    """Return whether a value is rows one after another in one way only, or always the same."""
+    concatenations = [rule for rule in rules if rule.startswith("concatenate")]
+    return rules == {"equal"} or (len(concatenations) == 1 and "equal" not in rules)

@@ -1,12 +1,11 @@
 """The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.training.exactness.losses import LossRule, shares
@@ -26,16 +25,34 @@ class Trial:
     """What is run.
 
     Args:
-        batch: The rows that run whole.
-        rows: Their number.
-        is_whole: Whether these are all rows of the loader's batch.
+        batch: The loader's.
+        batch_rows: Its rows.
+        start: The first row that runs.
+        rows: How many run.
+        take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
         splits: The rows of each part, for each way to split.
     """
 
     batch: Any
+    batch_rows: int
+    start: int
     rows: int
-    is_whole: bool
+    take: Callable[..., Any]
     splits: Sequence[Sequence[int]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the batch run."""
+        return self.rows == self.batch_rows
+
+    def part(self, start: int, size: int) -> Any:
+        """Return `size` of the rows that run, from `start` of them on."""
+        first = self.start + start
+        return self.take(self.batch, first, first + size, rows=self.batch_rows)
+
+    def whole(self) -> Any:
+        """Return all rows that run."""
+        return self.part(0, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +126,12 @@ class Judge:
 
     Args:
         runner: Runs the step aside.
-        cutter: Splits batches.
         tables: Where rules for results are kept.
         whose: The module's name.
     """
 
-    def __init__(self, runner: Runner, cutter: Cutter, tables: Tables, *, whose: str) -> None:
-        self._runner, self._cutter, self._tables, self._whose = runner, cutter, tables, whose
+    def __init__(self, runner: Runner, tables: Tables, *, whose: str) -> None:
+        self._runner, self._tables, self._whose = runner, tables, whose
 
     def findings(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule], *, since: str
@@ -175,7 +191,7 @@ class Judge:
                 replay = ReplayDraws(
                     recorded.draws, rows=trial.rows, start=start, stop=start + size, order=order, precision=precision
                 )
-                batches.append(self._cutter.cut(trial.batch, start, start + size, rows=trial.rows))
+                batches.append(trial.part(start, size))
                 runs.append(self._part(kwargs, batches[-1], size, trial, replay, precision))
                 replay.finish()
                 replays.append(replay)
@@ -196,11 +212,7 @@ class Judge:
         precision, splits = WatchPrecision(), []
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
         for sizes in trial.splits:
-            starts = starts_of(sizes)
-            batches = [
-                self._cutter.cut(trial.batch, start, start + size, rows=trial.rows)
-                for start, size in zip(starts, sizes, strict=True)
-            ]
+            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
             runs = [
                 self._part(kwargs, batch, size, trial, ConstantDraws(precision), precision)
                 for batch, size in zip(batches, sizes, strict=True)
@@ -210,7 +222,7 @@ class Judge:
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:
-            return self._runner.run(kwargs, trial.batch, rows=trial.rows, draws=draws, precision=precision)
+            return self._runner.run(kwargs, trial.whole(), rows=trial.rows, draws=draws, precision=precision)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

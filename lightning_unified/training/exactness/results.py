@@ -1,7 +1,7 @@
 """The results of a batch that ran as micro-batches: outputs, logs, metrics and written state, put together by the rules that fit."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from lightning_unified.training.exactness.merging import MergeTable, Parts, merg
 from lightning_unified.training.exactness.run import Results
 from lightning_unified.training.exactness.written import learn_written
 from lightning_unified.training.logs import Logged, path_of_log
-from lightning_unified.training.split import _with_fields, _with_items
+from lightning_unified.training.split.containers import entries_of, is_sequence, joined, with_entries
 
 __all__ = ["Tables", "all_paths", "learn_results", "merge_tree", "refusal_of_state", "unknown_paths"]
 
@@ -121,7 +121,7 @@ def learn_tree(
         table.learn(path, values, whole, parts, tolerance=tolerance)
         return
     for name, (inner, *others) in columns.items():
-        learn_tree(table, others, inner, parts, tolerance=tolerance, path=_joined(path, name))
+        learn_tree(table, others, inner, parts, tolerance=tolerance, path=joined(path, name))
 
 
 def merge_tree(table: MergeTable, values: Sequence[Any], parts: Parts, *, fallback: Any, path: str = "") -> Any:
@@ -138,10 +138,10 @@ def merge_tree(table: MergeTable, values: Sequence[Any], parts: Parts, *, fallba
     columns = None if rule is not None else _columns(values)
     if columns is not None:
         inner = {
-            name: merge_tree(table, column, parts, fallback=fallback, path=_joined(path, name))
+            name: merge_tree(table, column, parts, fallback=fallback, path=joined(path, name))
             for name, column in columns.items()
         }
-        return _rebuilt(values[0], inner)
+        return with_entries(values[0], list(inner.items()))
     if rule is None:
         return fallback(path, values)
     try:
@@ -159,7 +159,7 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
             yield path
         return
     for name, column in columns.items():
-        yield from unknown_paths(table, column, _joined(path, name))
+        yield from unknown_paths(table, column, joined(path, name))
 
 
 def all_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[str]:
@@ -169,11 +169,7 @@ def all_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Itera
         yield path
         return
     for name, column in columns.items():
-        yield from all_paths(table, column, _joined(path, name))
-
-
-def _joined(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)
+        yield from all_paths(table, column, joined(path, name))
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:
@@ -181,25 +177,10 @@ def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return None
-    if isinstance(first, Mapping):
-        same = all(value.keys() == first.keys() for value in values)
-        return {key: [value[key] for value in values] for key in first} if same else None
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return {name: [getattr(value, name) for value in values] for name in first._fields}
-    if isinstance(first, (list, tuple)):
-        same = len({len(value) for value in values}) == 1
-        return {index: [value[index] for value in values] for index in range(len(first))} if same and first else None
-    if is_dataclass(first) and not isinstance(first, type):
-        return {one.name: [getattr(value, one.name) for value in values] for one in fields(first)}
-    return None
-
-
-def _rebuilt(like: Any, entries: dict[Any, Any]) -> Any:
-    if isinstance(like, Mapping):
-        return _with_items(like, entries)
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(**entries)
-    if isinstance(like, (list, tuple)):
-        return type(like)(entries.values())
-    names = iter(entries.values())
-    return _with_fields(like, lambda _: next(names))
+    entries = [entries_of(value) for value in values]
+    if entries[0] is None or (is_sequence(first) and not first):
+        return None
+    names = [[name for name, _ in one or ()] for one in entries]
+    if any(other != names[0] for other in names):
+        return None
+    return {name: [(one or [])[index][1] for one in entries] for index, name in enumerate(names[0])}

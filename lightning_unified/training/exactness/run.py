@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
@@ -25,6 +26,7 @@ from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_joi
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone
 from lightning_unified.training.snapshot import metric_state
+from lightning_unified.training.split.containers import entries_of, with_entries
 
 __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
@@ -231,9 +233,15 @@ def _is_batch_norm(child: nn.Module) -> bool:
 
 def copied(batch: Any) -> Any:
     """Return a batch whose tensors are copies, for a step may write them in place."""
-    return apply_to_collection(
-        batch, Tensor, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    )
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if isinstance(batch, PackedSequence):
+        return type(batch)(*map(copied, batch))
+    entries = entries_of(batch)
+    if entries is None:
+        clone = getattr(batch, "clone", None)  # graphs of torch_geometric have one
+        return clone() if callable(clone) else batch
+    return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
 
 
 def _metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torchmetrics import Metric
 
 from lightning_unified.planning.static import static_bytes
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, gradient_sample
@@ -51,7 +50,7 @@ class DoublingProbe:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, metrics: Sequence[Metric] = ()) -> None:
         self._trainer, self._policy, self._metrics = trainer, policy, metrics
-        self._cutter = Cutter(trainer.lightning_module, policy.rules("fit"))
+        self._splitter = policy.splitter("fit")
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> Found | None:
         """Return what fits; None where the device tells no peak, or not even the smallest unit ran.
@@ -66,7 +65,7 @@ class DoublingProbe:
         rows, unit = max(self._policy.sizes.unit, self._policy.sizes.least), self._policy.sizes.unit
         budget = self._policy.watch.bytes if room is None else room
         while rows <= shape.rows:
-            peak = self._peak(partial(step, self._cutter.cut(batch, 0, rows, rows=shape.rows)))
+            peak = self._peak(partial(step, self._splitter.split(batch, 0, rows, rows=shape.rows)))
             if peak is None:
                 break
             points.append((rows, peak + self._to_come()))
@@ -135,7 +134,11 @@ def tried(
         why: It cannot be told, in words.
     """
     found = None
-    if shape is not None and not policy.refuses_cut(shape):
+    if (
+        shape is not None
+        and not policy.refuses_cut(shape)
+        and policy.splitter("fit").refusal(batch, shape.rows) is None
+    ):
         metrics = [one for one in trainer.lightning_module.modules() if isinstance(one, Metric)]
         try:
             found = DoublingProbe(trainer, policy, metrics=metrics).run(batch, shape, step=step)
