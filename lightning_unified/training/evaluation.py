@@ -6,15 +6,15 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
+from lightning_unified.training.logs import LogRecorder, MetricsOverParts
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, StepSnapshot
+from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.split import BatchShape, merge
+from lightning_unified.training.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["EvaluationSteps"]
@@ -39,8 +39,8 @@ class EvaluationSteps:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
         self._cutters: dict[str, Cutter] = {}
-        self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(self._module)
+        self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
         """Return what `step(*args)` gives of the whole batch.
@@ -58,6 +58,7 @@ class EvaluationSteps:
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
+            self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         snapshot = self._snapshot()
         watch, attempt = BatchWatch(batch), 0
@@ -66,7 +67,7 @@ class EvaluationSteps:
             if reason is None:
                 if shape is not None:
                     self._policy.evaluation_sizes.worked(shape)
-                self._buffers.learn()
+                self._state.learn(snapshot.state)
                 return output
             attempt += 1
             snapshot.restore()
@@ -75,11 +76,7 @@ class EvaluationSteps:
 
     def _snapshot(self) -> StepSnapshot:
         return StepSnapshot(
-            self._trainer,
-            buffers=self._buffers,
-            generators=self._generators,
-            metrics=self._metrics,
-            results=self._trainer._results,
+            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
         )
 
     def _attempt(
@@ -93,7 +90,7 @@ class EvaluationSteps:
             for start, size in zip(starts, sizes, strict=True)
         ]
         weighting = self._weighting(parts, sizes, phase=phase)
-        recorder, metrics = LogRecorder(weighting.average), MetricsOverParts(self._metrics)
+        recorder, metrics = LogRecorder(weighting.average), MetricsOverParts(self._state.metrics)
         results, outputs = self._trainer._results, []
         for index, part in enumerate(parts):
             recorder.next_part(index)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.training.snapshot import metric_state, set_metric_state
+from lightning_unified.training.undo import Roots, StateWatch
 
 __all__ = ["LogRecorder", "MetricsOverParts", "metrics_of"]
 
@@ -186,8 +187,10 @@ class _Twin:
 
 
 def metrics_of(module: torch.nn.Module) -> list[Metric]:
-    """Return the torchmetrics objects of `module` that hold a state."""
-    return [metric for metric in module.modules() if isinstance(metric, Metric) and metric._defaults]
+    """Return the torchmetrics objects with a state that `module` holds: submodules, and those in its dicts, lists and objects."""
+    watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
+    watch.look()
+    return watch.metrics
 
 
 def _emptied_copy(metric: Metric) -> Metric:
