@@ -6,18 +6,18 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import metrics_of, named_metrics
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, StepSnapshot
+from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.split_batch import SplitResults
+from lightning_unified.training.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["EvaluationSteps"]
@@ -41,8 +41,8 @@ class EvaluationSteps:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
-        self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(self._module)
+        self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
         """Return what `step(*args)` gives of the whole batch.
@@ -60,6 +60,7 @@ class EvaluationSteps:
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
+            self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         snapshot = self._snapshot()
         watch, attempt = BatchWatch(batch), 0
@@ -68,7 +69,7 @@ class EvaluationSteps:
             if reason is None:
                 if shape is not None:
                     self._policy.evaluation_sizes.worked(shape)
-                self._buffers.learn()
+                self._state.learn(snapshot.state)
                 return output
             attempt += 1
             snapshot.restore()
@@ -78,11 +79,7 @@ class EvaluationSteps:
 
     def _snapshot(self) -> StepSnapshot:
         return StepSnapshot(
-            self._trainer,
-            buffers=self._buffers,
-            generators=self._generators,
-            metrics=self._metrics,
-            results=self._trainer._results,
+            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
         )
 
     def _attempt(
@@ -98,7 +95,7 @@ class EvaluationSteps:
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
-            metrics=named_metrics(self._module),
+            metrics=named_metrics(self._module, self._state.metrics),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
         outputs = []

@@ -21,17 +21,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
-from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import metrics_of, named_metrics
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
@@ -54,14 +54,12 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
-        self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(module)
+        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
             trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
-        self._parity = GradientParity(
-            trainer, policy, splitter=self._splitter, step=self._training_step, metrics=lambda: self._metrics
-        )
+        self._parity = GradientParity(trainer, policy, splitter=self._splitter, step=self._training_step)
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
@@ -103,6 +101,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._policy.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
+            self._state.look()
             outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
@@ -131,9 +130,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
         self._gradients = self._weights = None
-        self._buffers.learn()
-        if self.trainer.global_step <= 1:
-            self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+        self._state.learn(snapshot.state)
         assert outputs is not None
         return outputs
 
@@ -143,9 +140,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(
-            self.trainer, buffers=self._buffers, generators=self._generators, metrics=self._metrics, results=results
-        )
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
@@ -235,7 +230,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             merging=SplitResults(
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=named_metrics(self.trainer.lightning_module),
+                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_unified.training.exactness.gradients import Tolerance
 from lightning_unified.training.exactness.host import on_host, to_host
@@ -47,7 +46,6 @@ class GradientParity:
         policy: Knows the sizes, by what parts are weighted, and where events go.
         splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
-        metrics: The module's torchmetrics objects.
     """
 
     def __init__(
@@ -57,10 +55,9 @@ class GradientParity:
         *,
         splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
-        metrics: Callable[[], Sequence[Metric]],
     ) -> None:
         self._trainer, self._policy, self._splitter = trainer, policy, splitter
-        self._step, self._metrics = step, metrics
+        self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
@@ -134,7 +131,7 @@ class GradientParity:
         return f"the step fails there ({why})"
 
     def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        with Undone(self._trainer, metrics=self._metrics(), in_eval=self._in_eval):
+        with Undone(self._trainer, in_eval=self._in_eval):
             return self._distance(kwargs, rows, of=of)
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:

@@ -247,7 +247,9 @@ def copied(batch: Any) -> Any:
 def _metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the states of metrics that were updated, and can be joined with those from before."""
     found = {
-        path: metric for path, metric in named_metrics(module).items() if can_join(metric) and metric._update_count
+        path: metric
+        for path, metric in named_metrics(module, metrics_of(module)).items()
+        if can_join(metric) and metric._update_count
     }
     states = {path: metric_state(metric) for path, metric in found.items()}
     return {path: {name: state[name] for name in found[path]._defaults} for path, state in states.items()}

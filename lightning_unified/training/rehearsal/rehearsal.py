@@ -29,6 +29,7 @@ from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, sha
 from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
 from lightning_unified.training.rules import given_to, rules_of
 from lightning_unified.training.split import splitter_of
+from lightning_unified.training.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["Rehearsal"]
 
@@ -82,6 +83,8 @@ class Rehearsal:
         self._settings = self._settings_of(accumulate, clip)
         self._lever: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
+        # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
+        self._state = StateWatch(partial(roots_of, module, live, (*TRAINING_STEP, *EVALUATION_STEPS)), tensors=False)
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
@@ -137,7 +140,7 @@ class Rehearsal:
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
         """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
-        name = type(self._module).__name__
+        name, noted = type(self._module).__name__, self._state.note()
         try:
             with untouched():
                 return traced()
@@ -150,6 +153,8 @@ class Rehearsal:
             raise RehearsalError(
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
+        finally:
+            noted.restore()
 
     def _first(self, rows: int, parts: int, later: int, *, other: bool = False) -> Trace:
         spot: list[Places] = []
