@@ -85,7 +85,7 @@ def aside(
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        stack.enter_context(Undone(trainer, metrics=metrics_of(module), in_eval=_is_batch_norm))
+        stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
         stack.enter_context(logs.recording(results))
         for metric in metrics_of(module):
             metric.reset()
@@ -168,7 +168,7 @@ class Runner:
         """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
-        with Undone(self._trainer, metrics=metrics_of(self._module), in_eval=_is_batch_norm), torch.no_grad():
+        with Undone(self._trainer, in_eval=_is_batch_norm), torch.no_grad():
             try:
                 self._step(OrderedDict(kwargs, **{key: own}))
             except Exception as error:
