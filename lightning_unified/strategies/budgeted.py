@@ -37,6 +37,15 @@ __all__ = ["Budgeted"]
 
 T = TypeVar("T")
 
+_DRAWN = (
+    "{phase}_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. Write "
+    "{phase}_step(batch, batch_idx) to have them split."
+)
+_BY_HAND = (
+    "the module optimizes by hand (automatic_optimization=False): its training batches are not split, and a step that runs out of memory is "
+    "not repeated. Use automatic optimization to have them split."
+)
+
 
 class Budgeted(PartwiseBackward):
     """Makes the strategy it is mixed into train inside a memory budget; goes before that strategy among the bases.
@@ -117,6 +126,8 @@ class Budgeted(PartwiseBackward):
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            self.policy.note_unsplit("micro_batch_size", _BY_HAND)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = self._optimization(trainer)
@@ -177,10 +188,11 @@ class Budgeted(PartwiseBackward):
         return self._evaluated(super().predict_step, args, kwargs, phase="predict")
 
     def _evaluated(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, phase: str) -> Any:
-        if (
-            kwargs or not args or isinstance(args[0], Iterator)
-        ):  # a step that draws its own batches: nothing to cut or repeat
+        if kwargs or not args:
             return step(*args, **kwargs)
+        if isinstance(args[0], Iterator):
+            self.policy.note_unsplit("evaluation_micro_batch_size", _DRAWN.format(phase=phase))
+            return step(*args)
         return self._evaluations.run(step, *args, phase=phase)
 
     @override
