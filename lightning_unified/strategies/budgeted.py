@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -22,6 +24,7 @@ from lightning_unified.precision import (
     resolve_simulated,
     verify_run,
 )
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.loop import UnifiedOptimization
@@ -90,6 +93,20 @@ class Budgeted(PartwiseBackward):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The Trainer's plugin, or `AtomicCheckpointIO`; a plugin that wraps another one and was given none wraps that."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # the setter leaves one that is there
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def _resolve_precision(self) -> None:
         """Put the gate's plugin in place of the one that the Trainer made from its flag; the device is known."""
