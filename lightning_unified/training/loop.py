@@ -87,8 +87,8 @@ class UnifiedOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
         self._batch_idx = batch_idx
-        if "any" in kwargs and len(kwargs) == 1:  # training_step(dataloader_iter): nothing to cut or repeat
-            return super().run(optimizer, batch_idx, kwargs)
+        if _draws_its_batches(kwargs):
+            return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._splitter.shape(kwargs[key])
@@ -109,6 +109,23 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._foresight is not None:
             self._foresight.batch_done()
         return outputs
+
+    def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run a step that draws its own batches, once and whole."""
+        self._policy.note_unsplit(
+            "micro_batch_size",
+            "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
+            "Write training_step(batch, batch_idx) to have them split.",
+        )
+        if self._window is not None:
+            raise ConfigurationError(
+                'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
+                'give window_mean="batches", or write training_step(batch, batch_idx).'
+            )
+        try:
+            return super().run(optimizer, batch_idx, kwargs)
+        finally:
+            self._weights = None
 
     def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
@@ -199,6 +216,8 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if _draws_its_batches(kwargs):
+            return _MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
         batch = self._cut(kwargs)
         self._parity.look(kwargs, cut=batch.parts > 1)
         return _MicroBatchClosure(self, batch, optimizer, zero_grad)
@@ -308,6 +327,11 @@ class UnifiedOptimization(_AutomaticOptimization):
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
             self._phase = "optimizer step"
+
+
+def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
+    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    return "any" in kwargs and len(kwargs) == 1
 
 
 class _MicroBatchClosure(Closure):

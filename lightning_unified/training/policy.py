@@ -299,6 +299,19 @@ class MemoryPolicy:
         log.warning("%s %s", refusal, self.events[-1])
         return True
 
+    def note_unsplit(self, option: str, why: str) -> None:
+        """Say once why batches are not split, and warn where a size was asked for.
+
+        Args:
+            option: `"micro_batch_size"` or `"evaluation_micro_batch_size"`.
+            why: A sentence on the batches.
+        """
+        if why not in self.events:
+            self.events.append(why)
+            asked = (self.sizes if option == "micro_batch_size" else self.evaluation_sizes).asked
+            if asked is not None:
+                log.warning("%s=%s has no effect: %s", option, asked, why)
+
     def out_of_memory(
         self, *, phase: str, reason: str, shape: BatchShape | None, attempt: int, batch: Any = None
     ) -> None:
