@@ -49,7 +49,7 @@ _TORCH_OWN = ("cuda", "hip", "xpu")
 # Where in the training of one batch: the first line inside autograd and layers, the second in hooks, the third around the
 # optimizer, the last at the n-th operation of the batch that makes a tensor, whatever that is.
 STEP_POINTS = (
-    *("forward", "backward", "prepare_batch", "loss_weight"),
+    *("forward", "backward", "prepare", "loss_weight"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
     *("before_weights", "between_groups"),
     "operation",
@@ -130,7 +130,7 @@ class Disturbance(L.Callback):
         path = Path(trainer.default_root_dir) / STRIKES
         self._strikes = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         points = {fault.point for fault in self._faults}
-        for name in ("prepare_batch", "loss_weight"):
+        for name in ("prepare", "loss_weight"):
             if name in points and hasattr(pl_module, name):
                 setattr(pl_module, name, self._guarded(getattr(pl_module, name), name))
         if self._wall is not None:

@@ -1,12 +1,14 @@
 """Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning as L
 
 from lightning_unified.training.buffers import BufferWatch
+from lightning_unified.training.exactness.losses import LossRule
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
@@ -108,8 +110,8 @@ class EvaluationSteps:
 
     def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
         if phase == "predict":
-            return Weighting(None, parts, sizes)
-        return Weighting(self._policy.rules(_STAGES[phase]), parts, sizes, count=self._policy.count, adds=False)
+            return Weighting(LossRule("rows"), parts, sizes)
+        return Weighting(replace(self._policy.loss_rule, adds=False), parts, sizes)
 
 
 def _loader_of(rest: list[Any]) -> int:

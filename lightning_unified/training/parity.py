@@ -1,25 +1,23 @@
 """Whether a device makes the gradients that the CPU makes, looked at when the size of micro-batches changes: on MPS it may not."""
 
 import logging
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_unified.training.exactness.gradients import Tolerance
+from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.training.split import BatchSplitter, part_sizes
-from lightning_unified.training.splittability import tolerance
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.units import format_bytes
 
@@ -111,7 +109,11 @@ class GradientParity:
 
     @property
     def _limit(self) -> float:
-        return _LIMIT if tolerance(self._trainer) < 2e-3 else _LIMIT_HALF
+        formats = {one.dtype for one in self._module.parameters()}
+        halves = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
+            str(self._trainer.precision_plugin.precision)
+        )
+        return _LIMIT if Tolerance.of({*formats, halves or torch.float32}).of_all < 1 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
@@ -147,10 +149,10 @@ class GradientParity:
             self._splitter.split(part, start, start + size, rows=rows)
             for start, size in zip(starts, sizes, strict=True)
         ]
-        weighting = Weighting(self._policy.rules("fit"), slices, sizes, count=self._policy.count)
+        weighting = Weighting(self._policy.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
-        with _on_host(self._trainer, self._metrics()) as copies:
-            host = [apply_to_collection(one, Tensor, _to_host) for one in slices]
+        with on_host(self._trainer) as copies:
+            host = [to_host(one) for one in slices]
             again, gradients = self._gradient(kwargs, key, host[0], copies), torch.zeros_like(ours)
             for index, (one, share) in enumerate(zip(host, shares, strict=True)):
                 gradient = self._gradient(kwargs, key, one, copies) if share != 0 else torch.zeros_like(ours)
@@ -174,43 +176,6 @@ def _bytes_of_copies(module: nn.Module) -> int:
     """Return the bytes of float32 copies of the module's parameters and buffers, and of the gradients of those trained."""
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
-
-
-@contextmanager
-def _on_host(trainer: L.Trainer, metrics: Sequence[Metric]) -> Iterator[Sequence[Tensor]]:
-    """Let the module run on the CPU in float32, on copies of its parameters and buffers; yield the copies that are trained."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    with ExitStack() as undo:
-        parameters = {id(one): nn.Parameter(_to_host(one), one.requires_grad) for one in module.parameters()}
-        trained = [parameters[id(one)] for one in module.parameters() if one.requires_grad]
-        for owner in module.modules():
-            if isinstance(owner, Metric):
-                continue
-            undo.callback(owner._parameters.update, dict(owner._parameters))
-            undo.callback(owner._buffers.update, dict(owner._buffers))
-            owner._parameters.update(
-                {name: one if one is None else parameters[id(one)] for name, one in owner._parameters.items()}
-            )
-            owner._buffers.update({name: one if one is None else _to_host(one) for name, one in owner._buffers.items()})
-            if isinstance(owner, nn.RNNBase):  # keeps a list of its weights besides
-                undo.callback(setattr, owner, "_flat_weights", owner._flat_weights)
-                owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
-            if "_device" in vars(owner):  # `self.device` of a LightningModule
-                undo.callback(setattr, owner, "_device", vars(owner)["_device"])
-                owner._device = torch.device("cpu")  # type: ignore[assignment]
-        for metric in metrics:
-            undo.callback(metric.to, metric.device)
-            metric.to("cpu")
-        undo.callback(setattr, strategy, "_precision_plugin", strategy._precision_plugin)
-        strategy._precision_plugin = Precision()
-        if "torch._dynamo" in sys.modules:  # what is compiled is compiled for the device
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        yield trained
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import lightning as L
@@ -13,6 +13,8 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
+from lightning_unified.training.exactness.losses import LossRule, declared
+from lightning_unified.training.exactness.verdict import Verdict, refuse_batch_norm
 from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
@@ -22,7 +24,6 @@ from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
 from lightning_unified.training.split import BatchShape, BatchSplitter, positions
 from lightning_unified.training.split.roles import Roles
-from lightning_unified.training.splittability import Verdict, refuse_batch_norm
 from lightning_unified.units import format_bytes
 
 __all__ = ["MemoryPolicy"]
@@ -113,6 +114,7 @@ class MemoryPolicy:
 
     def _forget(self) -> None:
         self._verdict: Verdict | None = None
+        self._said: set[str] = set()
         self._refusal: SplitError | None = None
         self._before_watch: dict[str, Any] | None = None
         self._before_failure: dict[str, Any] | None = None
@@ -201,9 +203,10 @@ class MemoryPolicy:
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
     @property
-    def count(self) -> Callable[[Any], Any] | None:
-        """What counts the loss terms of a part, as far as gradients have told; None for rows or as declared."""
-        return None if self._verdict is None else self._verdict.count
+    def loss_rule(self) -> LossRule:
+        """By what micro-batches are weighted: as declared, as gradients have told, else by rows."""
+        own = declared(self.rules("fit"))
+        return own or (LossRule("rows") if self._verdict is None else self._verdict.rule)
 
     @property
     def cuts_are_exact(self) -> bool:
@@ -226,7 +229,8 @@ class MemoryPolicy:
             refuse_batch_norm(module, rows=shape.rows)
 
     def split_checked(self, verdict: Verdict) -> None:
-        """Note by what micro-batches are weighted; say so where the module did not, or where it could not be checked.
+        """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,
+        which random draws differ from the whole batch's, and which results nothing puts together.
 
         What the check's few rows took is given back, or a GPU's first step would be laid out around it: that took up to a tenth more.
         """
@@ -236,8 +240,18 @@ class MemoryPolicy:
             self.watch.release()
         if not verdict.conclusive and (self._verdict is None or self._verdict.conclusive):
             log.warning("Micro-batches are weighted by %s.", verdict.reason)
-        if not verdict.conclusive or verdict.count is not None:
+        before = None if self._verdict is None else (self._verdict.rule.name, self._verdict.conclusive)
+        if (verdict.rule.name, verdict.conclusive) != before and (
+            not verdict.conclusive or verdict.rule.name != "rows"
+        ):
             self.events.append(f"micro-batches weighted by {verdict.reason}")
+        for words in (verdict.noise, *map(_unmergeable, verdict.unmergeable)):
+            if words and words not in self._said:
+                self._said.add(words)
+                self.events.append(words)
+                (log.info if words == verdict.noise and "compared without" not in words else log.warning)(
+                    "%s", words[:1].upper() + words[1:]
+                )
         self._verdict = verdict
 
     def runs_whole(self, refusal: SplitError) -> bool:
@@ -245,6 +259,8 @@ class MemoryPolicy:
         needs less because activations are recomputed.
         """
         before = self._before_failure
+        if self._verdict is not None:
+            return False  # batches have been split already, some perhaps inexactly: the run stops
         if before is not None and self.recompute_more():
             self.sizes.load_state_dict(before)
             self._refusal, self._before_failure, self._changed_by = refusal, None, ""
@@ -430,6 +446,13 @@ class MemoryPolicy:
 
     def _remember(self) -> None:
         self._file.write(self.sizes_state())
+
+
+def _unmergeable(name: str) -> str:
+    return (
+        f"{name!r}, logged or returned by training_step, is not the whole batch's where a batch is split: nothing puts the micro-batches' "
+        "values together. Log it in on_train_batch_end, or give a rule in MicroBatchRules(merge=MergeRules(...))"
+    )
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:

@@ -1,4 +1,4 @@
-"""Batches of other kinds are cut: mappings of their own class, packed sequences, graphs through the module's hook."""
+"""Batches of other kinds are cut: mappings of their own class, packed sequences, graphs through the module's rules."""
 
 from collections import UserDict
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.split import BatchShape, cut, elements_per_row, merge, num_rows, positions
@@ -52,7 +52,10 @@ class GraphNet(L.LightningModule):
         sums = torch.zeros(batch.num_graphs, 1, dtype=batch.x.dtype).index_add(0, batch.of, self.net(batch.x))
         return (sums - batch.y).pow(2).mean()
 
-    def split_batch(self, batch, start, stop):
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(rows=RowRules(split=self.graphs))
+
+    def graphs(self, batch, start, stop):
         return Graphs([batch.graph(index) for index in range(start, stop)])
 
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -154,18 +157,13 @@ def test_the_encodings_of_transformers_are_cut():
     assert part["labels"].tolist() == [0, 1]
 
 
-def test_rows_that_cannot_be_seen_are_counted_by_the_module():
-    class Counts(L.LightningModule):
-        def count_rows(self, batch):
-            return batch
+def test_rows_that_cannot_be_seen_are_counted_by_the_rules():
+    module, counts = L.LightningModule(), MicroBatchRules(rows=RowRules(count=lambda batch: batch))
 
-    class Missing(L.LightningModule):
-        pass
-
-    assert Cutter(Counts()).shape(6) == BatchShape(6, 0)
-    with pytest.raises(SplitError, match="count_rows gave 0"):
-        Cutter(Counts()).shape(0)
-    assert Cutter(Missing()).shape(object()) is None
+    assert Cutter(module, counts).shape(6) == BatchShape(6, 0)
+    with pytest.raises(SplitError, match=r"RowRules\(count=…\) of LightningModule returned 0"):
+        Cutter(module, counts).shape(0)
+    assert Cutter(module, MicroBatchRules()).shape(object()) is None
 
 
 def test_longer_rows_have_more_elements():
@@ -176,15 +174,15 @@ def test_longer_rows_have_more_elements():
     assert elements_per_row(pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), 2) >= 4
 
 
-def test_batches_of_torch_geometric_are_cut_by_the_hook():
+def test_batches_of_torch_geometric_are_split_by_the_rule():
     data = pytest.importorskip("torch_geometric.data")
 
-    class Net(L.LightningModule):
-        def split_batch(self, batch, start, stop):
-            return data.Batch.from_data_list(batch.to_data_list()[start:stop])
+    def split(batch, start, stop):
+        return data.Batch.from_data_list(batch.to_data_list()[start:stop])
 
     graphs = [data.Data(x=torch.full((1 + index, 3), float(index)), y=torch.tensor([index])) for index in range(5)]
-    batch, cutter = data.Batch.from_data_list(graphs), Cutter(Net())
+    rules = MicroBatchRules(rows=RowRules(split=split))
+    batch, cutter = data.Batch.from_data_list(graphs), Cutter(L.LightningModule(), rules)
     part = cutter.cut(batch, 1, 3, rows=5)
 
     assert cutter.shape(batch).rows == 5

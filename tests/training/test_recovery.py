@@ -12,7 +12,7 @@ import torch
 from modules import MLP, RaggedTokens, fit, weights
 from torch import nn
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, SplitError
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
@@ -258,13 +258,13 @@ def test_batch_norm_trains_undivided():
     assert int(module.net[1].num_batches_tracked) == 6
 
 
-def test_a_module_that_says_it_cannot_be_cut_is_not():
+def test_a_module_whose_rules_say_it_cannot_be_split_is_not():
     torch.manual_seed(0)
     module = MLP().double()
-    module.splittable = False
+    rules = MicroBatchRules(splittable=False)
 
-    with pytest.raises(SplitError, match="splittable is False"):
-        fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=4))
+    with pytest.raises(SplitError, match="rules of MLP say splittable=False and its batch of 8 rows"):
+        fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=4, micro_batches=rules))
 
 
 def test_the_failed_attempts_tensors_are_gone_before_the_step_is_repeated():
@@ -289,11 +289,14 @@ def test_the_failed_attempts_tensors_are_gone_before_the_step_is_repeated():
     assert alive
 
 
-def test_prepare_batch_runs_once_even_if_the_step_is_repeated():
+def test_prepare_runs_once_even_if_the_step_is_repeated():
     class Prepares(MLP):
         prepared = 0
 
-        def prepare_batch(self, batch):
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(prepare=self.with_noise)
+
+        def with_noise(self, batch):
             self.prepared += 1
             return {**batch, "noise": torch.randn(len(batch["x"]), 6, dtype=torch.float64)}
 
@@ -308,8 +311,10 @@ def test_prepare_batch_runs_once_even_if_the_step_is_repeated():
 
 def test_units_are_not_cut():
     class Pairs(MLP):
-        micro_batch_unit = 4
         sizes = set()
+
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(unit=4)
 
         def training_step(self, batch, batch_idx):
             self.sizes.add(len(batch["x"]))
@@ -325,7 +330,7 @@ def test_units_are_not_cut():
 def test_a_batch_that_is_no_multiple_of_the_unit_is_refused():
     torch.manual_seed(0)
     module = MLP().double()
-    module.micro_batch_unit = 3
+    strategy = UnifiedStrategy(micro_batch_size=6, micro_batches=MicroBatchRules(unit=3))
 
     with pytest.raises(SplitError, match="8 rows cannot be cut into units of 3"):
-        fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=6))
+        fit(module, module.loader(), strategy=strategy)
