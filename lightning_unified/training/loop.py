@@ -229,14 +229,12 @@ class UnifiedOptimization(_AutomaticOptimization):
         shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
         if shape is None:
             return whole
-        rows, sizes = shape.rows, self._policy.sizes.parts(shape)
+        sizes = self._policy.sizes.parts(shape)
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
         try:
-            refusal = self._splitter.refusal(batch, rows)
-            if refusal is not None:
-                raise refusal
+            self._splitter.require_rows(batch, shape.rows)
             self._checked(kwargs, shape)
         except SplitError as refusal:
             if self._policy.runs_whole(refusal):

@@ -13,9 +13,10 @@ _LONG = 64  # entries of a list from which on it holds rows, not fields
 
 
 def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the tensor of every leaf; lists of more than 64 entries, which hold rows, are left out."""
+    """Yield the path and the tensor of every leaf; nested tensors, and lists of more than 64 entries, which hold rows, are left out."""
     if isinstance(batch, Tensor):
-        yield path, batch
+        if not batch.is_nested:
+            yield path, batch
     elif not (is_sequence(batch) and len(batch) > _LONG):
         for name, entry in entries_of(batch) or ():
             yield from named_tensors(entry, joined(path, name))

@@ -67,6 +67,12 @@ class BatchSplitter:
             return None
         return self._finder(loader).refusal(batch, rows, self._sub_batches(batch, loader))
 
+    def require_rows(self, batch: Any, rows: int, *, loader: int = 0) -> None:
+        """Raise `SplitError` if `batch` cannot be split as a batch of `rows` rows."""
+        refusal = self.refusal(batch, rows, loader=loader)
+        if refusal is not None:
+            raise refusal
+
     def split(self, batch: Any, start: int, stop: int, *, rows: int, loader: int = 0) -> Any:
         """Return rows `start` to `stop` of `batch`, which has `rows`, as the same structure.
 
@@ -97,9 +103,7 @@ class BatchSplitter:
         own = self._rules.rows.split
         if own is not None:
             return [own(batch, *bound) for bound in bounds]
-        refusal = self.refusal(batch, rows, loader=loader)
-        if refusal is not None:
-            raise refusal
+        self.require_rows(batch, rows, loader=loader)
         roles = self._finder(loader).roles
         return [_rows_of(batch, "", *bound, roles=roles) for bound in bounds]
 
