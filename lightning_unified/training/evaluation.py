@@ -8,6 +8,7 @@ import lightning as L
 
 from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.encoders import Encoders, encoders_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
@@ -39,6 +40,7 @@ class EvaluationSteps:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
         self._cutters: dict[str, Cutter] = {}
+        self._encoders: dict[str, Encoders | None] = {}
         self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(self._module)
 
@@ -87,6 +89,8 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
             return step(batch, *rest)
+        if (encoders := self._encoders_of(phase)) is not None:
+            return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         parts = [
             self._cutter(phase).cut(batch, start, start + size, rows=shape.rows)
@@ -108,6 +112,11 @@ class EvaluationSteps:
         if phase not in self._cutters:
             self._cutters[phase] = Cutter(self._module, self._policy.rules(_STAGES[phase]))
         return self._cutters[phase]
+
+    def _encoders_of(self, phase: str) -> Encoders | None:
+        if phase not in self._encoders:
+            self._encoders[phase] = encoders_of(self._trainer, self._policy, _STAGES[phase])
+        return self._encoders[phase]
 
     def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
         if phase == "predict":

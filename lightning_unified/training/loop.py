@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
@@ -57,6 +58,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
         self._cutter = Cutter(module, self._rules)
+        self._encoders = encoders_of(trainer, policy, "fit")
         self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
         self._metrics = metrics_of(module)
         self._check = SplittabilityCheck(
@@ -191,7 +193,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_cut = rows >= 2 * self._policy.sizes.unit and rules.splittable
+        can_be_cut = rows >= 2 * self._policy.sizes.unit and rules.splittable and self._encoders is None
         count = self._checked(kwargs, rows) if can_be_cut and not declared else None
         return Weighting(rules, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
 
@@ -213,6 +215,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
+        if self._encoders is not None:
+            return _WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes)))
         try:
             count = self._checked(kwargs, rows)
         except SplitError as refusal:

@@ -182,6 +182,8 @@ class MemoryPolicy:
         """By what micro-batches are weighted, and how that is known."""
         if self._verdict is not None:
             return self._verdict.reason
+        if self._module is not None and self.rules("fit").encoders:
+            return "the loss is the whole batch's own; encoders run in chunks of rows"
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
     @property
@@ -207,7 +209,7 @@ class MemoryPolicy:
                 f"{self.sizes.at_once(shape)}; raise the budget or the micro-batch size, or use a smaller batch."
             )
         if (rules.batch_norm or self._batch_norm) == "refuse":
-            refuse_batch_norm(module, rows=shape.rows)
+            refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note by what micro-batches are weighted; say so where the module did not, or where it could not be checked.
