@@ -6,7 +6,7 @@ from modules import Rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy
 
 from lightning_unified import MicroBatchRules
 
@@ -22,7 +22,7 @@ class Contrastive(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.seen = network(), MeanMetric()
+        self.net, self.seen = network(), BinaryAccuracy()
 
     def configure_micro_batches(self, stage):
         return MicroBatchRules(encoders=self.encoders)
@@ -35,7 +35,7 @@ class Contrastive(L.LightningModule):
 
     def step(self, batch, stage):
         loss, embedded = self.loss(batch)
-        self.seen(loss.detach())
+        self.seen((embedded.detach()[:, 0] > 0).int(), (embedded.detach()[:, 1] > 0).int())
         self.log(f"{stage}_loss", loss, on_step=True, on_epoch=True)
         self.log(f"{stage}_seen", self.seen, on_step=True, on_epoch=True)
         self.log(f"{stage}_hardest", (embedded @ embedded.T).detach().fill_diagonal_(0).max(), reduce_fx="max")

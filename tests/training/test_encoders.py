@@ -96,16 +96,24 @@ def test_windows_and_clipping_are_those_of_plain_lightning(kind):
 @pytest.mark.parametrize("kind", [Contrastive, Clip], ids=lambda kind: kind.__name__)
 def test_autocast_is_that_of_plain_lightning_but_for_rounding(kind):
     found = run(kind, UnifiedStrategy(micro_batch_size=3), precision="bf16-mixed")
-    is_as_plain(kind, found, atol=2e-3, precision="bf16-mixed")
+    is_as_plain(kind, found, atol=2e-2, precision="bf16-mixed")
 
 
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_step_out_of_memory_is_repeated_in_smaller_chunks(phase):
-    found = run(Clip, UnifiedStrategy(), Fails(phase, times=2))
+def test_a_step_out_of_memory_is_repeated_in_smaller_chunks(phase, check):
+    times = 1 if check else 2
+    found = run(Clip, UnifiedStrategy(check_split=check), Fails(phase, times=times))
     is_as_plain(Clip, found)
     policy = found[2].strategy.policy
-    assert policy.recoveries == 2
-    assert policy.micro_batch_size == 2
+    assert policy.recoveries == times
+    assert policy.micro_batch_size == 8 // 2**times
+
+
+def test_a_check_out_of_memory_is_said_and_the_step_goes_on():
+    found = run(Clip, UnifiedStrategy(), Fails("forward", times=2))  # the second time in the check
+    is_as_plain(Clip, found)
+    assert any("is not checked: memory ran out" in event for event in found[2].strategy.policy.events)
 
 
 def test_at_the_smallest_chunk_the_run_ends_with_what_is_short():
@@ -231,7 +239,7 @@ class WritesItsInput(Sorted):
 
 
 WRONG = {
-    "the output": Mixing,
+    "differ by": Mixing,
     "no first dimension of rows": Sorted,
     "no first dimension": Scalar,
     "gradient of": MixedGradient,
@@ -239,7 +247,7 @@ WRONG = {
     "attribute 'last'": Remembers,
     "buffer 'mean'": MovingMean,
     "in place": WritesItsInput,
-    "'parametrizations.weight.0": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))),
+    "buffer '_u'": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))),
 }
 
 
@@ -259,7 +267,7 @@ def test_an_encoder_that_is_not_row_wise_is_refused_before_an_update(what):
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(SplitError, match="'net'") as refusal:
         fit(module, Wrong.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
-    assert what.split(".")[0] in str(refusal.value)
+    assert what in str(refusal.value)
     torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
 
 
@@ -284,7 +292,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones(name, near):
 
 def test_a_step_that_calls_no_encoder_is_refused():
     class Method(Contrastive):
-        encoders = ("seen",)
+        encoders = ("other",)
+
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(2, 2)
 
     with pytest.raises(SplitError, match="calls none of these submodules"):
         run(Method, UnifiedStrategy(micro_batch_size=3))
@@ -493,33 +505,30 @@ def test_copies_made_in_a_step_are_plain_modules():
 
 
 class Deep(Contrastive):
-    """Activations of 24 wide layers, and embeddings of 4 entries."""
+    """Activations of 24 layers at 64 positions, and embeddings of 4 entries."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(6, 128), *(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(12)), nn.Linear(128, 4)
-        )
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(24))
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32, 4))
 
 
-def deep_batch():
-    return {"x": torch.randn(256, 6), "y": torch.randn(256, 6)}
+def deep_batch(rows=64):
+    return {"x": torch.randn(rows, 64, 32), "y": torch.randn(rows, 64, 32)}
 
 
 def test_memory_falls_with_the_chunk(tmp_path):
-    peaks = {
-        rows: live_peak(Deep, deep_batch(), parts=256 // rows, rows=rows, folder=tmp_path) for rows in (256, 64, 16)
-    }
-    activations = 2 * 256 * 128 * 4 * 24
-    assert peaks[256] > activations
-    assert peaks[64] < peaks[256] - activations / 2
-    assert peaks[16] < peaks[64]
+    peaks = {rows: live_peak(Deep, deep_batch(), parts=64 // rows, rows=rows, folder=tmp_path) for rows in (64, 16, 4)}
+    activations = 2 * 64 * 64 * 32 * 4 * 24
+    assert peaks[64] > activations
+    assert peaks[16] < 0.3 * peaks[64]
+    assert peaks[4] < 0.6 * peaks[16]
 
 
-@pytest.mark.parametrize("parts", [1, 4, 16])
+@pytest.mark.parametrize("parts", [1, 3, 4, 8])
 def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(parts, tmp_path):
-    predicted = peak_of(rehearse(Deep(), deep_batch(), rows=256 // parts, parts=parts))
-    measured = live_peak(Deep, deep_batch(), parts=parts, rows=256 // parts, folder=tmp_path)
+    predicted = peak_of(rehearse(Deep(), deep_batch(), rows=-(-64 // parts), parts=parts, later_rows=64 // parts))
+    measured = live_peak(Deep, deep_batch(), parts=parts, rows=-(-64 // parts), folder=tmp_path)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
