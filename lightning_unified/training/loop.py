@@ -216,7 +216,8 @@ class UnifiedOptimization(_AutomaticOptimization):
             return whole
         self._policy.allow_split(shape)
         if self._encoders is not None:
-            return _WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes)))
+            most = self._policy.most_chunks
+            return _WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
         try:
             count = self._checked(kwargs, rows)
         except SplitError as refusal:

@@ -54,6 +54,7 @@ class MemoryPolicy:
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
         recoveries: How many steps were repeated.
+        most_chunks: Chunks of an encoder's call that a dry run executes; None for all of them.
         events: What was decided on the way, for people.
 
     Raises:
@@ -96,6 +97,7 @@ class MemoryPolicy:
         self._check_split = check_split
         self.mean_of_terms = window_mean == "terms"
         self.recoveries = 0
+        self.most_chunks: int | None = None
         self.events: list[str] = []
         self._file = SizesFile(remember)
         self._asked_size = micro_batch_size

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_unified.training.split import _is_record, _is_sequence, _with_fields, _with_items
 
-__all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "leaves_of", "mapped", "merged", "split_call"]
+__all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "empty_like", "leaves_of", "mapped", "merged", "split_call"]
 
 _PLAIN = (str, bytes, int, float, list, tuple, dict, torch.device)
 
@@ -114,6 +114,16 @@ def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         f"{where} is a {type(first).__name__}, which cannot be merged; return tensors of one entry a row"
         + (" (use_cache=False)" if "cache" in type(first).__name__.lower() else "")
     )
+
+
+def empty_like(part: Any, *, rows: int, of: int) -> Any:
+    """Return the result of a chunk of `of` rows without values, after that of a chunk of `rows`."""
+
+    def emptied(_: str, leaf: Any) -> Any:
+        is_by_row = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % rows == 0
+        return leaf.detach().new_empty(leaf.shape[0] // rows * of, *leaf.shape[1:]) if is_by_row else leaf
+
+    return mapped(part, emptied)
 
 
 def _concatenated(parts: Sequence[Tensor], sizes: Sequence[int], where: str) -> Tensor:

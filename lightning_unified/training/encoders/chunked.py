@@ -15,6 +15,7 @@ from lightning_unified.training.encoders.calls import (
     EncoderCall,
     NotRowWiseError,
     call_rows,
+    empty_like,
     leaves_of,
     merged,
     split_call,
@@ -70,19 +71,21 @@ class Encoders:
         self._encoders, self._whose, self._check = encoders, whose, check
         self._shared: set[tuple[str, str]] = set()
         self._rows, self._unit, self._least = 1, unit, least
+        self._most: int | None = None
         self._is_inside = self._was_called = False
 
-    def run(self, step: Callable[[], T], *, rows: int) -> T:
+    def run(self, step: Callable[[], T], *, rows: int, most: int | None = None) -> T:
         """Return `step()`, run with the encoders' calls in chunks.
 
         Args:
             step: Runs a step on a whole batch.
             rows: Of a chunk, at most.
+            most: Chunks of a call that run, in a dry run: the other rows of its output are empty. None for all chunks.
 
         Raises:
             SplitError: If an encoder does not treat each row by itself, or the step calls none.
         """
-        self._rows, self._was_called = rows, False
+        self._rows, self._most, self._was_called = rows, most, False
         if self._check is not None:
             self._check.next_step()
         with self._installed():
@@ -132,10 +135,14 @@ class Encoders:
             self._check.look(call, unit=self._unit)
         versions = _versions(call.arguments)
         chunks = split_call(call, call.sizes)
-        outputs = [recompute_call(call.function, (chunk,), {}, owner=call.encoder) for chunk in chunks]
+        outputs = [recompute_call(call.function, (chunk,), {}, owner=call.encoder) for chunk in chunks[: self._most]]
         if _versions(call.arguments) != versions:
             raise NotRowWiseError("it writes to one of its arguments in place")
-        return merged(outputs, call.sizes)
+        sizes = [*call.sizes[: self._most]]
+        if len(sizes) < len(call.sizes):
+            sizes.append(sum(call.sizes[len(sizes) :]))
+            outputs.append(empty_like(outputs[0], rows=sizes[0], of=sizes[-1]))
+        return merged(outputs, sizes)
 
     def _inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` as it runs in a chunk: what it calls is not split again."""

@@ -78,6 +78,7 @@ class Rehearsal:
         given = given_to(live)
         rules = rules_of(module, "validate" if validates else "fit", given=given)
         self._template = self._before = Template(module, batch, rules)
+        self._has_encoders = bool(rules.encoders) and not validates
         if train_batch is not None:
             self._before = Template(module, train_batch, rules_of(module, "fit", given=given))
         self._settings = self._settings_of(accumulate, clip)
@@ -172,7 +173,7 @@ class Rehearsal:
         with fake_world(stage.world):
             stage.conductor.go_on()
             self._recompute_as_asked(stage.copy)
-            stage.strategy.cut(None if parts == 1 else rows)
+            stage.strategy.cut(None if parts == 1 else rows, parts=parts)
             with self._followed(stage):
                 stage.trainer.go_on()
         return self._trace(stage)
@@ -196,6 +197,7 @@ class Rehearsal:
             device=_DEVICE,
             micro_batches=given_to(self._live),
         )
+        strategy.policy.most_chunks = parts
         conductor = Conductor(
             recorder,
             world.answers,
@@ -264,6 +266,8 @@ class Rehearsal:
         """Return the next batch: whole until weights have been written once."""
         template = self._template if validation or not self._validates else self._before
         parts = stage.parts if stage.strategy.steps else 1
+        if parts > 1 and self._has_encoders:  # runs whole, its encoders in chunks
+            return template.of(template.rows or 1, length=self._length, device=_DEVICE)
         return template.of(stage.rows + (parts - 1) * stage.later_rows, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:
