@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
@@ -54,6 +55,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
+        self._encoders = encoders_of(trainer, policy, "fit")
         self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
@@ -207,8 +209,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_split = shape is not None and rows >= 2 * self._policy.sizes.unit and rules.splittable
-        if can_be_split and shape is not None and not declared and self._splitter.refusal(batch, rows) is None:
+        splits = self._encoders is None and rules.splittable and not declared
+        splits = splits and rows >= 2 * self._policy.sizes.unit and self._splitter.refusal(batch, rows) is None
+        if shape is not None and splits:
             self._checked(kwargs, shape)
         rule = replace(self._policy.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
@@ -233,6 +236,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
+        if self._encoders is not None:
+            most = self._policy.most_chunks
+            return WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
         try:
             self._splitter.require_rows(batch, shape.rows)
             self._checked(kwargs, shape)
