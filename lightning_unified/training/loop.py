@@ -21,19 +21,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
-from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.check import ExactnessCheck
-from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import metrics_of, named_metrics
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
@@ -55,15 +53,13 @@ class UnifiedOptimization(_AutomaticOptimization):
         module = trainer.lightning_module
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
-        self._cutter = Cutter(module, self._rules)
-        self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(module)
+        self._splitter = policy.splitter("fit")
+        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
-            trainer, rules=self._rules, cutter=self._cutter, step=self._training_step, fits=self._fits
+            trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
-        self._parity = GradientParity(
-            trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
-        )
+        self._parity = GradientParity(trainer, policy, splitter=self._splitter, step=self._training_step)
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
@@ -95,7 +91,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        shape = self._cutter.shape(kwargs[key])
+        shape = self._splitter.shape(kwargs[key])
         if self._foresight is not None:
             self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -105,6 +101,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._policy.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
+            self._state.look()
             outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
@@ -150,9 +147,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
         self._gradients = self._weights = None
-        self._buffers.learn()
-        if self.trainer.global_step <= 1:
-            self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+        self._state.learn(snapshot.state)
         assert outputs is not None
         return outputs
 
@@ -162,9 +157,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(
-            self.trainer, buffers=self._buffers, generators=self._generators, metrics=self._metrics, results=results
-        )
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
@@ -215,7 +208,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             return 1.0
         rows = 1 if shape is None else shape.rows
         can_be_split = shape is not None and rows >= 2 * self._policy.sizes.unit and rules.splittable
-        if can_be_split and shape is not None and not declared:
+        if can_be_split and shape is not None and not declared and self._splitter.refusal(batch, rows) is None:
             self._checked(kwargs, shape)
         rule = replace(self._policy.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
@@ -233,30 +226,28 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
         key = next(iter(kwargs))
         batch, whole = kwargs[key], WholeBatch(self._make_step_fn(kwargs))
-        shape = None if self._policy.sizes.runs_whole else self._cutter.require_shape(batch)
+        shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
         if shape is None:
             return whole
-        rows, sizes = shape.rows, self._policy.sizes.parts(shape)
+        sizes = self._policy.sizes.parts(shape)
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
         try:
+            self._splitter.require_rows(batch, shape.rows)
             self._checked(kwargs, shape)
         except SplitError as refusal:
             if self._policy.runs_whole(refusal):
                 return whole
             raise
-        parts = [
-            self._cutter.cut(batch, start, start + size, rows=rows)
-            for start, size in zip(starts_of(sizes), sizes, strict=True)
-        ]
+        parts = self._splitter.micro_batches(batch, sizes)
         return SplitBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
             Weighting(self._policy.loss_rule, parts, sizes),
             merging=SplitResults(
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=named_metrics(self.trainer.lightning_module),
+                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),

@@ -10,15 +10,13 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.gradients import Tolerance
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
-from lightning_unified.training.split import part_sizes
+from lightning_unified.training.split import BatchSplitter, part_sizes
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.units import format_bytes
 
@@ -46,9 +44,8 @@ class GradientParity:
     Args:
         trainer: In `fit`.
         policy: Knows the sizes, by what parts are weighted, and where events go.
-        cutter: Cuts its batches.
+        splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
-        metrics: The module's torchmetrics objects.
     """
 
     def __init__(
@@ -56,12 +53,11 @@ class GradientParity:
         trainer: L.Trainer,
         policy: MemoryPolicy,
         *,
-        cutter: Cutter,
+        splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
-        metrics: Callable[[], Sequence[Metric]],
     ) -> None:
-        self._trainer, self._policy, self._cutter = trainer, policy, cutter
-        self._step, self._metrics = step, metrics
+        self._trainer, self._policy, self._splitter = trainer, policy, splitter
+        self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
@@ -77,7 +73,7 @@ class GradientParity:
             kwargs: Of `training_step`, the undivided batch first.
             cut: Whether the batch runs in parts.
         """
-        shape = None if self._silent else self._cutter.shape(next(iter(kwargs.values())))
+        shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
         rows = max(self._policy.sizes.parts(shape)) if cut else shape.rows
@@ -135,19 +131,19 @@ class GradientParity:
         return f"the step fails there ({why})"
 
     def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        with Undone(self._trainer, metrics=self._metrics(), in_eval=self._in_eval):
+        with Undone(self._trainer, in_eval=self._in_eval):
             return self._distance(kwargs, rows, of=of)
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         key, batch = next(iter(kwargs.items()))
-        part = self._cutter.cut(batch, 0, rows, rows=of) if rows < of else batch
+        part = self._splitter.split(batch, 0, rows, rows=of) if rows < of else batch
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
         sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         slices = [
-            self._cutter.cut(part, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
+            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
         ]
         weighting = Weighting(self._policy.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]

@@ -1,7 +1,7 @@
 """What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import lightning as L
@@ -22,7 +22,8 @@ from lightning_unified.training.recomputation import Recomputation
 from lightning_unified.training.rules import LEFT_BEHIND, can_be_pickled, rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
-from lightning_unified.training.split import BatchShape, positions
+from lightning_unified.training.split import BatchShape, BatchSplitter, positions
+from lightning_unified.training.split.roles import Roles
 from lightning_unified.units import format_bytes
 
 __all__ = ["MemoryPolicy"]
@@ -54,6 +55,7 @@ class MemoryPolicy:
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
+        known_roles: Roles of the batches' entries by stage, where another run has found them: that of a dry run.
         recoveries: How many steps were repeated.
         events: What was decided on the way, for people.
 
@@ -86,6 +88,8 @@ class MemoryPolicy:
         self.watch = watch
         self.given_rules: MicroBatchRules | None = micro_batches
         self._rules: dict[str, MicroBatchRules] = {}
+        self._splitters: dict[str, BatchSplitter] = {}
+        self.known_roles: dict[str, Roles] = {}
         self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
@@ -153,7 +157,7 @@ class MemoryPolicy:
         self.watch.begin()
         self.caches.begin(self.watch.device)
         self.kept.begin(module)
-        self._rules = {}
+        self._rules, self._splitters = {}, {}
         unit, name = self.rules("fit").unit, type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
@@ -167,11 +171,27 @@ class MemoryPolicy:
             self._rules[stage] = rules_of(self._module, stage, given=self.given_rules)
         return self._rules[stage]
 
+    def checks(self, stage: str) -> bool:
+        """Return whether the exactness check compares split and whole batches of `stage`."""
+        own = self.rules(stage).check
+        return self._check_split if own is None else own
+
+    def runs(self, module: Any) -> bool:
+        """Return whether `module` is the one that the run is about."""
+        return self._module is not None and module is self._module
+
+    def splitter(self, stage: str) -> BatchSplitter:
+        """Return what splits the batches of `stage`; one for the whole fit, so that all agree on what its rows are."""
+        assert self._module is not None
+        if stage not in self._splitters:
+            roles = self.known_roles.get(stage)
+            self._splitters[stage] = BatchSplitter(self._module, self.rules(stage), stage=stage, roles=roles)
+        return self._splitters[stage]
+
     @property
     def check_split(self) -> bool:
-        """Whether the exactness check compares split and whole batches."""
-        own = self.rules("fit").check
-        return self._check_split if own is None else own
+        """Whether it does in training."""
+        return self.checks("fit")
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -239,14 +259,25 @@ class MemoryPolicy:
             not verdict.conclusive or verdict.rule.name != "rows"
         ):
             self.events.append(f"micro-batches weighted by {verdict.reason}")
-        for words in (verdict.noise, *map(_unmergeable, verdict.unmergeable)):
-            if words and words not in self._said:
-                self._said.add(words)
-                self.events.append(words)
-                (log.info if words == verdict.noise and "compared without" not in words else log.warning)(
-                    "%s", words[:1].upper() + words[1:]
-                )
+        if verdict.noise:
+            self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
+        self.say_unmergeable(verdict.unmergeable, phase="training")
         self._verdict = verdict
+
+    def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn of values that nothing puts together, each name once."""
+        for name in names:
+            self._say(
+                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: nothing puts the "
+                "micro-batches' values together. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...)).",
+                log.warning,
+            )
+
+    def _say(self, words: str, how: Callable[..., None]) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            self.events.append(words)
+            how("%s", words[:1].upper() + words[1:])
 
     def runs_whole(self, refusal: SplitError) -> bool:
         """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller, or if it now
@@ -453,13 +484,6 @@ class MemoryPolicy:
 
     def _remember(self) -> None:
         self._file.write(self.sizes_state())
-
-
-def _unmergeable(name: str) -> str:
-    return (
-        f"{name!r}, logged or returned by training_step, is not the whole batch's where a batch is split: nothing puts the micro-batches' "
-        "values together. Log it in on_train_batch_end, or give a rule in MicroBatchRules(merge=MergeRules(...))"
-    )
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:

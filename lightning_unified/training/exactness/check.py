@@ -22,7 +22,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.exactness.judge import Findings, Judge, Trial
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
@@ -33,6 +32,7 @@ from lightning_unified.training.exactness.run import Runner
 from lightning_unified.training.exactness.verdict import Verdict
 from lightning_unified.training.levers.recomputed_blocks import ALL, RecomputedBlocks
 from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.training.split import BatchSplitter
 
 __all__ = ["ExactnessCheck"]
 
@@ -46,7 +46,7 @@ class ExactnessCheck:
     Args:
         trainer: In `fit`.
         rules: How the module declares its batches.
-        cutter: Counts and splits batches.
+        splitter: Splits batches.
         step: Runs `training_step` as the loop does.
         fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
 
@@ -59,11 +59,11 @@ class ExactnessCheck:
         trainer: L.Trainer,
         *,
         rules: MicroBatchRules,
-        cutter: Cutter,
+        splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
     ) -> None:
-        self._trainer, self._rules, self._cutter, self._fits = trainer, rules, cutter, fits
+        self._trainer, self._rules, self._splitter, self._fits = trainer, rules, splitter, fits
         self.tables = Tables.of(rules.merge)
         self._runner = Runner(trainer, step=step)
         self._profiles = BatchProfiles()
@@ -141,7 +141,8 @@ class ExactnessCheck:
 
     def _parts(self, batch: Any, starts: list[int], sizes: list[int], *, rows: int) -> list[Any]:
         return [
-            self._cutter.cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
+            self._splitter.split(batch, start, start + size, rows=rows)
+            for start, size in zip(starts, sizes, strict=True)
         ]
 
     # the check itself
@@ -225,15 +226,16 @@ class ExactnessCheck:
         """Return what the check finds on `size` rows; None if memory ran out in it."""
         batch = next(iter(kwargs.values()))
         start = window(batch, rows=rows, size=size, unit=unit)
-        whole = self._cutter.cut(batch, start, start + size, rows=rows) if size < rows else batch
         splits = [[unit * part for part in split] for split in splits_of(size // unit)]
         trial = Trial(
-            batch=to_host(whole) if moves else whole,
+            batch=batch,
+            batch_rows=rows,
+            start=start,
             rows=size,
-            is_whole=size == rows,
+            take=self._on_host_rows if moves else self._splitter.split,
             splits=splits if not self._checks or self._checks % 2 else splits[::-1][:1],
         )
-        judge = Judge(self._runner, self._cutter, self.tables, whose=type(self._trainer.lightning_module).__name__)
+        judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:
             return judge.findings(kwargs, trial, rules, since=self._since())
         except Exception as error:
@@ -242,6 +244,9 @@ class ExactnessCheck:
         # past the `except` block, whose traceback held the frames
         release_cached_memory(self._trainer.strategy.root_device)
         return None
+
+    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
+        return to_host(self._splitter.split(batch, start, stop, rows=rows))
 
     def _since(self) -> str:
         """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
