@@ -124,7 +124,15 @@ class MemoryPolicy:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process keeps: the options and what happened. The objects of one fit stay behind."""
         given = self.given_rules if can_be_pickled(self.given_rules) else LEFT_BEHIND
-        objects = {"_module": None, "_optimizers": [], "_rules": {}, "_verdict": None, "_refusal": None, "caches": None}
+        objects = {
+            "_module": None,
+            "_optimizers": [],
+            "_rules": {},
+            "_splitters": {},
+            "_verdict": None,
+            "_refusal": None,
+            "caches": None,
+        }
         return {**vars(self), **objects, "given_rules": given, "kept": KeptMemory()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

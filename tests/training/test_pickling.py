@@ -60,14 +60,18 @@ class Pickles(L.Callback):
             self.done.add(name)
 
 
+FAILURES: list[int] = []  # what a callback keeps of its own is put back before a step is repeated
+
+
 class FailsOnce(L.Callback):
     """Runs out of memory before the backward pass of the second batch."""
 
-    failed = False
+    def on_fit_start(self, trainer, pl_module):
+        FAILURES.clear()
 
     def on_before_backward(self, trainer, pl_module, loss):
-        if trainer.global_step == 1 and not self.failed:
-            self.failed = True
+        if trainer.global_step == 1 and not FAILURES:
+            FAILURES.append(trainer.global_step)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
