@@ -64,9 +64,9 @@ class EvaluationSteps:
         if not self._policy.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
-        snapshot = self._snapshot()
-        watch, attempt = BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
             if reason is None:
                 if shape is not None:
@@ -75,7 +75,9 @@ class EvaluationSteps:
                 return output
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 

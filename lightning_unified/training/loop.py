@@ -136,8 +136,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-        while True:
+        while (
+            True
+        ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
+            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
@@ -145,6 +147,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             attempt += 1
             self._step_back(snapshot)
             kwargs[key] = batch.again()
+            del snapshot, batch
             self._policy.out_of_memory(
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
@@ -174,6 +177,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._gradients.restore()
         self._gradients = None
         snapshot.restore()
+        self._state.forget()
 
     def _prepared(self, batch: Any) -> Any:
         """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
@@ -187,14 +191,17 @@ class UnifiedOptimization(_AutomaticOptimization):
 
         if not self._policy.recover:
             return call(batch)
-        snapshot, watch, attempt = self._snapshot(), BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             prepared, reason = caught(partial(call, batch))
             if reason is None:
                 return prepared
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
     def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:

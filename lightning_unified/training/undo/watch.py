@@ -76,6 +76,10 @@ class StateWatch:
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 
+    def forget(self) -> None:
+        """Let go of what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
+        self._still, self._found, self._known, self._modules = None, Found(), set(), {}
+
     def _looked_at(self) -> StillCells:
         if self._still is not None:
             if self._still.are_same():
