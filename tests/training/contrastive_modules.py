@@ -1,8 +1,11 @@
 """Modules whose loss compares rows, each with the encoders that treat each row by itself and the loader of its batches."""
 
+from functools import lru_cache
+
 import lightning as L
+import pytest
 import torch
-from modules import Rows
+from modules import Rows, fit, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -184,3 +187,29 @@ class Texts(Contrastive):
             tokens = torch.randint(13, (8,), generator=generator)  # as many positions as the batch has rows
             data.append({"tokens": {"input_ids": tokens, "attention_mask": (torch.arange(8) < 3 + row % 6).long()}})
         return DataLoader(Rows(data), batch_size=batch_size)
+
+
+def run(kind, strategy="auto", *callbacks, precision="64-true", **options):
+    torch.manual_seed(0)
+    module = kind().to(torch.float64 if precision == "64-true" else torch.float32)
+    loader = kind.loader(dtype=torch.float64 if precision == "64-true" else torch.float32)
+    seen, trainer = fit(module, loader, strategy=strategy, callbacks=callbacks, precision=precision, **options)
+    return module, seen, trainer
+
+
+@lru_cache(maxsize=32)
+def plainly(kind, precision="64-true", **options):
+    return run(kind, precision=precision, **options)
+
+
+def is_as_plain(kind, found, *, atol=1e-12, **options):
+    module, seen, _ = found
+    plain, expected, _ = plainly(kind, **options)
+    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=atol)
+    torch.testing.assert_close(list(module.buffers()), list(plain.buffers()), rtol=0, atol=atol)
+    assert len(seen.outputs) == len(expected.outputs)
+    for one, other in zip(seen.outputs, expected.outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+    for one, other in zip(seen.callback_metrics, expected.callback_metrics, strict=True):
+        assert one == pytest.approx(other, abs=10 * atol)
+    assert seen.after_backward == expected.after_backward

@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-from functools import lru_cache
 
 import lightning as L
 import pytest
@@ -19,45 +18,17 @@ from contrastive_modules import (
     Texts,
     Triplet,
     info_nce,
+    is_as_plain,
+    run,
 )
-from live_bytes import live_peak, peak_of
 from modules import fit, weights
 from torch import nn
 
-from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.errors import ConfigurationError, OutOfMemoryError, SplitError
-from lightning_unified.training.encoders.calls import NotRowWiseError, merged
-from lightning_unified.training.rehearsal import rehearse
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import OutOfMemoryError
 
-EXACT = {"rtol": 0, "atol": 1e-12}
 KINDS = (Contrastive, SimCLR, Clip, Triplet, Supervised, Momentum, Chained, Nested, Texts)
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
-
-
-def run(kind, strategy="auto", *callbacks, precision="64-true", **options):
-    torch.manual_seed(0)
-    module = kind().to(torch.float64 if precision == "64-true" else torch.float32)
-    loader = kind.loader(dtype=torch.float64 if precision == "64-true" else torch.float32)
-    seen, trainer = fit(module, loader, strategy=strategy, callbacks=callbacks, precision=precision, **options)
-    return module, seen, trainer
-
-
-@lru_cache(maxsize=32)
-def plainly(kind, precision="64-true", **options):
-    return run(kind, precision=precision, **options)
-
-
-def is_as_plain(kind, found, *, atol=1e-12, **options):
-    module, seen, _ = found
-    plain, expected, _ = plainly(kind, **options)
-    torch.testing.assert_close(weights(module), weights(plain), rtol=0, atol=atol)
-    torch.testing.assert_close(list(module.buffers()), list(plain.buffers()), rtol=0, atol=atol)
-    assert len(seen.outputs) == len(expected.outputs)
-    for one, other in zip(seen.outputs, expected.outputs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=atol)
-    for one, other in zip(seen.callback_metrics, expected.callback_metrics, strict=True):
-        assert one == pytest.approx(other, abs=10 * atol)
-    assert seen.after_backward == expected.after_backward
 
 
 class Fails(L.Callback):
@@ -172,173 +143,6 @@ def test_arguments_by_name_lists_of_texts_and_shared_ones_are_told_apart():
     is_as_plain(ByKeyword, run(ByKeyword, UnifiedStrategy(micro_batch_size=3)))
 
 
-class Mixing(nn.Module):
-    """Takes a share of the mean over the rows run at once."""
-
-    def __init__(self, share=0.01):
-        super().__init__()
-        self.inner, self.share = nn.Linear(6, 4), share
-
-    def forward(self, x):
-        out = self.inner(x)
-        return out - self.share * out.mean(0)
-
-
-class Sorted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.inner(x).mean(0, keepdim=True).square()
-
-
-class Scalar(Sorted):
-    def forward(self, x):
-        return self.inner(x).square().mean()
-
-
-class MixedGradient(Sorted):
-    """Its outputs are by row; their gradients are not."""
-
-    def forward(self, x):
-        out = self.inner(x)
-        return out + (out.mean(0) - out.mean(0).detach())
-
-
-class Counter(Sorted):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.inner(x)
-
-
-class Remembers(Sorted):
-    def forward(self, x):
-        self.last = self.inner(x)
-        return self.last
-
-
-class MovingMean(Sorted):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        out = self.inner(x)
-        self.mean.lerp_(out.detach().mean(0), 0.1)
-        return out - self.mean
-
-
-class WritesItsInput(Sorted):
-    def forward(self, x):
-        return self.inner(x.mul_(2))
-
-
-WRONG = {
-    "differ by": Mixing,
-    "no first dimension of rows": Sorted,
-    "no first dimension": Scalar,
-    "gradient of": MixedGradient,
-    "attribute 'calls'": Counter,
-    "attribute 'last'": Remembers,
-    "buffer 'mean'": MovingMean,
-    "in place": WritesItsInput,
-    "buffer '_u'": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_an_encoder_that_is_not_row_wise_is_refused_before_an_update(what):
-    class Wrong(Contrastive):
-        def __init__(self):
-            super().__init__()
-            self.net = WRONG[what]()
-
-        def loss(self, batch):
-            out = self.net(batch["x"])
-            return info_nce(out, out.detach()) if out.dim() else out, out.reshape(1, -1)
-
-    torch.manual_seed(0)
-    module = Wrong().double()
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(SplitError, match="'net'") as refusal:
-        fit(module, Wrong.loader(), strategy=UnifiedStrategy(micro_batch_size=3))
-    assert what in str(refusal.value)
-    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
-
-
-def test_batch_norm_inside_an_encoder_is_refused_and_outside_is_exact():
-    class Inside(Contrastive):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-
-    with pytest.raises(SplitError, match=r"BatchNorm in train mode \(net\.1"):
-        run(Inside, UnifiedStrategy(micro_batch_size=3))
-    run(Inside, UnifiedStrategy(micro_batch_size=3, batch_norm="micro"))
-    is_as_plain(SimCLR, run(SimCLR, UnifiedStrategy(micro_batch_size=3)))
-
-
-@pytest.mark.parametrize(("name", "near"), [("nte", "'net'"), ("net.33", "'net.3'"), ("", "'net'")])
-def test_an_unknown_name_is_refused_with_the_nearest_ones(name, near):
-    strategy = UnifiedStrategy(micro_batches=MicroBatchRules(encoders=(name,)))
-    with pytest.raises(ConfigurationError, match=near):
-        run(Contrastive, strategy)
-
-
-def test_a_step_that_calls_no_encoder_is_refused():
-    class Method(Contrastive):
-        encoders = ("other",)
-
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(2, 2)
-
-    with pytest.raises(SplitError, match="calls none of these submodules"):
-        run(Method, UnifiedStrategy(micro_batch_size=3))
-
-
-class SharedMask(Contrastive):
-    """An argument of `positions` rows is shared by all rows of the batch."""
-
-    positions = 4
-
-    def __init__(self):
-        super().__init__()
-        self.net = Positions(self.positions)
-
-    def loss(self, batch):
-        mask = torch.ones(self.positions, self.positions, dtype=batch["x"].dtype).tril()
-        embedded = self.net(batch["x"], mask)
-        return info_nce(embedded, embedded.detach()), embedded
-
-
-class Positions(nn.Module):
-    def __init__(self, positions):
-        super().__init__()
-        self.inner, self.positions = nn.Linear(6, positions), positions
-
-    def forward(self, x, mask):
-        return (self.inner(x)[:, None] * mask.softmax(-1)).sum(-1)
-
-
-def test_a_shared_argument_stays_whole_when_a_later_batch_is_as_long():
-    is_as_plain(SharedMask, run(SharedMask, UnifiedStrategy(micro_batch_size=3)))  # the last batch has 4 rows
-
-
-def test_a_shared_argument_as_long_as_the_first_batch_is_refused():
-    class Ambiguous(SharedMask):
-        positions = 8
-
-    with pytest.raises((SplitError, RuntimeError)) as refusal:
-        run(Ambiguous, UnifiedStrategy(micro_batch_size=3))
-    assert "net" in str(refusal.value) + "".join(getattr(refusal.value, "__notes__", []))
-
-
 class Dropout(Contrastive):
     def __init__(self):
         super().__init__()
@@ -361,16 +165,16 @@ class LastStep(nn.Module):
 
 
 class Noise(Contrastive):
-    def loss(self, batch):
-        one, other = self.net(batch["x"]), self.net(batch["y"])
-        return info_nce(one, other), one
-
     def __init__(self):
         super().__init__()
         self.net = Jitter()
 
 
-class Jitter(Sorted):
+class Jitter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
     def forward(self, x):
         return self.inner(x + torch.randn_like(x))
 
@@ -502,40 +306,3 @@ def test_copies_made_in_a_step_are_plain_modules():
     for twin in module.twins:
         assert twin(x).shape == (8, 4)
     assert "forward" not in vars(module.net)
-
-
-class Deep(Contrastive):
-    """Activations of 24 layers at 64 positions, and embeddings of 4 entries."""
-
-    def __init__(self):
-        super().__init__()
-        layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(24))
-        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 32, 4))
-
-
-def deep_batch(rows=64):
-    return {"x": torch.randn(rows, 64, 32), "y": torch.randn(rows, 64, 32)}
-
-
-def test_memory_falls_with_the_chunk(tmp_path):
-    peaks = {rows: live_peak(Deep, deep_batch(), parts=64 // rows, rows=rows, folder=tmp_path) for rows in (64, 16, 4)}
-    activations = 2 * 64 * 64 * 32 * 4 * 24
-    assert peaks[64] > activations
-    assert peaks[16] < 0.3 * peaks[64]
-    assert peaks[4] < 0.6 * peaks[16]
-
-
-@pytest.mark.parametrize("parts", [1, 3, 4, 8])
-def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(parts, tmp_path):
-    predicted = peak_of(rehearse(Deep(), deep_batch(), rows=-(-64 // parts), parts=parts, later_rows=64 // parts))
-    measured = live_peak(Deep, deep_batch(), parts=parts, rows=-(-64 // parts), folder=tmp_path)
-    assert predicted == pytest.approx(measured, rel=0.05)
-
-
-def test_results_of_chunks_merge_only_if_they_are_rows():
-    kept = object()
-    rows = [torch.zeros(2, 3), torch.ones(1, 3)]
-    assert merged([{"a": one, "b": (None, kept, 1)} for one in rows], [2, 1])["a"].shape == (3, 3)
-    for parts in ([torch.zeros(()), torch.ones(())], [1, 2], [rows[:1], rows], [torch.zeros(3, 2), torch.zeros(3, 1)]):
-        with pytest.raises(NotRowWiseError):
-            merged(parts, [2, 1])

@@ -166,9 +166,7 @@ class EncoderCheck:
         terms = [(leaf * _factors(leaf)).sum() for leaf in leaves.values() if leaf.requires_grad]
         gradients: Sequence[Tensor | None] = [None] * len(trained)
         if terms and trained:
-            gradients = torch.autograd.grad(
-                torch.stack([term.float() for term in terms]).sum(), list(trained.values()), allow_unused=True
-            )
+            gradients = torch.autograd.grad(sum(terms[1:], terms[0]), list(trained.values()), allow_unused=True)
         named = zip(trained, gradients, strict=True)
         sampled = {name: _sample(gradient) for name, gradient in named if gradient is not None}
         return {path: leaf.detach() for path, leaf in leaves.items()}, sampled
@@ -211,7 +209,7 @@ def _factors(leaf: Tensor) -> Tensor:
 
 def _sample(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.flatten()[:: dense.numel() // _ENTRIES | 1].double().cpu()
+    return dense.flatten()[:: dense.numel() // _ENTRIES | 1].cpu().double()
 
 
 def _distance(one: Tensor, other: Tensor, *, floor: float) -> float:

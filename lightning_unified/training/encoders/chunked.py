@@ -163,7 +163,7 @@ class Encoders:
         roles: dict[str, bool] = {}
         for path, leaf in leaves_of(call):
             length = len(leaf) if not isinstance(leaf, Tensor) else leaf.shape[0] if leaf.dim() else None
-            if length != rows:
+            if length not in (rows, None):
                 self._shared.add((name, path))
             roles[path] = length == rows and (name, path) not in self._shared
         return roles

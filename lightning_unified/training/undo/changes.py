@@ -1,6 +1,6 @@
 """What a step has changed since its state was noted, one change at a time: where, from what, to what, and how to write it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -8,10 +8,10 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_unified.training.undo.cells import Cell, ListCell, LongCell, path_text
+from lightning_unified.training.undo.cells import Cell, ListCell, LongCell, Path, path_text
 from lightning_unified.training.undo.states import set_state, state_of
+from lightning_unified.training.undo.walk import FoundTensor
 from lightning_unified.training.undo.watch import Noted
 
 __all__ = ["ABSENT", "Change", "changes_since", "moved_since", "versions_of"]
@@ -43,40 +43,52 @@ class Change:
 
 def changes_since(noted: Noted) -> list[Change]:
     """Return every change since `noted`; compares all values, which takes a while."""
-    return [*_changed_cells(noted), *_changed_tensors(noted, _tensors(noted)), *_changed_states(noted)]
+    tensors: list[tuple[FoundTensor, Tensor | None]] = []
+    if noted.tensors is not None:
+        moved = noted.tensors.moved()
+        tensors += [*noted.tensors.copied, *((one, None) for one in noted.tensors.held if one.slot in moved)]
+    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
 
 
 def versions_of(noted: Noted) -> list[int]:
-    """Return the version counters of the tensors noted, to be given to `moved_since`."""
-    return [_version(entry.tensor) for entry, _ in _tensors(noted)]
+    """Return the version counters of the tensors that were copied, to be given to `moved_since`."""
+    return [] if noted.tensors is None else [_version(entry.tensor) for entry, _ in noted.tensors.copied]
 
 
-def moved_since(noted: Noted, versions: list[int], known: Callable[[str], bool]) -> list[Change]:
-    """Return the changes since `noted` that can be seen at little cost, before every micro-batch.
+def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> list[Change]:
+    """Return the changes since `noted` that can be seen at little cost.
 
     Args:
         noted: The state before.
         versions: Of the tensors then; those whose counters have not moved are not compared.
-        known: Whether a path is known to change, so that it is compared all the same.
+        known: Paths of tensors that are compared all the same, for some writes move no counter.
     """
-    pairs = zip(_tensors(noted), versions, strict=True)
-    moved = [
-        (entry, room)
-        for (entry, room), version in pairs
-        if _version(entry.tensor) != version or known(path_text(entry.path))
-    ]
-    return [*_changed_cells(noted), *_changed_tensors(noted, moved), *_changed_states(noted)]
+    tensors: list[tuple[FoundTensor, Tensor | None]] = []
+    if noted.tensors is not None:
+        pairs = zip(noted.tensors.copied, versions, strict=True)
+        tensors += [pair for pair, version in pairs if _version(pair[0].tensor) != version or _is_among(pair[0], known)]
+        moved = noted.tensors.moved()
+        tensors += [(one, None) for one in noted.tensors.held if one.slot in moved] if moved else []
+    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
 
 
-def _tensors(noted: Noted) -> list[tuple[Any, Tensor | None]]:
-    return [] if noted.tensors is None else noted.tensors.entries
+def _is_among(entry: FoundTensor, known: Collection[str]) -> bool:
+    return bool(known) and path_text(entry.path) in known
 
 
 def _changed_cells(noted: Noted) -> Iterator[Change]:
-    metrics = noted.cells_of(Metric)
     for cell, before in noted.moved_cells():
-        if not any(id(cell.target) == one or path_text(cell.path).startswith(prefix) for one, prefix in metrics):
+        if not _is_of_metric(noted, cell.path):
             yield from _changes_in(cell, before, cell.copy())
+
+
+def _is_of_metric(noted: Noted, path: Path | None) -> bool:
+    """Return whether a torchmetrics object holds what is at `path`; others put its state together."""
+    while path is not None:
+        if path_text(path) in noted.metric_paths:
+            return True
+        path = path[0]
+    return False
 
 
 def _changes_in(cell: Cell, before: Any, after: Any) -> Iterator[Change]:
@@ -114,14 +126,12 @@ def _put_entry(cell: Cell, name: Any, value: Any) -> None:
         cell.target.pop(name, None)
 
 
-def _changed_tensors(noted: Noted, entries: Iterable[tuple[Any, Tensor | None]]) -> Iterator[Change]:
-    metrics = noted.cells_of(Metric)
+def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor | None]]) -> Iterator[Change]:
     for entry, room in entries:
-        path = path_text(entry.path)
-        if any(entry.slot[0] == one or path.startswith(prefix) for one, prefix in metrics):
-            continue
-        if room is None or room.shape != entry.tensor.shape or not torch.equal(room, entry.tensor):
-            yield Change(path, "tensor", room, entry.tensor.detach().clone(), partial(_put_tensor, entry.tensor))
+        differs = room is None or room.shape != entry.tensor.shape or not torch.equal(room, entry.tensor)
+        if differs and not _is_of_metric(noted, entry.path):
+            after = entry.tensor.detach().clone()
+            yield Change(path_text(entry.path), "tensor", room, after, partial(_put_tensor, entry.tensor))
 
 
 def _put_tensor(tensor: Tensor, value: Tensor) -> None:
@@ -129,12 +139,19 @@ def _put_tensor(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _changed_states(noted: Noted) -> Iterator[Change]:
+def _changed_values(noted: Noted) -> Iterator[Change]:
+    """Yield changes of generators, and of arrays written in place."""
     for value, before in noted.states:
         after = state_of(value)
         if not _is_same(before, after):
-            path = f"{type(value).__name__} at {id(value):#x}"
-            yield Change(path, "state", before, after, partial(set_state, value))
+            yield Change(f"{type(value).__name__} {id(value):#x}", "state", before, after, partial(set_state, value))
+    for array, before in noted.arrays:
+        if not (array == before).all() and not ((array != array) & (before != before)).any():
+            yield Change(f"an array of shape {array.shape}", "entry", before, array.copy(), partial(_put_array, array))
+
+
+def _put_array(array: Any, value: Any) -> None:
+    array[...] = value
 
 
 def _version(tensor: Tensor) -> int:
