@@ -57,6 +57,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._splitter = policy.splitter("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
         self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._written = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
             trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
@@ -261,6 +262,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
                 metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
+                state=self._written,
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),

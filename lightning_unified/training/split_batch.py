@@ -13,9 +13,12 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.merging import Parts, merged
-from lightning_unified.training.exactness.results import Tables, merge_tree, unknown_paths
+from lightning_unified.training.exactness.results import Tables
+from lightning_unified.training.exactness.trees import merge_tree, unknown_paths
+from lightning_unified.training.exactness.written import WrittenOverParts
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, MetricsOverParts, path_of_log
 from lightning_unified.training.split import merge
+from lightning_unified.training.undo import StateWatch
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
@@ -56,6 +59,7 @@ class SplitResults:
         tables: The rules.
         results: Where Lightning gathers what is logged; None where nothing can be.
         metrics: The module's torchmetrics objects, by path.
+        state: The watch over what the step may write.
         learn: `learn(paths)` has the batch checked, because its step returned or logged something new at these paths.
     """
 
@@ -65,9 +69,10 @@ class SplitResults:
         *,
         results: _ResultCollection | None,
         metrics: Mapping[str, Metric],
+        state: StateWatch,
         learn: Callable[[Sequence[str]], None],
     ) -> None:
-        self._tables, self._results, self._learn = tables, results, learn
+        self._tables, self._results, self._learn, self._state = tables, results, learn, state
         self._all_metrics = dict(metrics)
         self.begin()
 
@@ -75,12 +80,13 @@ class SplitResults:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs = LogRecorder()
         self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics)
+        self._written = WrittenOverParts(self._state, self._tables.written, self._learn)
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
         """Gather what micro-batch `index` logs and counts inside the block."""
         self._logs.next_part(index)
-        with self.recording(), self._metrics.watching():
+        with self.recording(), self._metrics.watching(), self._written.part():
             yield
 
     def recording(self) -> AbstractContextManager[None]:
@@ -100,6 +106,7 @@ class SplitResults:
         if new:
             self._learn(new)
         self._metrics.finish(parts)
+        self._written.finish(parts)
         if self._results is not None:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts))
         del loss

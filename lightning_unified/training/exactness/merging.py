@@ -6,7 +6,7 @@ score fits a mean by luck.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,11 @@ class MergeTable:
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
+
+    @property
+    def paths(self) -> Collection[str]:
+        """All paths of which something is known."""
+        return {*self.given, *self._fits}
 
     def knows(self, path: str) -> bool:
         """Return whether a rule was given, or values at `path` have been in a check."""
