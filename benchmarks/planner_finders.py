@@ -35,6 +35,7 @@ from planner.recording import Record, measure, parser
 from planner.tables import gib, table
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.training.rules import rules_of
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("mlp", "gearhead-34m", "bert-like")}
 BATCHES = 2  # times the larger of the module's two batch sizes
@@ -203,7 +204,7 @@ def _by_accelerate(
         for _ in range(STEPS):
             part = {key: value.to(device) for key, value in next(loader).items()}
             with torch.autocast(device, torch.bfloat16, enabled=PRECISION[device] == "bf16-mixed"):
-                prepare = getattr(module, "prepare_batch", None)
+                prepare = rules_of(module, "fit").prepare
                 loss = module.training_step(part if prepare is None else prepare(part), 0)
             optimizer.zero_grad()
             loss.backward()

@@ -25,6 +25,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.training import splittability
+from lightning_unified.training.rules import rules_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 from modules import MLP, RaggedTokens, Rows
@@ -80,7 +81,7 @@ def outcome(kind, *, precision, seed):
     loader = kind.loader(dtype=dtype) if kind is MLP else kind.loader() if kind is RaggedTokens else None
     loader = loader or kind.loader(seed, dtype)
     module = kind().to(dtype)
-    size = getattr(module, "micro_batch_unit", 3)
+    size = max(rules_of(module, "fit").unit, 3)
     try:
         reason = fit(module, loader, size=size, precision=precision, max_epochs=1).plan.reasons["loss_weight"]
     except SplitError as error:

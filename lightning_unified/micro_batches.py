@@ -73,7 +73,10 @@ class MergeRules:
     def __post_init__(self) -> None:
         """Refuse rules that are not known."""
         for group in ("outputs", "logs"):
-            for name, rule in getattr(self, group).items():
+            given = getattr(self, group)
+            if not isinstance(given, Mapping):
+                raise ConfigurationError(f"MergeRules({group}={given!r}): give a dict of names and rules.")
+            for name, rule in given.items():
                 if not callable(rule) and rule not in get_args(NamedMerge):
                     allowed = ", ".join(repr(known) for known in get_args(NamedMerge))
                     raise ConfigurationError(
@@ -132,7 +135,7 @@ class MicroBatchRules:
             raise ConfigurationError(f"MicroBatchRules(unit={self.unit!r}): give a positive number of rows.")
         if self.batch_norm not in (None, "refuse", "micro"):
             raise ConfigurationError(f'MicroBatchRules(batch_norm={self.batch_norm!r}): give "refuse" or "micro".')
-        if self.check not in (None, True, False):
+        if self.check is not None and not isinstance(self.check, bool):
             raise ConfigurationError(f"MicroBatchRules(check={self.check!r}): give True, False or None.")
         for name, kind in (("rows", RowRules), ("merge", MergeRules)):
             if not isinstance(getattr(self, name), kind):
@@ -154,5 +157,5 @@ def _require_callables(rules: Any, *names: str) -> None:
 def _require_names(rules: Any, *names: str) -> None:
     for name in names:
         value = getattr(rules, name)
-        if isinstance(value, str) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
             raise ConfigurationError(f"{type(rules).__name__}({name}={value!r}): give a tuple of names.")

@@ -82,16 +82,16 @@ def _fault(draw: random.Random, recipe: Recipe, point: str, **fixed: object) -> 
         "point": point,
         "batch": batch,
         "nth": 1 if point in once else nth,
-        "times": draw.randint(1, 1 if point == "prepare_batch" else max(1, recipe.halvings)),
+        "times": draw.randint(1, 1 if point == "prepare" else max(1, recipe.halvings)),
         "text": draw.choice(list(TEXTS)),
     }
     return Fault(**{**drawn, **fixed})  # type: ignore[arg-type]
 
 
 def _point(draw: random.Random, recipe: Recipe) -> str:
-    points = [point for point in STEP_POINTS if point not in {"prepare_batch", "loss_weight", "between_groups"}]
+    points = [point for point in STEP_POINTS if point not in {"prepare", "loss_weight", "between_groups"}]
     if recipe.model in {"fields", "totals", "grpo"}:
-        points.append("prepare_batch")
+        points.append("prepare")
     if recipe.model == "weighted" and recipe.micro != "auto":
         points.append("loss_weight")
     return draw.choice(points)

@@ -8,10 +8,11 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from campaign.recipes import Recipe
+from lightning_unified import MicroBatchRules
 
 __all__ = ["Batches", "Counted", "build"]
 
-WIDTH, CLASSES, VOCABULARY, LENGTH = 6, 4, 11, 9
+WIDTH, CLASSES, VOCABULARY, LENGTH, GROUP = 6, 4, 11, 9, 4
 
 
 class Seen(Metric):
@@ -43,11 +44,14 @@ class Counted(L.LightningModule):
         self.net = self.build_net()
         self.tally = nn.Parameter(torch.zeros(recipe.rows))
         self.seen = Seen(recipe.rows)
-        self.parts: list[int] = []  # rows of each training_step, failed attempts among them
-        self.prepares_itself = False  # plain Lightning does not know prepare_batch
+        self.parts: list[int] = []  # rows of each training_step
+        self.prepares_itself = False  # plain Lightning does not know the rule `prepare`
 
     def build_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def configure_micro_batches(self, stage: str) -> MicroBatchRules:
+        return MicroBatchRules()
 
     def terms(self, batch: dict) -> Tensor:
         """Return how many loss terms each row has."""
@@ -61,7 +65,7 @@ class Counted(L.LightningModule):
         return F.cross_entropy(self.net(batch["x"]), batch["y"])
 
     def training_step(self, batch: dict, batch_idx: int):
-        prepare = getattr(self, "prepare_batch", None)
+        prepare = self.configure_micro_batches("fit").prepare
         if self.prepares_itself and prepare is not None:
             with torch.no_grad():
                 batch = prepare(batch)
@@ -109,7 +113,10 @@ class Dropout(Counted):
 class Fields(Counted):
     """Noise that must be the same whatever the cut, and is drawn once: a field of the prepared batch."""
 
-    def prepare_batch(self, batch):
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=self.prepare)
+
+    def prepare(self, batch):
         return {**batch, "noise": torch.randn_like(batch["x"])}
 
     def loss(self, batch):
@@ -168,6 +175,9 @@ class Shifted(Tokens):
 class Weighted(Tokens):
     """Says how many terms its loss has."""
 
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_weight=self.loss_weight)
+
     def loss_weight(self, batch):
         return (batch["labels"] != -100).sum()
 
@@ -175,9 +185,10 @@ class Weighted(Tokens):
 class Totals(Weighted):
     """Divides by the whole batch's totals itself."""
 
-    loss_reduction = "sum"
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_weight=self.loss_weight, loss_is_sum=True, prepare=self.prepare)
 
-    def prepare_batch(self, batch):
+    def prepare(self, batch):
         return {**batch, "scored": (batch["labels"] != -100).sum()}
 
     def total(self, batch):
@@ -191,16 +202,17 @@ class Totals(Weighted):
 class Group(Counted):
     """Groups of four samples of one prompt, drawn from the policy once a batch; advantages are relative to the group."""
 
-    micro_batch_unit = 4
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=self.prepare, unit=GROUP)
 
-    def prepare_batch(self, batch):
+    def prepare(self, batch):
         probabilities = self.net(batch["x"]).softmax(-1)
         return {**batch, "chosen": torch.multinomial(probabilities, 1)[:, 0]}
 
     def loss(self, batch):
         chosen = batch.get("chosen", batch["y"])
         rewards = (chosen == batch["y"]).to(self.tally) + batch["x"][:, 0].abs()
-        groups = rewards.view(-1, self.micro_batch_unit)
+        groups = rewards.view(-1, GROUP)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, correction=0, keepdim=True) + 0.1)
         logs = self.net(batch["x"]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         return -((logs - logs.detach()).exp() * advantages.flatten()).mean()

@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.blocks import find_blocks
+from lightning_unified.training.rules import rules_of
 from planner.cells import Cell
 from planner.ours import uninitialised
 
@@ -51,7 +52,7 @@ def _step(module: Any, optimizer: torch.optim.Optimizer, batch: dict, cell: Cell
     dtype = _DTYPES.get(cell.precision)
     amp = contextlib.nullcontext() if dtype is None else torch.autocast(cell.device, dtype)
     with amp:
-        prepare = getattr(module, "prepare_batch", None)
+        prepare = rules_of(module, "fit").prepare
         loss = module.training_step(batch if prepare is None else prepare(batch), 0)
     optimizer.zero_grad()
     loss.backward()

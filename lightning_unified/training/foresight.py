@@ -19,5 +19,8 @@ class Foresight(Protocol):
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
         """Plan for a batch of validation in the middle of the fit, if nothing like it has been planned for."""
 
+    def fits(self, rows: int) -> bool | None:
+        """Return whether so many rows of the batch in hand are predicted to fit at once; None where nothing is predicted."""
+
     def batch_done(self) -> None:
         """Learn from a batch that has run."""

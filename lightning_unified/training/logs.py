@@ -12,13 +12,25 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_unified.errors import SplitError
+from lightning_unified.training.exactness.merging import MergeTable, Parts, merged
 from lightning_unified.training.snapshot import metric_state, set_metric_state
+from lightning_unified.training.undo import Roots, StateWatch
 
-__all__ = ["LogRecorder", "MetricsOverParts", "metrics_of"]
+__all__ = [
+    "LogKey",
+    "LogRecorder",
+    "Logged",
+    "MetricsOverParts",
+    "can_join",
+    "metrics_of",
+    "named_metrics",
+    "path_of_log",
+]
 
 
 @dataclass(slots=True)
-class _Call:
+class Logged:
     """One name that `self.log` was called with, and its values so far, each with the micro-batch it came from."""
 
     fx: str
@@ -29,21 +41,18 @@ class _Call:
     batch_sizes: list[Any] = field(default_factory=list)
 
 
+LogKey = tuple[str, str, int]
+
+
 class LogRecorder:
     """Holds back `self.log` calls while micro-batches run, then logs each name once with the whole batch's value.
 
     Lightning's own collection would keep the last micro-batch's value as the step's, and would weight every micro-batch as a whole
     batch in the epoch's mean, because it caches the batch size (result.py, `_extract_batch_size`).
-    A value is reduced by its `reduce_fx`: sums add, maxima and minima compare, means are averaged by the `batch_size` given with
-    the call, else by the micro-batches' loss weights.
-
-    Args:
-        average: Averages one figure a micro-batch by the loss weights of the micro-batches named.
     """
 
-    def __init__(self, average: Callable[[Sequence[Any], Sequence[int]], Any]) -> None:
-        self._average = average
-        self._calls: dict[tuple[str, str, int], _Call] = {}
+    def __init__(self) -> None:
+        self.logged: dict[LogKey, Logged] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._part = 0
 
@@ -68,91 +77,114 @@ class LogRecorder:
 
     def forget(self) -> None:
         """Drop what has been recorded."""
-        self._calls, self._seen = {}, {}
+        self.logged, self._seen = {}, {}
 
     @property
-    def names(self) -> set[tuple[str, str, int]]:
+    def names(self) -> set[LogKey]:
         """What has been recorded: hook, name, and how often before in the same micro-batch."""
-        return set(self._calls)
+        return set(self.logged)
 
-    def keep(self, names: AbstractSet[tuple[str, str, int]]) -> None:
+    def keep(self, names: AbstractSet[LogKey]) -> None:
         """Drop what is not among `names`."""
-        self._calls = {key: call for key, call in self._calls.items() if key in names}
+        self.logged = {key: call for key, call in self.logged.items() if key in names}
 
-    def flush(self, results: _ResultCollection) -> None:
-        """Log every recorded name once, with the value of the whole batch."""
-        for call in self._calls.values():
-            value, batch_size = self._reduced(call)
+    def flush(
+        self, results: _ResultCollection, reduce: Callable[[LogKey, Logged], tuple[Any, Any]] | None = None
+    ) -> None:
+        """Log every recorded name once.
+
+        Args:
+            results: Where Lightning gathers what is logged.
+            reduce: Returns the whole batch's value and `batch_size`; by default they are the last ones recorded.
+        """
+        for key, call in self.logged.items():
+            value, batch_size = (call.values[-1], call.batch_sizes[-1]) if reduce is None else reduce(key, call)
             cast("Any", results).log(call.fx, call.name, value, **call.options, batch_size=batch_size)
 
     def _record(self, fx: str, name: str, value: Any, *, batch_size: Any = None, **options: Any) -> None:
         # a name logged twice in one training_step is two streams: each occurrence is merged with its like
         occurrence = self._seen.get((fx, name), 0)
         self._seen[fx, name] = occurrence + 1
-        call = self._calls.setdefault((fx, name, occurrence), _Call(fx, name, options))
+        call = self.logged.setdefault((fx, name, occurrence), Logged(fx, name, options))
         call.parts.append(self._part)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.batch_sizes.append(batch_size)
 
-    def _reduced(self, call: _Call) -> tuple[Any, Any]:
-        if isinstance(call.values[0], Metric):
-            return call.values[-1], call.batch_sizes[-1]
-        reduce_fx = call.options.get("reduce_fx", "mean")
-        how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-        given = all(size is not None for size in call.batch_sizes)
-        batch_size = sum(call.batch_sizes) if given else None
-        if len(call.values) == 1:
-            return call.values[0], batch_size
-        values = torch.stack(call.values)
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()  # as Lightning stores them; a sum of these may not fit 16 bits
-        if how in _REDUCTIONS:
-            return _REDUCTIONS[how](values), batch_size
-        if batch_size is None:
-            return self._average(values.unbind(), call.parts), None
-        counts = torch.as_tensor(call.batch_sizes, device=values.device)
-        return (values * counts).sum() / batch_size, batch_size
 
-
-_REDUCTIONS = {"sum": torch.sum, "max": torch.max, "amax": torch.max, "min": torch.min, "amin": torch.min}
+def path_of_log(key: LogKey) -> str:
+    """Return the path under which a merge rule for a logged name is kept: the name, numbered where it is logged more than once."""
+    _, name, occurrence = key
+    return name if not occurrence else f"{name} (call {occurrence + 1})"
 
 
 class MetricsOverParts:
-    """Gives each torchmetrics object the step value of the whole batch, from the micro-batches it was updated with.
+    """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
 
-    The metric is emptied before the first micro-batch, so that what it holds after the last is the batch's own state: its
-    value is the step value, and joining it with the state from before is what `Metric.forward` does for a whole batch
-    (torchmetrics/metric.py, `_forward_reduce_state_update`). A metric that says its update needs the full state
-    (`full_state_update` not False) is left to accumulate, and an empty twin beside it gathers the batch: `Metric.forward` too
-    updates such a metric twice. A metric that `training_step` itself asks for its value (`compute`) answers for a micro-batch.
+    The metric is emptied before each micro-batch. The states that the micro-batches leave are put together by the rules that the
+    exactness check has found, else by the metric's own reductions. The result is the batch's own state: its value is the step value,
+    and joining it with the state from before is what `Metric.forward` does for a whole batch (torchmetrics/metric.py,
+    `_forward_reduce_state_update`). A metric that says its update needs the full state (`full_state_update` not False) accumulates over
+    the micro-batches instead, and an empty twin beside it gathers the batch: `Metric.forward` too updates such a metric twice. A metric
+    that `training_step` itself asks for its value (`compute`) answers for a micro-batch.
 
     Args:
-        metrics: The module's torchmetrics objects.
+        metrics: The module's torchmetrics objects, by path.
+        table: Rules for their states, by path.
     """
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._joined = [(metric, metric_state(metric)) for metric in metrics if _can_join(metric)]
-        self._twinned = [_Twin(metric) for metric in metrics if not _can_join(metric)]
-        for metric, _ in self._joined:
-            metric.reset()
+    def __init__(self, metrics: dict[str, Metric], table: MergeTable) -> None:
+        self._table = table
+        self._joined = {path: metric for path, metric in metrics.items() if can_join(metric)}
+        self._before = {path: metric_state(metric) for path, metric in self._joined.items()}
+        self._states: dict[str, list[dict[str, Any] | None]] = {path: [] for path in self._joined}
+        self._twinned = [_Twin(metric) for metric in metrics.values() if not can_join(metric)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Let the twins see the updates inside the block."""
+        """Gather the states of one micro-batch, which runs inside the block."""
+        for metric in self._joined.values():
+            metric.reset()
         with ExitStack() as stack:
             for twin in self._twinned:
                 stack.enter_context(twin.watching())
             yield
+        for path, metric in self._joined.items():
+            self._states[path].append(metric_state(metric) if metric._update_count else None)
 
-    def finish(self) -> None:
+    def finish(self, parts: Parts) -> None:
         """Set step values and join the batch's state with what was there before."""
-        for metric, before in self._joined:
-            if metric._update_count == 0:
-                set_metric_state(metric, before)
-            else:
-                _join(metric, before)
+        for path, metric in self._joined.items():
+            indices = [index for index, state in enumerate(self._states[path]) if state is not None]
+            if not indices:
+                set_metric_state(metric, self._before[path])
+                continue
+            states = [state for state in self._states[path] if state is not None]
+            weights = Parts([parts.rows[index] for index in indices], [parts.terms[index] for index in indices])
+            set_metric_state(metric, self._merged(path, metric, states, weights))
+            _join(metric, self._before[path])
         for twin in self._twinned:
             twin.finish()
+
+    def _merged(self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: Parts) -> dict[str, Any]:
+        """Return the state of the whole batch; what the check has not seen is reduced as the metric says itself."""
+        result = dict(states[-1])
+        if len(states) == 1:
+            return result
+        for name in metric._defaults:
+            values = [state[name] for state in states]
+            rule = self._table.rule(f"{path}.{name}")
+            try:
+                result[name] = _reduced(metric, name, values) if rule is None else merged(rule, values, parts)
+            except SplitError:
+                result[name] = _reduced(metric, name, values)
+        return result
+
+
+def _reduced(metric: Metric, name: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [entry for value in values for entry in value]
+    reduction = metric._reductions[name]
+    return values[-1] if reduction is None else cast("Any", reduction)(torch.stack(list(values)))
 
 
 class _Twin:
@@ -186,8 +218,16 @@ class _Twin:
 
 
 def metrics_of(module: torch.nn.Module) -> list[Metric]:
-    """Return the torchmetrics objects of `module` that hold a state."""
-    return [metric for metric in module.modules() if isinstance(metric, Metric) and metric._defaults]
+    """Return the torchmetrics objects with a state that `module` holds: submodules, and those in its dicts, lists and objects."""
+    watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
+    watch.look()
+    return watch.metrics
+
+
+def named_metrics(module: torch.nn.Module, metrics: Sequence[Metric]) -> dict[str, Metric]:
+    """Return `metrics` by the paths at which submodules of `module` hold them, else by their number."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    return {paths.get(id(metric), f"metric {index}"): metric for index, metric in enumerate(metrics)}
 
 
 def _emptied_copy(metric: Metric) -> Metric:
@@ -199,7 +239,8 @@ def _emptied_copy(metric: Metric) -> Metric:
         set_metric_state(metric, state)
 
 
-def _can_join(metric: Metric) -> bool:
+def can_join(metric: Metric) -> bool:
+    """Return whether the state of a batch, gathered in an empty metric, can be joined with the state from before."""
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
@@ -208,6 +249,7 @@ def _join(metric: Metric, before: dict[str, Any]) -> None:
     was_forwarded = metric._forward_cache is not None
     if was_forwarded:
         metric._to_sync, metric._should_unsync = metric.dist_sync_on_step, False
+        metric._computed = None
         metric._forward_cache = metric.compute()
     metric._update_count = before["_update_count"] + 1
     with torch.no_grad():

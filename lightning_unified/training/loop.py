@@ -8,7 +8,7 @@ micro-batch's outputs only.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,26 +16,23 @@ import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
-from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.encoders import encoders_of
+from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
-from lightning_unified.training.splittability import SplittabilityCheck
+from lightning_unified.training.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
@@ -57,20 +54,24 @@ class UnifiedOptimization(_AutomaticOptimization):
         module = trainer.lightning_module
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
-        self._cutter = Cutter(module, self._rules)
+        self._splitter = policy.splitter("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
-        self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(module)
-        self._check = SplittabilityCheck(
-            trainer, rules=self._rules, step=self._training_step, metrics=lambda: self._metrics
+        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
+        self._check = ExactnessCheck(
+            trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
-        self._parity = GradientParity(
-            trainer, policy, cutter=self._cutter, step=self._training_step, metrics=lambda: self._metrics
-        )
+        self._parity = GradientParity(trainer, policy, splitter=self._splitter, step=self._training_step)
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._phase = "forward"
+        self._batch_idx = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: Lightning's own state. The next fit makes a new loop from the strategy."""
+        kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
+        return {name: value for name, value in vars(self).items() if name in kept}
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -87,11 +88,12 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
-        if "any" in kwargs and len(kwargs) == 1:  # training_step(dataloader_iter): nothing to cut or repeat
-            return super().run(optimizer, batch_idx, kwargs)
+        self._batch_idx = batch_idx
+        if _draws_its_batches(kwargs):
+            return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        shape = self._cutter.shape(kwargs[key])
+        shape = self._splitter.shape(kwargs[key])
         if self._foresight is not None:
             self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
@@ -101,6 +103,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._policy.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
+            self._state.look()
             outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
@@ -109,6 +112,23 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._foresight.batch_done()
         return outputs
 
+    def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run a step that draws its own batches, once and whole."""
+        self._policy.note_unsplit(
+            "micro_batch_size",
+            "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
+            "Write training_step(batch, batch_idx) to have them split.",
+        )
+        if self._window is not None:
+            raise ConfigurationError(
+                'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
+                'give window_mean="batches", or write training_step(batch, batch_idx).'
+            )
+        try:
+            return super().run(optimizer, batch_idx, kwargs)
+        finally:
+            self._weights = None
+
     def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
 
@@ -116,8 +136,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-        while True:
+        while (
+            True
+        ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
+            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
@@ -125,13 +147,12 @@ class UnifiedOptimization(_AutomaticOptimization):
             attempt += 1
             self._step_back(snapshot)
             kwargs[key] = batch.again()
+            del snapshot, batch
             self._policy.out_of_memory(
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
         self._gradients = self._weights = None
-        self._buffers.learn()
-        if self.trainer.global_step <= 1:
-            self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+        self._state.learn(snapshot.state)
         assert outputs is not None
         return outputs
 
@@ -141,9 +162,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(
-            self.trainer, buffers=self._buffers, generators=self._generators, metrics=self._metrics, results=results
-        )
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
@@ -158,6 +177,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._gradients.restore()
         self._gradients = None
         snapshot.restore()
+        self._state.forget()
 
     def _prepared(self, batch: Any) -> Any:
         """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
@@ -171,14 +191,17 @@ class UnifiedOptimization(_AutomaticOptimization):
 
         if not self._policy.recover:
             return call(batch)
-        snapshot, watch, attempt = self._snapshot(), BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             prepared, reason = caught(partial(call, batch))
             if reason is None:
                 return prepared
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
     def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
@@ -193,55 +216,78 @@ class UnifiedOptimization(_AutomaticOptimization):
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_cut = rows >= 2 * self._policy.sizes.unit and rules.splittable and self._encoders is None
-        count = self._checked(kwargs, rows) if can_be_cut and not declared else None
-        return Weighting(rules, [batch], [rows], count=count, adds=False, zero_by_rows=False).terms
+        splits = self._encoders is None and rules.splittable and not declared
+        splits = splits and rows >= 2 * self._policy.sizes.unit and self._splitter.refusal(batch, rows) is None
+        if shape is not None and splits:
+            self._checked(kwargs, shape)
+        rule = replace(self._policy.loss_rule, adds=False)
+        return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if _draws_its_batches(kwargs):
+            return _MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
         batch = self._cut(kwargs)
         self._parity.look(kwargs, cut=batch.parts > 1)
         return _MicroBatchClosure(self, batch, optimizer, zero_grad)
 
-    def _cut(self, kwargs: "OrderedDict[str, Any]") -> "_WholeBatch | _CutBatch":
+    def _cut(self, kwargs: "OrderedDict[str, Any]") -> "WholeBatch | SplitBatch":
         """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
         key = next(iter(kwargs))
-        batch, whole = kwargs[key], _WholeBatch(self._make_step_fn(kwargs))
-        shape = None if self._policy.sizes.runs_whole else self._cutter.require_shape(batch)
+        batch, whole = kwargs[key], WholeBatch(self._make_step_fn(kwargs))
+        shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
         if shape is None:
             return whole
-        rows, sizes = shape.rows, self._policy.sizes.parts(shape)
+        sizes = self._policy.sizes.parts(shape)
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
         if self._encoders is not None:
             most = self._policy.most_chunks
-            return _WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
+            return WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
         try:
-            count = self._checked(kwargs, rows)
+            self._splitter.require_rows(batch, shape.rows)
+            self._checked(kwargs, shape)
         except SplitError as refusal:
             if self._policy.runs_whole(refusal):
                 return whole
             raise
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [
-            self._cutter.cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
-        ]
-        return _CutBatch(
+        parts = self._splitter.micro_batches(batch, sizes)
+        return SplitBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
-            Weighting(self._rules, parts, sizes, count=count),
-            results=self.trainer.fit_loop.epoch_loop._results,
-            metrics=self._metrics,
+            Weighting(self._policy.loss_rule, parts, sizes),
+            merging=SplitResults(
+                self._check.tables,
+                results=self.trainer.fit_loop.epoch_loop._results,
+                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
+                learn=partial(self._learn_more, kwargs, shape),
+            ),
+            parameters=list(self.trainer.lightning_module.parameters()),
         )
 
-    def _checked(self, kwargs: "OrderedDict[str, Any]", rows: int) -> Callable[[Any], Any] | None:
-        """Return what counts a micro-batch's loss terms, None for rows or as declared; raise if nothing does."""
+    def _checked(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape) -> None:
+        """Find by what micro-batches are weighted and how their results are put together; raise if nothing is exact."""
         if not self._policy.check_split:
-            return None
-        verdict = self._check.verdict(kwargs, rows=rows, unit=self._policy.sizes.unit)
+            return
+        sizes = self._policy.sizes
+        verdict = self._check.verdict(
+            kwargs, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape), batch_idx=self._batch_idx
+        )
         self._policy.split_checked(verdict)
-        return verdict.count
+
+    def _learn_more(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, paths: Sequence[str]) -> None:
+        """Check a batch whose step returned or logged what no check has seen, before its update; say what nothing puts together."""
+        if self._policy.check_split:
+            sizes = self._policy.sizes
+            verdict = self._check.learn_more(
+                kwargs, paths, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape)
+            )
+            self._policy.split_checked(verdict)
+
+    def _fits(self, rows: int) -> bool | None:
+        """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
+        return None if self._foresight is None else self._foresight.fits(rows)
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""
@@ -294,78 +340,9 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._phase = "optimizer step"
 
 
-class _WholeBatch:
-    """A batch that runs as Lightning runs it."""
-
-    parts = 1
-
-    def __init__(self, step: Callable[[], ClosureResult]) -> None:
-        self._step = step
-
-    def begin(self) -> None:
-        """Nothing is gathered over parts."""
-
-    def step(self, _index: int) -> ClosureResult:
-        """Run `training_step`."""
-        return self._step()
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Leave `self.log` alone."""
-        return nullcontext()
-
-    def share(self, _index: int) -> float | None:
-        """Return None: the loss is the batch's own."""
-        return None
-
-    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
-        """Return the one result."""
-        return outputs[0]
-
-
-class _CutBatch:
-    """A batch that runs as micro-batches, and what they come to together: loss, extras, logs and metrics of the whole."""
-
-    def __init__(
-        self,
-        steps: Sequence[Callable[[], ClosureResult]],
-        weighting: Weighting,
-        *,
-        results: _ResultCollection,
-        metrics: Sequence[Metric],
-    ) -> None:
-        self.parts = len(steps)
-        self._steps, self._weighting, self._results, self._all_metrics = steps, weighting, results, metrics
-        self._recorder = LogRecorder(weighting.average)
-        self._metrics = MetricsOverParts(())
-
-    def begin(self) -> None:
-        """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
-        self._recorder = LogRecorder(self._weighting.average)
-        self._metrics = MetricsOverParts(self._all_metrics)
-
-    def step(self, index: int) -> ClosureResult:
-        """Run `training_step` on one micro-batch; without a loss term in it there is no loss, and no backward."""
-        self._recorder.next_part(index)
-        with self.recording(), self._metrics.watching():
-            output = self._steps[index]()
-        output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
-        if self.share(index) == 0:
-            output.closure_loss = output.loss = None
-        return output
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Hold back what is logged inside the block."""
-        return self._recorder.recording(self._results)
-
-    def share(self, index: int) -> float | None:
-        """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""
-        return self._weighting.share(index)
-
-    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
-        """Return the whole batch's result, and log what was held back."""
-        self._metrics.finish()
-        self._recorder.flush(self._results)
-        return self._weighting.join(outputs)
+def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
+    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    return "any" in kwargs and len(kwargs) == 1
 
 
 class _MicroBatchClosure(Closure):
@@ -374,7 +351,7 @@ class _MicroBatchClosure(Closure):
     def __init__(
         self,
         loop: UnifiedOptimization,
-        batch: _WholeBatch | _CutBatch,
+        batch: WholeBatch | SplitBatch,
         optimizer: Optimizer,
         zero_grad: Callable[[], None] | None,
     ) -> None:
@@ -389,7 +366,7 @@ class _MicroBatchClosure(Closure):
         scaled: Tensor | None = None
         batch.begin()
         for index in range(batch.parts):
-            output = batch.step(index)
+            output = batch.step(index, keeps_gradients=index > 0 or self._zero_grad_fn is None)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():

@@ -1,26 +1,22 @@
 """Whether a device makes the gradients that the CPU makes, looked at when the size of micro-batches changes: on MPS it may not."""
 
 import logging
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_unified.training.cutter import Cutter
+from lightning_unified.training.exactness.gradients import tolerance_in_training
+from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
-from lightning_unified.training.split import part_sizes
-from lightning_unified.training.splittability import tolerance
+from lightning_unified.training.split import BatchSplitter, part_sizes
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.units import format_bytes
 
@@ -48,9 +44,8 @@ class GradientParity:
     Args:
         trainer: In `fit`.
         policy: Knows the sizes, by what parts are weighted, and where events go.
-        cutter: Cuts its batches.
+        splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
-        metrics: The module's torchmetrics objects.
     """
 
     def __init__(
@@ -58,12 +53,11 @@ class GradientParity:
         trainer: L.Trainer,
         policy: MemoryPolicy,
         *,
-        cutter: Cutter,
+        splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
-        metrics: Callable[[], Sequence[Metric]],
     ) -> None:
-        self._trainer, self._policy, self._cutter = trainer, policy, cutter
-        self._step, self._metrics = step, metrics
+        self._trainer, self._policy, self._splitter = trainer, policy, splitter
+        self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
@@ -79,7 +73,7 @@ class GradientParity:
             kwargs: Of `training_step`, the undivided batch first.
             cut: Whether the batch runs in parts.
         """
-        shape = None if self._silent else self._cutter.shape(next(iter(kwargs.values())))
+        shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
         rows = max(self._policy.sizes.parts(shape)) if cut else shape.rows
@@ -112,7 +106,7 @@ class GradientParity:
 
     @property
     def _limit(self) -> float:
-        return _LIMIT if tolerance(self._trainer) < 2e-3 else _LIMIT_HALF
+        return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
@@ -133,24 +127,24 @@ class GradientParity:
         return f"the step fails there ({why})"
 
     def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        with Undone(self._trainer, metrics=self._metrics(), in_eval=self._in_eval):
+        with Undone(self._trainer, in_eval=self._in_eval):
             return self._distance(kwargs, rows, of=of)
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         key, batch = next(iter(kwargs.items()))
-        part = self._cutter.cut(batch, 0, rows, rows=of) if rows < of else batch
+        part = self._splitter.split(batch, 0, rows, rows=of) if rows < of else batch
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
         sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         slices = [
-            self._cutter.cut(part, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)
+            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
         ]
-        weighting = Weighting(self._policy.rules("fit"), slices, sizes, count=self._policy.count)
+        weighting = Weighting(self._policy.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
-        with _on_host(self._trainer, self._metrics()) as copies:
-            host = [apply_to_collection(one, Tensor, _to_host) for one in slices]
+        with on_host(self._trainer) as copies:
+            host = [to_host(one) for one in slices]
             again, gradients = self._gradient(kwargs, key, host[0], copies), torch.zeros_like(ours)
             for index, (one, share) in enumerate(zip(host, shares, strict=True)):
                 gradient = self._gradient(kwargs, key, one, copies) if share != 0 else torch.zeros_like(ours)
@@ -174,43 +168,6 @@ def _bytes_of_copies(module: nn.Module) -> int:
     """Return the bytes of float32 copies of the module's parameters and buffers, and of the gradients of those trained."""
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
-
-
-@contextmanager
-def _on_host(trainer: L.Trainer, metrics: Sequence[Metric]) -> Iterator[Sequence[Tensor]]:
-    """Let the module run on the CPU in float32, on copies of its parameters and buffers; yield the copies that are trained."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    with ExitStack() as undo:
-        parameters = {id(one): nn.Parameter(_to_host(one), one.requires_grad) for one in module.parameters()}
-        trained = [parameters[id(one)] for one in module.parameters() if one.requires_grad]
-        for owner in module.modules():
-            if isinstance(owner, Metric):
-                continue
-            undo.callback(owner._parameters.update, dict(owner._parameters))
-            undo.callback(owner._buffers.update, dict(owner._buffers))
-            owner._parameters.update(
-                {name: one if one is None else parameters[id(one)] for name, one in owner._parameters.items()}
-            )
-            owner._buffers.update({name: one if one is None else _to_host(one) for name, one in owner._buffers.items()})
-            if isinstance(owner, nn.RNNBase):  # keeps a list of its weights besides
-                undo.callback(setattr, owner, "_flat_weights", owner._flat_weights)
-                owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
-            if "_device" in vars(owner):  # `self.device` of a LightningModule
-                undo.callback(setattr, owner, "_device", vars(owner)["_device"])
-                owner._device = torch.device("cpu")  # type: ignore[assignment]
-        for metric in metrics:
-            undo.callback(metric.to, metric.device)
-            metric.to("cpu")
-        undo.callback(setattr, strategy, "_precision_plugin", strategy._precision_plugin)
-        strategy._precision_plugin = Precision()
-        if "torch._dynamo" in sys.modules:  # what is compiled is compiled for the device
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        yield trained
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True)
 
 
 def _own(tensor: Tensor) -> Tensor:

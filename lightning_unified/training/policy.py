@@ -13,15 +13,17 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
+from lightning_unified.training.exactness.losses import LossRule, declared
+from lightning_unified.training.exactness.verdict import Verdict, refuse_batch_norm
 from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
-from lightning_unified.training.rules import rules_of
+from lightning_unified.training.rules import LEFT_BEHIND, can_be_pickled, rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
-from lightning_unified.training.split import BatchShape, positions
-from lightning_unified.training.splittability import Verdict, refuse_batch_norm
+from lightning_unified.training.split import BatchShape, BatchSplitter, positions
+from lightning_unified.training.split.roles import Roles
 from lightning_unified.units import format_bytes
 
 __all__ = ["MemoryPolicy"]
@@ -53,6 +55,7 @@ class MemoryPolicy:
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
+        known_roles: Roles of the batches' entries by stage, where another run has found them: that of a dry run.
         recoveries: How many steps were repeated.
         most_chunks: Chunks of an encoder's call that a dry run executes; None for all of them.
         events: What was decided on the way, for people.
@@ -84,9 +87,11 @@ class MemoryPolicy:
                 f"micro_batches={micro_batches!r}: give MicroBatchRules(...) from lightning_unified."
             )
         self.watch = watch
-        self.given_rules = micro_batches
+        self.given_rules: MicroBatchRules | None = micro_batches
         self._rules: dict[str, MicroBatchRules] = {}
-        self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
+        self._splitters: dict[str, BatchSplitter] = {}
+        self.known_roles: dict[str, Roles] = {}
+        self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
         self.kept = KeptMemory()
@@ -111,9 +116,28 @@ class MemoryPolicy:
 
     def _forget(self) -> None:
         self._verdict: Verdict | None = None
+        self._said: set[str] = set()
         self._refusal: SplitError | None = None
         self._before_watch: dict[str, Any] | None = None
         self._before_failure: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. The objects of one fit stay behind."""
+        given = self.given_rules if can_be_pickled(self.given_rules) else LEFT_BEHIND
+        objects = {
+            "_module": None,
+            "_optimizers": [],
+            "_rules": {},
+            "_splitters": {},
+            "_verdict": None,
+            "_refusal": None,
+            "caches": None,
+        }
+        return {**vars(self), **objects, "given_rules": given, "kept": KeptMemory()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state over, with caches of the copy's own."""
+        vars(self).update(state, caches=_caches_of(state["watch"]))
 
     def refuse_if_too_small(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Raise `BudgetError` if the budget cannot even hold what `module` needs before any activation."""
@@ -143,7 +167,7 @@ class MemoryPolicy:
         self.watch.begin()
         self.caches.begin(self.watch.device)
         self.kept.begin(module)
-        self._rules = {}
+        self._rules, self._splitters = {}, {}
         unit, name = self.rules("fit").unit, type(module).__name__
         least = 2 if any(isinstance(child, _BatchNorm) for child in module.modules()) else 1
         self.sizes.keep_together(unit, least=least, whose=name)
@@ -157,11 +181,27 @@ class MemoryPolicy:
             self._rules[stage] = rules_of(self._module, stage, given=self.given_rules)
         return self._rules[stage]
 
+    def checks(self, stage: str) -> bool:
+        """Return whether the exactness check compares split and whole batches of `stage`."""
+        own = self.rules(stage).check
+        return self._check_split if own is None else own
+
+    def runs(self, module: Any) -> bool:
+        """Return whether `module` is the one that the run is about."""
+        return self._module is not None and module is self._module
+
+    def splitter(self, stage: str) -> BatchSplitter:
+        """Return what splits the batches of `stage`; one for the whole fit, so that all agree on what its rows are."""
+        assert self._module is not None
+        if stage not in self._splitters:
+            roles = self.known_roles.get(stage)
+            self._splitters[stage] = BatchSplitter(self._module, self.rules(stage), stage=stage, roles=roles)
+        return self._splitters[stage]
+
     @property
     def check_split(self) -> bool:
-        """Whether the exactness check compares split and whole batches."""
-        own = self.rules("fit").check
-        return self._check_split if own is None else own
+        """Whether it does in training."""
+        return self.checks("fit")
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -189,9 +229,10 @@ class MemoryPolicy:
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
     @property
-    def count(self) -> Callable[[Any], Any] | None:
-        """What counts the loss terms of a part, as far as gradients have told; None for rows or as declared."""
-        return None if self._verdict is None else self._verdict.count
+    def loss_rule(self) -> LossRule:
+        """By what micro-batches are weighted: as declared, as gradients have told, else by rows."""
+        own = declared(self.rules("fit"))
+        return own or (LossRule("rows") if self._verdict is None else self._verdict.rule)
 
     @property
     def cuts_are_exact(self) -> bool:
@@ -214,7 +255,8 @@ class MemoryPolicy:
             refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
 
     def split_checked(self, verdict: Verdict) -> None:
-        """Note by what micro-batches are weighted; say so where the module did not, or where it could not be checked.
+        """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,
+        which random draws differ from the whole batch's, and which results nothing puts together.
 
         What the check's few rows took is given back, or a GPU's first step would be laid out around it: that took up to a tenth more.
         """
@@ -224,15 +266,38 @@ class MemoryPolicy:
             self.watch.release()
         if not verdict.conclusive and (self._verdict is None or self._verdict.conclusive):
             log.warning("Micro-batches are weighted by %s.", verdict.reason)
-        if not verdict.conclusive or verdict.count is not None:
+        before = None if self._verdict is None else (self._verdict.rule.name, self._verdict.conclusive)
+        if (verdict.rule.name, verdict.conclusive) != before and (
+            not verdict.conclusive or verdict.rule.name != "rows"
+        ):
             self.events.append(f"micro-batches weighted by {verdict.reason}")
+        if verdict.noise:
+            self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
+        self.say_unmergeable(verdict.unmergeable, phase="training")
         self._verdict = verdict
+
+    def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn of values that nothing puts together, each name once."""
+        for name in names:
+            self._say(
+                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: nothing puts the "
+                "micro-batches' values together. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...)).",
+                log.warning,
+            )
+
+    def _say(self, words: str, how: Callable[..., None]) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            self.events.append(words)
+            how("%s", words[:1].upper() + words[1:])
 
     def runs_whole(self, refusal: SplitError) -> bool:
         """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller, or if it now
         needs less because activations are recomputed.
         """
         before = self._before_failure
+        if self._verdict is not None:
+            return False  # batches have been split already, some perhaps inexactly: the run stops
         if before is not None and self.recompute_more():
             self.sizes.load_state_dict(before)
             self._refusal, self._before_failure, self._changed_by = refusal, None, ""
@@ -245,6 +310,19 @@ class MemoryPolicy:
         self.events.append("its batches cannot be cut exactly, so it goes on with them whole")
         log.warning("%s %s", refusal, self.events[-1])
         return True
+
+    def note_unsplit(self, option: str, why: str) -> None:
+        """Say once why batches are not split, and warn where a size was asked for.
+
+        Args:
+            option: `"micro_batch_size"` or `"evaluation_micro_batch_size"`.
+            why: A sentence on the batches.
+        """
+        if why not in self.events:
+            self.events.append(why)
+            asked = (self.sizes if option == "micro_batch_size" else self.evaluation_sizes).asked
+            if asked is not None:
+                log.warning("%s=%s has no effect: %s", option, asked, why)
 
     def out_of_memory(
         self, *, phase: str, reason: str, shape: BatchShape | None, attempt: int, batch: Any = None
@@ -421,7 +499,9 @@ class MemoryPolicy:
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:
-    """Return what looks after the caches of a simulated machine, which no device can be asked for."""
+    """Return what looks after the caches of the watch's device; a simulated machine's are read through the watch."""
+    if watch.machine is None:
+        return CacheCare()
     return CacheCare(
         read=lambda _: watch.reading(),
         live=lambda _: watch.reading().allocated.bytes,

@@ -68,7 +68,7 @@ class RankedOptimization(UnifiedOptimization):
         self._broadcast_buffers = broadcast_buffers
         self._next = Point.GRADIENTS
         self._closure: Closure | None = None
-        self._logs = LogRecorder(lambda values, _parts: values[-1])
+        self._logs = LogRecorder()
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:

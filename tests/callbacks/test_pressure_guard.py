@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, PressureGuard, RunCheckpoint
 from lightning_unified.callbacks.pressure_watch import PressureWatch
 from lightning_unified.errors import ConfigurationError
@@ -95,6 +95,9 @@ class Exact(LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
         self.splittable = splittable
         self.rows = []
+
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(splittable=self.splittable)
 
     def training_step(self, batch, batch_idx):
         self.rows.append(len(batch[0]))

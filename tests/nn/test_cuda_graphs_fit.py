@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("graphs_by_python")
 
 
 class Module(L.LightningModule):
-    loss_reduction = "mean"
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

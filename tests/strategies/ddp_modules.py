@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_unified import MicroBatchRules
+
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 
 
@@ -142,8 +144,8 @@ class Tokens(OwnData, L.LightningModule):
     def loss(self, tokens, labels):
         return F.cross_entropy(self.head(self.embed(tokens).cumsum(1)).flatten(0, 1), labels.flatten())
 
-    def loss_weight(self, batch):
-        return (batch["labels"] != -100).sum()
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_weight=lambda batch: (batch["labels"] != -100).sum())
 
     def training_step(self, batch, batch_idx):
         return self.loss(**batch)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_unified import MicroBatchRules
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planning.calibration import Calibration, calibrated_machines
@@ -185,7 +186,8 @@ def test_what_planning_takes_of_a_cpus_pool_is_not_given_to_the_step_as_well(mon
 
 def test_what_fits_in_no_way_is_refused_with_what_would_fit():
     class Whole(Deep):
-        splittable = False
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(splittable=False)
 
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB")
     with pytest.raises(
@@ -378,7 +380,8 @@ def test_the_predicted_peak_is_that_of_a_validation_that_takes_more_than_trainin
 
 def test_a_validation_that_fits_in_no_way_is_named_and_the_run_goes_on(caplog):
     class Whole(Validates):
-        splittable = False
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(splittable=False)
 
     strategy = UnifiedStrategy(simulate="h200", budget="40MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"), pytest.raises(OutOfMemoryError, match="validation"):

@@ -7,6 +7,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
+from lightning_unified import MicroBatchRules
 from lightning_unified.callbacks import MemoryMonitor, MemoryProgressBar, PressureGuard
 from lightning_unified.callbacks.pool import simulated_pressure
 from lightning_unified.errors import BudgetError, ConfigurationError, HardwareError, OutOfMemoryError, PrecisionError
@@ -100,7 +101,8 @@ def test_without_recovery_the_backends_own_error_comes_through():
 
 def test_what_does_not_fit_in_any_size_says_on_which_machine():
     class Whole(Deep):
-        micro_batch_unit = 64
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(unit=64)
 
     with pytest.raises(OutOfMemoryError, match=r"simulated rtx3060-12gb: OutOfMemoryError: CUDA out of memory"):
         fit(UnifiedStrategy(simulate="rtx3060-12gb", budget="40MiB", predict=False), module=Whole())

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import BudgetError, ConfigurationError
 from lightning_unified.hardware import Figure
 from lightning_unified.training.split import BatchShape
@@ -198,7 +198,8 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
 
 def test_a_module_that_cannot_be_cut_goes_on_above_its_budget_and_says_so():
     class Whole(BoringModel):
-        splittable = False
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(splittable=False)
 
         def training_step(self, batch, batch_idx):
             ballast = torch.ones(16, 2**22)  # 256 MiB

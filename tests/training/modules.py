@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from lightning_unified import MicroBatchRules
+
 
 class Rows(Dataset):
     """Rows that are the same in every run."""
@@ -101,14 +103,17 @@ class RaggedTokens(L.LightningModule):
     def __init__(self, sums: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
-        if sums:
-            self.loss_reduction = "sum"
-            self.prepare_batch = self._totals
+        self.sums = sums
 
-    def _totals(self, batch):
+    def configure_micro_batches(self, stage):
+        if self.sums:
+            return MicroBatchRules(loss_weight=self.terms, loss_is_sum=True, prepare=self.with_totals)
+        return MicroBatchRules(loss_weight=self.terms)
+
+    def with_totals(self, batch):
         return {**batch, "scored": (batch["labels"] != -100).sum()}
 
-    def loss_weight(self, batch):
+    def terms(self, batch):
         return (batch["labels"] != -100).sum()
 
     def training_step(self, batch, batch_idx):

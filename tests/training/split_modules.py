@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_unified import MicroBatchRules
+
 
 class Net(L.LightningModule):
     """A small net and rows of features with a class each; the subclasses say what the loss is."""
@@ -114,7 +116,8 @@ class Group(Net):
 
 
 class GroupUnits(Group):
-    micro_batch_unit = 4
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(unit=4)
 
 
 class Zero(Net):
@@ -183,14 +186,15 @@ class RowMeans(Tokens):
 
 
 class Miscounted(ShiftedTokens):
-    def loss_weight(self, batch):
-        return (batch["labels"] != -100).sum()
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_weight=lambda batch: (batch["labels"] != -100).sum())
 
 
 class Totals(Tokens):
-    loss_reduction = "sum"
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_is_sum=True, prepare=self.with_totals)
 
-    def prepare_batch(self, batch):
+    def with_totals(self, batch):
         return {**batch, "scored": (batch["labels"] != -100).sum()}
 
     def training_step(self, batch, batch_idx):
@@ -210,7 +214,7 @@ EXPECTED = {
     Tokens: "scored labels",
     ShiftedTokens: "scored labels, shifted",
     LateRagged: "scored labels, shifted",
-    Totals: 'loss_reduction = "sum"',
+    Totals: "loss_is_sum",
     GroupUnits: "rows",
     Noise: "unchecked",
     Zero: "unchecked",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -253,7 +253,7 @@ def test_a_shared_tensor_that_comes_first_is_not_taken_for_the_batch():
 @pytest.mark.parametrize("kind", [lambda n: n, lambda n: n.reshape(1), lambda n: n.numpy(), lambda n: np.float32(n)])
 def test_loss_weights_may_be_tensors_and_numpy_numbers(kind):
     class Weighs(RaggedTokens):
-        def loss_weight(self, batch):
+        def terms(self, batch):
             return kind((batch["labels"] != -100).sum())
 
     same_cut_and_whole(Weighs)
@@ -277,10 +277,10 @@ def test_a_batch_without_any_loss_term_is_what_the_module_makes_of_it():
 
 def test_a_negative_loss_weight_is_refused():
     class Wrong(RaggedTokens):
-        def loss_weight(self, batch):
+        def terms(self, batch):
             return -1
 
-    with pytest.raises(SplitError, match=r"loss_weight gave \[-1\.0, .*0 or more"):
+    with pytest.raises(SplitError, match=r"loss_weight returned \[-1\.0, .*0 or more"):
         run(Wrong, UnifiedStrategy(micro_batch_size=3))
 
 
@@ -323,11 +323,15 @@ def test_the_trainers_own_options_agree(options):
 
 
 def test_a_second_module_under_the_same_trainer_is_cut_by_its_own_rules():
+    class Pairs(MLP):
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(unit=2)
+
     torch.manual_seed(0)
-    first, second = RaggedTokens().double(), MLP().double()
+    first, second = RaggedTokens().double(), Pairs().double()
     strategy = UnifiedStrategy(micro_batch_size=3, check_split=False)
     _, trainer = fit(first, first.loader(rows=16), strategy=strategy)
-    second.micro_batch_unit, rows = 2, set()
+    rows = set()
     second.net.register_forward_hook(lambda _, inputs, __: rows.add(len(inputs[0])))
     trainer.fit_loop.max_epochs = 3
     trainer.fit(second, second.loader(rows=6, batch_size=6))
@@ -338,7 +342,8 @@ def test_a_second_module_under_the_same_trainer_is_cut_by_its_own_rules():
 
 def test_a_size_below_the_modules_unit_is_refused():
     class Pairs(MLP):
-        micro_batch_unit = 4
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(unit=4)
 
     with pytest.raises(
         ConfigurationError, match="micro_batch_size=3 is less than the 4 rows that Pairs keeps together"
@@ -348,7 +353,8 @@ def test_a_size_below_the_modules_unit_is_refused():
 
 def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cut():
     class Whole(L.LightningModule):
-        splittable = False
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(splittable=False)
 
         def __init__(self) -> None:
             super().__init__()
@@ -367,11 +373,10 @@ def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cu
 
 
 def test_a_size_that_recovery_came_down_to_does_not_refuse_a_module_with_larger_units():
-    strategy = UnifiedStrategy()
+    strategy = UnifiedStrategy(micro_batches=MicroBatchRules(unit=4))
     strategy.sizes.limit = 2
     torch.manual_seed(0)
     module = MLP().double()
-    module.micro_batch_unit = 4
     fit(module, module.loader(rows=16), strategy=strategy)
 
     assert strategy.micro_batch_size == 4

@@ -5,9 +5,10 @@ import json
 import lightning as L
 import pytest
 import torch
+from lasting import Lasting
 from modules import MLP, weights
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import OutOfMemoryError
 
@@ -151,11 +152,14 @@ def test_more_memory_is_tried_again(monkeypatch):
 
 
 class Prepares(MLP):
-    """Runs out of memory in `prepare_batch`, after it has drawn a number, as often as `times`."""
+    """Runs out of memory in `prepare`, after it has drawn a number, as often as `times`."""
 
-    times, noise = 1, ()
+    times, noise = Lasting(1), ()
 
-    def prepare_batch(self, batch):
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=self.with_noise)
+
+    def with_noise(self, batch):
         noise = torch.randn_like(batch["x"])
         if self.times and self.trainer.global_step == 1:
             self.times -= 1
@@ -163,7 +167,7 @@ class Prepares(MLP):
         return {**batch, "x": batch["x"] + noise}
 
 
-def test_prepare_batch_is_repeated_once_with_the_same_random_numbers():
+def test_prepare_is_repeated_once_with_the_same_random_numbers():
     class Undisturbed(Prepares):
         times = 0
 
@@ -174,13 +178,13 @@ def test_prepare_batch_is_repeated_once_with_the_same_random_numbers():
     assert torch.equal(weights(module), weights(twin))
 
 
-def test_prepare_batch_that_does_not_fit_is_named():
+def test_prepare_that_does_not_fit_is_named():
     class Never(Prepares):
         times = 99
 
     with pytest.raises(
         OutOfMemoryError,
-        match="what prepare_batch makes of the whole batch does not fit: memory ran out in prepare_batch with cleared",
+        match="what prepare makes of the whole batch does not fit: memory ran out in prepare with cleared",
     ):
         train(Never)
 

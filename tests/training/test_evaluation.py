@@ -6,7 +6,7 @@ import torch
 from modules import MLP, RaggedTokens
 from torch.nn import functional as F
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
@@ -175,7 +175,8 @@ def test_an_evaluation_whose_single_row_does_not_fit_says_what_would_help():
 
 def test_a_module_that_is_not_to_be_cut_is_not_cut_in_validation():
     class Whole(Evaluates):
-        splittable = False
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(splittable=False)
 
     module = made(5, Whole)
     with pytest.raises(OutOfMemoryError, match="memory ran out in validation"):

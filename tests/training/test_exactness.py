@@ -97,7 +97,7 @@ def test_counting_rows_where_tokens_are_meant_would_be_wrong():
     """The negative twin: without its loss weight the ragged module's gradients differ, so the tests above can fail."""
     reference, module = make("tokens"), make("tokens")
     plain, _ = fit(reference, reference.loader())
-    module.loss_weight = lambda batch: len(batch["tokens"])
+    module.terms = lambda batch: len(batch["tokens"])
     seen, _ = fit(module, module.loader(), strategy=UnifiedStrategy(micro_batch_size=3, check_split=False))
 
     assert not torch.allclose(seen.gradients[0], plain.gradients[0], rtol=1e-3)

@@ -2,10 +2,11 @@
 
 import lightning as L
 import torch
+from lasting import Lasting
 from modules import fit
 from torch.utils.data import DataLoader
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.units import GIB, MIB
@@ -18,14 +19,18 @@ class Keeps(L.LightningModule):
     """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
 
     kept_bytes = 0
+    fails_at = Lasting(None)
 
     def __init__(self, wanted, *, fails_at=None, phase="forward"):
         super().__init__()
         self.layer, self.wanted, self.spare, self.given_back = torch.nn.Linear(64, 64), wanted, [], []
         self.fails_at, self.phase = fails_at, phase
 
-    def prepare_batch(self, batch):
-        self.fail("prepare_batch")
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=self.keep)
+
+    def keep(self, batch):
+        self.fail("prepare")
         spare = getattr(self.trainer.strategy, "spare_bytes", None)
         self.spare.append(spare)
         self.kept_bytes = self.wanted if spare else 0
@@ -113,7 +118,7 @@ def test_memory_that_runs_out_takes_back_what_is_kept_for_good():
 
 
 def test_memory_that_runs_out_while_it_is_made_takes_it_back_until_then():
-    module = Keeps(5 * MIB, fails_at=2, phase="prepare_batch")
+    module = Keeps(5 * MIB, fails_at=2, phase="prepare")
     strategy = run(module)
 
     assert strategy.recoveries == 1

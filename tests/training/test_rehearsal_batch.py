@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from lightning_unified import MicroBatchRules, RowRules
 from lightning_unified.errors import RehearsalError
 from lightning_unified.planning.fake import fake_world
 from lightning_unified.planning.values import value_of
@@ -15,9 +16,9 @@ from lightning_unified.training.rehearsal.batch import Template
 CPU = torch.device("cpu")
 
 
-def made(batch, rows, *, length=None, module=None):
+def made(batch, rows, *, length=None, rules=None):
     with fake_world():
-        return Template(module or L.LightningModule(), batch).of(rows, length=length, device=CPU)
+        return Template(L.LightningModule(), batch, rules or MicroBatchRules()).of(rows, length=length, device=CPU)
 
 
 def test_rows_are_repeated_with_their_whole_numbers():
@@ -88,16 +89,13 @@ def test_packed_rows_can_be_left_out_and_not_repeated():
         made(packed, 4)
 
 
-def test_a_module_cuts_its_own_batches():
-    class Module(L.LightningModule):
-        def count_rows(self, batch):
-            return len(batch["sizes"])
+def test_rules_split_a_batch_of_their_own_kind():
+    def split(batch, start, stop):
+        sizes = batch["sizes"][start:stop]
+        return {"nodes": batch["nodes"][: sum(sizes)], "sizes": sizes}
 
-        def split_batch(self, batch, start, stop):
-            sizes = batch["sizes"][start:stop]
-            return {"nodes": batch["nodes"][: sum(sizes)], "sizes": sizes}
-
+    rules = MicroBatchRules(rows=RowRules(split=split, count=lambda batch: len(batch["sizes"])))
     batch = {"nodes": torch.randn(9, 2), "sizes": [2, 3, 4]}
-    assert made(batch, 2, module=Module())["nodes"].shape == (5, 2)
+    assert made(batch, 2, rules=rules)["nodes"].shape == (5, 2)
     with pytest.raises(RehearsalError, match="give a batch of at least 4 rows"):
-        made(batch, 4, module=Module())
+        made(batch, 4, rules=rules)

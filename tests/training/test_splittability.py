@@ -28,7 +28,7 @@ from split_modules import (
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -64,7 +64,7 @@ def test_the_rule_that_agrees_is_taken_and_named(kind, precision):
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_a_module_that_no_rule_fits_is_refused_by_name_with_the_ways_out(kind, precision):
-    with pytest.raises(SplitError, match=rf"^{kind.__name__} cannot be cut exactly.*loss_weight\(batch\).*splittable"):
+    with pytest.raises(SplitError, match=rf"^{kind.__name__} cannot be cut exactly.*loss_weight.*splittable"):
         run(kind, precision=precision)
 
 
@@ -123,20 +123,22 @@ class Rounded(Sum):
 
 
 class DeclaredRounded(Rounded):
-    loss_reduction = "sum"
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_is_sum=True)
 
 
 class DeclaredWrong(Sum):
     """Says that its loss adds up, and counts a row that runs alone a twenty-fifth too high."""
 
-    loss_reduction = "sum"
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(loss_is_sum=True)
 
     def loss(self, out, batch):
         return super().loss(out, batch) * (1.04 if len(out) == 1 else 1.0)
 
 
 def test_of_a_declared_rule_bfloat16_may_round_more_but_its_weights_must_be_right():
-    assert said(run(DeclaredRounded, precision="bf16-mixed")[2]).startswith('loss_reduction = "sum": gradients')
+    assert said(run(DeclaredRounded, precision="bf16-mixed")[2]).startswith("loss_is_sum: gradients")
     with pytest.raises(SplitError, match="DeclaredWrong cannot be cut exactly"):
         run(DeclaredWrong, precision="bf16-mixed")
 
@@ -147,14 +149,15 @@ def test_what_is_not_declared_and_not_bfloat16_may_not_round_so_much(kind, preci
         run(kind, precision=precision)
 
 
-def test_a_loss_that_adds_up_is_refused_with_the_attribute_that_says_so():
-    with pytest.raises(SplitError, match=r'adds up over rows: set loss_reduction = "sum"'):
+def test_a_loss_that_adds_up_is_refused_with_the_rule_that_says_so():
+    with pytest.raises(SplitError, match="adds up over rows: set loss_is_sum=True"):
         run(Sum)
 
     class Declared(Sum):
-        loss_reduction = "sum"
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(loss_is_sum=True)
 
-    assert said(run(Declared)[2]).startswith('loss_reduction = "sum": ')
+    assert said(run(Declared)[2]).startswith("loss_is_sum: ")
 
 
 def test_a_declared_weight_is_held_to_what_it_declares():
@@ -162,8 +165,8 @@ def test_a_declared_weight_is_held_to_what_it_declares():
         run(Miscounted)
 
     class Right(ShiftedTokens):
-        def loss_weight(self, batch):
-            return (batch["labels"][:, 1:] != -100).sum()
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(loss_weight=lambda batch: (batch["labels"][:, 1:] != -100).sum())
 
     assert said(run(Right)[2]).startswith("loss_weight: ")
 
@@ -217,7 +220,7 @@ def test_a_step_that_fails_on_a_part_of_a_group_is_refused_with_the_unit():
         def loss(self, out, batch):
             return super().loss(out, batch) + 0 * batch["reward"].view(-1, 4).sum()
 
-    with pytest.raises(SplitError, match=r"training_step fails on 1 or 2 rows .*micro_batch_unit"):
+    with pytest.raises(SplitError, match=r"training_step fails on 1 or 2 rows .*unit=n"):
         run(Views)
 
 
@@ -280,10 +283,11 @@ def test_the_check_runs_no_backward_hooks_and_runs_once_a_fit():
 @pytest.mark.parametrize("only_cudnn", [False, True])
 def test_the_check_leaves_cudnns_attention_out_where_there_is_another(only_cudnn):
     kernels, found = torch.backends.cuda, []
+    note = found.append  # a list that the step names would be put back
 
     class Noted(Mean):
         def training_step(self, batch, batch_idx=0):
-            found.append(kernels.cudnn_sdp_enabled())
+            note(kernels.cudnn_sdp_enabled())
             return super().training_step(batch, batch_idx)
 
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if only_cudnn else [SDPBackend.MATH])]):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from modules import MLP, RaggedTokens, fit, weights
 from test_recovery import Fails
 
-from lightning_unified import UnifiedStrategy
+from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.training.window import WindowTerms
 
@@ -16,7 +16,8 @@ from lightning_unified.training.window import WindowTerms
 class Undeclared(RaggedTokens):
     """Says nothing of its weights: labels are found by the check."""
 
-    loss_weight = None
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules()
 
 
 class Plain(MLP):
@@ -83,8 +84,8 @@ def test_a_batch_without_a_term_adds_nothing():
                 batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}
             return super().training_step(batch, batch_idx)
 
-        def loss_weight(self, batch):
-            return 0 if self.trainer.fit_loop.batch_idx % 4 == 1 else super().loss_weight(batch)
+        def terms(self, batch):
+            return 0 if self.trainer.fit_loop.batch_idx % 4 == 1 else super().terms(batch)
 
     module, seen, _ = trained(Empty, batch_size=2, window=4, window_mean="terms")
 
@@ -94,12 +95,10 @@ def test_a_batch_without_a_term_adds_nothing():
 
 def test_a_module_whose_terms_are_unknown_is_told_to_declare_them():
     class Sums(RaggedTokens):
-        loss_weight = None
+        def configure_micro_batches(self, stage):
+            return MicroBatchRules(loss_is_sum=True, prepare=self.with_totals)
 
-        def __init__(self):
-            super().__init__(sums=True)
-
-    with pytest.raises(ConfigurationError, match=r"define loss_weight\(batch\)"):
+    with pytest.raises(ConfigurationError, match=r"loss_is_sum=True.*give loss_weight as well"):
         trained(Sums, batch_size=2, window=4, window_mean="terms")
 
 

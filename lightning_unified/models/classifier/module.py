@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.classifier import trimming
 from lightning_unified.models.classifier.identity import Identity
@@ -30,8 +31,8 @@ class TextClassifier(LightningModule):
     """Fine-tunes an encoder of transformers that classifies sequences.
 
     The loss is the mean cross-entropy over the batch, weighted by class: a sum divided by the whole batch's weight, which
-    `prepare_batch` counts before anybody cuts the batch, so that the parts' losses and gradients add up to those of the whole. Parts
-    of a batch whose rows are short lose their padding, down to the fixed lengths of the data, without a change of any prediction.
+    `prepare_batch` counts before the batch is split, so that the micro-batches' losses and gradients add up to those of the whole
+    batch. Micro-batches whose rows are short lose their padding, down to the fixed lengths of the data, without a change of any prediction.
 
     What it is trained on travels with the data module: label names, tokenizer, lengths and class counts are taken over in `setup`,
     and the checkpoint holds them. After each validation the temperature is fitted; `predict_step` gives scaled probabilities.
@@ -72,7 +73,6 @@ class TextClassifier(LightningModule):
         ValueError: If a name is unknown or a number is out of range.
     """
 
-    loss_reduction: ClassVar[str] = "sum"
     temperature: Tensor
 
     def __init__(
@@ -188,6 +188,10 @@ class TextClassifier(LightningModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Count the rows' lengths while they cost nothing."""
         return trimming.with_row_lengths(batch)
+
+    def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
+        """Return how a batch is split: losses divided by the whole batch's class weights add up."""
+        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch with `total_weight`, the sum (a scalar) of its rows' class weights."""

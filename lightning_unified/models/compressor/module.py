@@ -1,9 +1,9 @@
-"""The compressor as a LightningModule: policy and reader in one backward pass that may be cut exactly."""
+"""The compressor as a LightningModule: policy and reader in one backward pass whose batches split exactly."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.compressor.codec import Codec
 from lightning_unified.models.compressor.joint import JointLoss
@@ -34,8 +35,8 @@ class Compressor(LightningModule):
     """A policy that decides token by token what to keep, and a language model that restores, or goes on after, what is left.
 
     One loss for both: what the reader's predictions cost, plus what the policy pays (see `objectives`). Each part is a sum divided
-    by the whole batch's number of terms, which `prepare_batch` counts, together with the random numbers of all masks, before
-    anybody cuts the batch: losses and gradients of the parts add up to those of the whole. All masks of a text are in its row.
+    by the whole batch's number of terms, which `prepare_batch` counts before the batch is split; it also draws the random
+    numbers of all masks. Losses and gradients of micro-batches then add up to those of the whole batch. All masks of a text are in its row.
 
     `trained_steps` is how many steps the checkpoint had seen that was loaded, else 0; `trained_length` how many tokens the texts have
     that it is trained on, None while nobody has said.
@@ -86,7 +87,6 @@ class Compressor(LightningModule):
         ValueError: If a name is unknown or a number is out of range.
     """
 
-    loss_reduction: ClassVar[str] = "sum"
     trained_steps: int = 0
     trained_length: int | None = None
 
@@ -303,6 +303,10 @@ class Compressor(LightningModule):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return `keep_logits(ids, mask)`."""
         return self.keep_logits(ids, mask)
+
+    def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
+        """Return how a batch is split: losses divided by the whole batch's totals add up."""
+        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch with what is decided for the whole of it: see `JointLoss.prepare`."""

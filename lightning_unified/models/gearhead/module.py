@@ -1,9 +1,9 @@
-"""GearHead as a LightningModule: losses that may be cut exactly, AdamW with warm-up, a checkpoint that is complete alone."""
+"""GearHead as a LightningModule: losses whose batches split exactly, AdamW with warm-up, a checkpoint that is complete alone."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.epoch_sums import EpochSums
 from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
@@ -29,8 +30,8 @@ class GearHead(LightningModule):
     """A language model for equipment diagnostics, or, with the preset `gearhead-text`, for plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
-    the whole batch's number of terms, which `prepare_batch` counts before anybody cuts the batch: the losses and the
-    gradients of the parts then add up to those of the whole.
+    the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
+    the micro-batches then add up to those of the whole batch.
 
     `loss_chunk_rows` may be set at any time: tokens whose scores exist at once while the loss is computed; None chooses.
 
@@ -61,7 +62,6 @@ class GearHead(LightningModule):
         ValueError: If a name is unknown or a number is out of range.
     """
 
-    loss_reduction: ClassVar[str] = "sum"
     loss_chunk_rows: int | None = None
 
     def __init__(
@@ -153,6 +153,10 @@ class GearHead(LightningModule):
                 f"given ({size:,} tokens); its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
             )
         self.tokenizer = tokenizer
+
+    def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
+        """Return how a batch is split: losses divided by the whole batch's totals add up."""
+        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch with `scored_tokens` and `scored_diagnoses`, the whole batch's numbers of loss terms (scalars)."""

@@ -18,8 +18,8 @@ class _Loader(Protocol):
 class RolloutBuffer:
     """Gives each batch of prompts of a loader `inner_iterations` times, with its number as "iteration" (0-dim int64).
 
-    `GRPO.prepare_batch` samples completions when the number is 0 and has the same ones again for the others. So they are made where
-    batches are on the device, in the run's precision, once whatever a step repeats. Batches without prompts, those of the supervised
+    `GRPO.prepare_batch` samples completions when the number is 0 and returns the same completions for the other numbers. It runs where
+    batches are on the device, in the run's precision, and once even if a step is repeated. Batches without prompts, those of the supervised
     phase, come once. Its place can be saved: Lightning does so with its checkpoints.
 
     Args:

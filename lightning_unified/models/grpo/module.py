@@ -1,9 +1,9 @@
-"""GRPO as a LightningModule: completions sampled once a batch, a loss that may be cut anywhere, and supervised steps before it."""
+"""GRPO as a LightningModule: completions sampled once a batch, a loss that splits anywhere, and supervised steps before it."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import signature
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.grpo.budget import CompletionBudget
 from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
@@ -31,8 +32,8 @@ class GRPO(LightningModule):
 
     Of each prompt G completions are sampled from the policy as it is, and judged; what one is worth is its reward less its group's mean.
     The loss is a mean over the active tokens of the optimizer step, of `Objective`. `prepare_batch` samples, judges and counts once for
-    the whole batch, before anybody cuts it, and what it gives is what a repeated step has again: losses and gradients of parts, of any
-    number of rows, add up to those of the whole. Rows are completions then, so a micro-batch is a number of completions.
+    the whole batch, before it is split, and a repeated step reuses its result. Losses and gradients of micro-batches of any size add up
+    to those of the whole batch. Rows are completions then, so a micro-batch is a number of completions.
 
     Log-probabilities come in chunks from the last hidden states. The reference's are computed beside the policy's, of the same rows and
     without a gradient, so that they never take more memory than the step itself. With `inner_iterations` above 1 the first
@@ -78,7 +79,6 @@ class GRPO(LightningModule):
         ValueError: If a name is unknown, a number is out of range, or the policy's head is not a plain linear layer.
     """
 
-    loss_reduction: ClassVar[str] = "sum"
     loss_chunk_rows: int | None = None
 
     def __init__(
@@ -189,8 +189,12 @@ class GRPO(LightningModule):
         if self._slot.made is not None:
             self._slot.made.release()
 
+    def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
+        """Return how a batch is split: losses divided by the batch's active tokens add up."""
+        return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
+
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` cuts and takes it, see `sequences`; one that is so already as it is.
+        """Return the batch as `training_step` takes it, see `sequences`; a prepared batch is returned as it is.
 
         Completions are sampled here, and judged. Where a step is planned and tensors have no values, the largest there can be are
         taken for granted.
@@ -261,8 +265,8 @@ class GRPO(LightningModule):
     def _steps(self) -> int:
         return 0 if self._trainer is None else self.trainer.global_step
 
-    def loss_weight(self, batch: Mapping[str, Any]) -> int:
-        """Return the active tokens of a batch, by which a window of batches can be averaged; of one that is not prepared its rows."""
+    def active_tokens(self, batch: Mapping[str, Any]) -> int:
+        """Return the active tokens of a batch, by which a window of batches can be averaged; of a batch not yet prepared its rows."""
         return int(batch["total"]) if "total" in batch else len(batch.get("prompt", batch.get("tokens")))
 
     @override

@@ -240,7 +240,7 @@ class Wordle(GRPO):
         self.game = {name: data.hparams[name] for name in settings}
 
     def largest_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the largest batch that `prepare_batch` can make of `batch`, without sampling: for who plans a run."""
+        """Return the largest batch that `prepare_batch` can make of `batch`, without sampling. Plans use it."""
         with torch.device("cpu"):
             return self.prepare_batch({name: value.to("meta") for name, value in batch.items()})
 

@@ -1,13 +1,13 @@
 """The arguments and results of one call: split into chunks of rows, and merged along the first dimension."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.training.split import _is_record, _is_sequence, _with_fields, _with_items
+from lightning_unified.training.split.containers import entries_of, with_entries
 
 __all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "empty_like", "leaves_of", "mapped", "merged", "split_call"]
 
@@ -62,7 +62,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or _is_texts(value):
         yield path, value
     else:
-        for name, entry in _entries(value):
+        for name, entry in entries_of(value) or []:
             yield from leaves_of(entry, _joined(path, name))
 
 
@@ -103,11 +103,11 @@ def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
         raise NotRowWiseError(f"{where} has other types in other chunks")
     if isinstance(first, Tensor):
         return _concatenated(parts, sizes, where)
-    names = [[name for name, _ in _entries(part)] for part in parts]
+    names = [[name for name, _ in (entries_of(part) or [])] for part in parts]
     if names[0] and all(some == names[0] for some in names):
-        columns = zip(*([entry for _, entry in _entries(part)] for part in parts), strict=True)
+        columns = zip(*([entry for _, entry in (entries_of(part) or [])] for part in parts), strict=True)
         entries = (merged(column, sizes, _joined(path, name)) for name, column in zip(names[0], columns, strict=True))
-        return _refilled(first, list(entries))
+        return with_entries(first, list(zip(names[0], entries, strict=True)))
     if not any(names) and isinstance(first, _PLAIN) and all(part == first for part in parts):
         return first
     raise NotRowWiseError(
@@ -141,34 +141,14 @@ def _concatenated(parts: Sequence[Tensor], sizes: Sequence[int], where: str) -> 
     return torch.cat(list(parts))
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if _is_sequence(value):
-        return list(enumerate(value))
-    if _is_record(value):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return []
-
-
-def _refilled(like: Any, entries: list[Any]) -> Any:
-    """Return a container of the kind of `like` with other entries."""
-    if isinstance(like, Mapping):
-        return _with_items(like, dict(zip(like, entries, strict=True)))
-    if _is_sequence(like):
-        return type(like)(*entries) if hasattr(like, "_fields") else type(like)(entries)
-    waiting = iter(entries)
-    return _with_fields(like, lambda _: next(waiting))
-
-
 def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return `value` with its tensors and lists of strings changed."""
     if isinstance(value, Tensor) or _is_texts(value):
         return change(path, value)
-    entries = _entries(value)
+    entries = entries_of(value) or []
     if not entries:
         return value
-    return _refilled(value, [mapped(entry, change, _joined(path, name)) for name, entry in entries])
+    return with_entries(value, [(name, mapped(entry, change, _joined(path, name))) for name, entry in entries])
 
 
 def _is_texts(value: Any) -> bool:

@@ -26,7 +26,7 @@ log = logging.getLogger("lightning_unified")
 
 _MOST = 6  # units of rows that are compared, in chunks of 1, 2 and 3: sums and means over unequal chunks differ
 _ENTRIES = 16384  # entries of each parameter's gradient that are compared
-_BFLOAT16 = 1e-2  # a limit above this is that of bfloat16, see `training.splittability.tolerance`
+_BFLOAT16 = 1e-2  # a limit above this is that of bfloat16, see `exactness.gradients`
 
 _FAILURES = (
     RuntimeError,

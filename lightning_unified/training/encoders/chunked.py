@@ -22,9 +22,9 @@ from lightning_unified.training.encoders.calls import (
 )
 from lightning_unified.training.encoders.check import EncoderCheck
 from lightning_unified.training.encoders.names import find_encoders
+from lightning_unified.training.exactness.gradients import tolerance_in_training
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.split import part_sizes
-from lightning_unified.training.splittability import tolerance
 
 __all__ = ["Encoders", "encoders_of"]
 
@@ -42,7 +42,9 @@ def encoders_of(trainer: L.Trainer, policy: MemoryPolicy, stage: str) -> "Encode
         return None
     encoders, check = find_encoders(module, names), None
     if policy.check_split:
-        check = EncoderCheck(trainer.strategy.root_device, limit=tolerance(trainer), tell=policy.events.append)
+        check = EncoderCheck(
+            trainer.strategy.root_device, limit=tolerance_in_training(trainer), tell=policy.events.append
+        )
     sizes = policy.sizes if stage == "fit" else policy.evaluation_sizes
     return Encoders(
         encoders, whose=type(module).__name__, unit=policy.rules(stage).unit, least=sizes.least, check=check

@@ -174,6 +174,16 @@ class FirstStep:
         self._policy.events.append(f"shorter rows planned in {seconds:.1f} s: {best.micro_batch_size} at once")
         log.info("%s", self._policy.events[-1])
 
+    def fits(self, rows: int) -> bool | None:
+        """Return whether so many rows are predicted to fit at once, by no more than what was planned; None where nothing was.
+
+        A step of more rows than were planned takes at most as many times the memory: what does not grow with rows is counted too.
+        """
+        if self._prediction is None:
+            return None
+        times = rows / max(self._prediction.rows, 1)
+        return times <= 1 or times * self._prediction.reserved_bytes <= self._left()
+
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
         """Plan for a batch of validation, in the sanity check or later, if none as large has been planned for.
 

@@ -20,14 +20,13 @@ from lightning_unified.planning.reserve import reserved_bytes
 from lightning_unified.planning.search import Candidate, Choice, Option, search
 from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Trace
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.planner.bounds import Bounds
 from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.planner.told import told
 from lightning_unified.training.rehearsal import Rehearsals
 from lightning_unified.training.rules import given_to, rules_of
-from lightning_unified.training.split import tensors_in
+from lightning_unified.training.split import splitter_of, tensors_in
 
 __all__ = ["Planner"]
 
@@ -74,8 +73,9 @@ class Planner:
         mmap_threshold: int | None = None,
     ) -> None:
         rules = rules_of(module, "fit", given=given_to(trainer))
-        shape = Cutter(module, rules).shape(batch)
-        whole = shape is None or not rules.splittable
+        splitter = splitter_of(module, "fit", trainer=trainer)
+        shape = splitter.shape(batch)
+        whole = shape is None or not rules.splittable or splitter.refusal(batch, shape.rows) is not None
         self.rows = 1 if shape is None else shape.rows
         self.backend = backend
         self._rates, self._calibration = rates, calibration

@@ -15,11 +15,10 @@ from lightning_unified.planning.limit import fits_within
 from lightning_unified.planning.prediction import Prediction
 from lightning_unified.planning.summary import summarise
 from lightning_unified.planning.trace import Trace
-from lightning_unified.training.cutter import Cutter
 from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.rehearsal import rehearse_validation
 from lightning_unified.training.rules import given_to, rules_of
-from lightning_unified.training.split import tensors_in
+from lightning_unified.training.split import splitter_of, tensors_in
 from lightning_unified.units import format_bytes
 
 __all__ = ["ValidationForesight", "foresee_validation", "outline"]
@@ -79,9 +78,11 @@ def foresee_validation(
         RehearsalError: If the step cannot be rehearsed.
     """
     begun, rules = time.monotonic(), rules_of(module, "validate", given=given_to(trainer))
-    shape = Cutter(module, rules).shape(batch)
+    splitter = splitter_of(module, "validate", trainer=trainer)
+    shape = splitter.shape(batch)
     rows = 1 if shape is None else shape.rows
-    unit = rows if shape is None or not rules.splittable else rules.unit
+    whole = shape is None or not rules.splittable or splitter.refusal(batch, rows) is not None
+    unit = rows if whole else rules.unit
     rehearsed = partial(
         rehearse_validation,
         module,

@@ -1,10 +1,10 @@
 """A fake batch of as many rows, and as long ones, as asked for, made after a real one."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -14,21 +14,21 @@ from lightning_unified.errors import RehearsalError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning.shadow import fake_tensor, shadow
 from lightning_unified.planning.values import set_value
-from lightning_unified.training.cutter import Cutter
-from lightning_unified.training.split import (
-    _holds_columns,
-    _is_record,
-    _is_sequence,
-    _with_fields,
-    _with_items,
-    cut,
-    tensors_in,
+from lightning_unified.training.split import BatchSplitter, planning_splitter, tensors_in
+from lightning_unified.training.split.containers import (
+    PLAIN,
+    entries_of,
+    is_sequence,
+    is_tensor_collection,
+    joined,
+    with_entries,
 )
+from lightning_unified.training.split.kinds import TENSOR, kind_of
+from lightning_unified.training.split.roles import Role, Roles
 
 __all__ = ["Template"]
 
 _KNOWN = 1 << 18  # entries up to which whole numbers keep their values: lengths, labels, masks
-_PLAIN = (str, bytes, int, float, type(None))
 
 
 class Template:
@@ -39,19 +39,26 @@ class Template:
 
     Args:
         module: Whose batches they are.
-        rules: Its rules; `rows.count` and `rows.split` are asked.
         batch: A batch as `training_step` gets it, on any device.
+        rules: Its rules; `rows.split` makes batches of fewer rows.
+        splitter: Knows where the rows of such batches are; None for one of its own.
 
     Attributes:
-        rows: Of the batch given; None for one that has no rows to count.
+        rows: Of the batch given; None for one whose rows are not known, or cannot be split.
         length: Entries of a row, where rows are sequences; None elsewhere.
+        roles: Of the entries of the batch, by path.
     """
 
-    def __init__(self, module: L.LightningModule, batch: Any, rules: MicroBatchRules) -> None:
-        self._batch, self._cutter, self._name = batch, Cutter(module, rules), type(module).__name__
-        self._cuts_itself = rules.rows.split is not None
-        shape = self._cutter.shape(batch)
-        self.rows = None if shape is None else shape.rows
+    def __init__(
+        self, module: L.LightningModule, batch: Any, rules: MicroBatchRules, *, splitter: BatchSplitter | None = None
+    ) -> None:
+        self._batch, self._name = batch, type(module).__name__
+        self._splitter = splitter or planning_splitter(module, rules)
+        self._splits_itself = rules.rows.split is not None
+        shape = self._splitter.shape(batch)
+        known = shape is not None and self._splitter.refusal(batch, shape.rows) is None
+        self.rows = shape.rows if known and shape is not None else None
+        self.roles = self._splitter.roles()
         self.length = None if self.rows is None else _length(batch, self.rows)
 
     def of(self, rows: int, *, length: int | None, device: torch.device) -> Any:
@@ -72,12 +79,12 @@ class Template:
         if self.rows is None:
             return shadow(self._batch, device=device)
         batch, had = self._batch, self.rows
-        if rows != had and (self._cuts_itself or any(True for _ in _packed_in(batch))):
-            batch, had = self._cut(rows), rows
-        resize = _Resize(had=had, rows=rows, length=self.length, asked=length or self.length, device=device)
+        if rows != had and (self._splits_itself or _holds_special_kinds(batch)):
+            batch, had = self._split(rows), rows
+        resize = _Resize(self.roles, had=had, rows=rows, length=self.length, asked=length or self.length, device=device)
         return resize(batch)
 
-    def _cut(self, rows: int) -> Any:
+    def _split(self, rows: int) -> Any:
         assert self.rows is not None
         if rows > self.rows:
             raise RehearsalError(
@@ -85,43 +92,41 @@ class Template:
                 f"give a batch of at least {rows} rows."
             )
         with no_dispatch():
-            if self._cuts_itself:
-                return self._cutter.cut(self._batch, 0, rows, rows=self.rows)
-            return cut(self._batch, 0, rows, rows=self.rows)
+            return self._splitter.split(self._batch, 0, rows, rows=self.rows)
 
 
 class _Resize:
     """Makes a fake of everything in a batch, batched things with another number of rows or of positions."""
 
-    def __init__(self, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device) -> None:
-        self._had, self._rows, self._length, self._asked, self._device = had, rows, length, asked, device
+    def __init__(
+        self, roles: Roles, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device
+    ) -> None:
+        self._roles, self._device = roles, device
+        self._had, self._rows, self._length, self._asked = had, rows, length, asked
 
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, Mapping):
-            return _with_items(value, {key: self(entry) for key, entry in value.items()})
+    def __call__(self, value: Any, path: str = "") -> Any:
+        if isinstance(value, Tensor) and kind_of(value) is TENSOR:
+            return self._tensor(value, batched=self._roles.get((path, "leaf")) is Role.ROWS)
+        if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
+            return value[np.arange(self._rows) % self._had]
         if isinstance(value, PackedSequence):
             return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
-        if _is_sequence(value):
-            if len(value) == self._had and not _holds_columns(value, self._had):
-                return type(value)(self._one(value[index % self._had]) for index in range(self._rows))
-            parts = [self(entry) for entry in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if _is_record(value):
-            return _with_fields(value, self)
-        return value if isinstance(value, _PLAIN) else shadow(value, device=self._device)
+        if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
+            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))  # pyright: ignore[reportArgumentType]
+        entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
+        if entries is not None:
+            return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
+        return value if isinstance(value, PLAIN) else shadow(value, device=self._device)
 
     def _part(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
         """Return what one row is in a list of rows."""
-        return entry if isinstance(entry, _PLAIN) else shadow(entry, device=self._device)
+        return entry if isinstance(entry, PLAIN) else shadow(entry, device=self._device)
 
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
         shape = list(tensor.shape)
-        batched = bool(shape) and shape[0] == self._had
         for index in range(int(batched), len(shape)):
             if shape[index] == self._length and self._asked is not None:
                 shape[index] = self._asked
@@ -154,17 +159,25 @@ def _length(batch: Any, rows: int) -> int | None:
     votes = Counter(
         tensor.shape[1]
         for tensor in tensors_in(batch)
-        if tensor.dim() > 1 and tensor.shape[0] == rows and not tensor.is_floating_point() and tensor.shape[1] > 1
+        if not tensor.is_nested
+        and tensor.dim() > 1
+        and tensor.shape[0] == rows
+        and not tensor.is_floating_point()
+        and tensor.shape[1] > 1
     )
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _packed_in(value: Any) -> Any:
-    if isinstance(value, PackedSequence):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _packed_in(entry)
-    elif _is_sequence(value):
-        for entry in value:
-            yield from _packed_in(entry)
+def _is_whole(value: Any) -> bool:
+    """Return whether a `TensorDict` has rows of its own, so that it is copied as one."""
+    return is_tensor_collection(value) and len(value.batch_size) > 0
+
+
+def _holds_special_kinds(value: Any) -> bool:
+    """Return whether rows of anything in a batch can be left out and not repeated: packed sequences, graphs, nested tensors."""
+    if isinstance(value, PLAIN):
+        return False
+    kind = kind_of(value)
+    if kind is not None:
+        return kind is not TENSOR and not isinstance(value, np.ndarray)
+    return any(_holds_special_kinds(entry) for _, entry in entries_of(value) or ())

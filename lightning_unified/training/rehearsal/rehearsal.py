@@ -28,6 +28,8 @@ from lightning_unified.training.rehearsal.stage import untouched
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, shadow_precision
 from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
 from lightning_unified.training.rules import given_to, rules_of
+from lightning_unified.training.split import splitter_of
+from lightning_unified.training.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["Rehearsal"]
 
@@ -75,15 +77,16 @@ class Rehearsal:
         self._module, self._live, self._length = module, live, length
         self._backend, self._precision, self._validates = backend, precision, validates
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
-        given = given_to(live)
-        rules = rules_of(module, "validate" if validates else "fit", given=given)
-        self._template = self._before = Template(module, batch, rules)
-        self._has_encoders = bool(rules.encoders) and not validates
+        stage = "validate" if validates else "fit"
+        self._template = self._before = _template(module, batch, stage, live=live)
+        self._has_encoders = bool(rules_of(module, "fit", given=given_to(live)).encoders) and not validates
         if train_batch is not None:
-            self._before = Template(module, train_batch, rules_of(module, "fit", given=given))
+            self._before = _template(module, train_batch, "fit", live=live)
         self._settings = self._settings_of(accumulate, clip)
         self._lever: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
+        # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
+        self._state = StateWatch(partial(roots_of, module, live, (*TRAINING_STEP, *EVALUATION_STEPS)), tensors=False)
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
@@ -139,7 +142,7 @@ class Rehearsal:
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
         """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
-        name = type(self._module).__name__
+        name, noted = type(self._module).__name__, self._state.note()
         try:
             with untouched():
                 return traced()
@@ -152,6 +155,8 @@ class Rehearsal:
             raise RehearsalError(
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
+        finally:
+            noted.restore()
 
     def _first(self, rows: int, parts: int, later: int, *, other: bool = False) -> Trace:
         spot: list[Places] = []
@@ -196,6 +201,7 @@ class Rehearsal:
             backend=self._backend,
             device=_DEVICE,
             micro_batches=given_to(self._live),
+            roles={"fit": self._before.roles, "validate": self._template.roles},
         )
         strategy.policy.most_chunks = parts
         conductor = Conductor(
@@ -327,6 +333,12 @@ class Rehearsal:
             "loss_chunk": self._loss_chunk,
         }
         return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _template(module: L.LightningModule, batch: Any, stage: str, *, live: L.Trainer | None) -> Template:
+    """Return what batches of `stage` look like, with rows where the live run has found them."""
+    rules = rules_of(module, stage, given=given_to(live))
+    return Template(module, batch, rules, splitter=splitter_of(module, stage, trainer=live))
 
 
 def _sizes(trace: Trace) -> list[int]:

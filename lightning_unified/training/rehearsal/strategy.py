@@ -1,6 +1,6 @@
 """The strategy of a rehearsal: our own steps over one device that is not there, with no budget and nothing that watches it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import lightning as L
@@ -24,6 +24,7 @@ from lightning_unified.training.parts import PartwiseBackward
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.rehearsal.kernels import choose_kernel, host_state
 from lightning_unified.training.sizes import MicroBatchSize
+from lightning_unified.training.split.roles import Roles
 
 __all__ = ["RehearsalStrategy", "precision_of", "shadow_precision"]
 
@@ -41,6 +42,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         backend: Of the trace.
         device: Where the fakes pretend to be.
         micro_batches: Rules given to the live strategy.
+        roles: Of the batches' entries, by stage.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -57,6 +59,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         backend: str,
         device: torch.device,
         micro_batches: MicroBatchRules | None = None,
+        roles: Mapping[str, Roles],
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         self.policy = MemoryPolicy(
@@ -71,6 +74,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
             window_mean="batches",
             remember=None,
         )
+        self.policy.known_roles = dict(roles)
         self.steps = 0
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
 

@@ -1,0 +1,259 @@
+"""When a split batch is checked, and what follows: a rule for its losses, rules for its results, or a refusal.
+
+A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
+returned and logged values, and what the step writes. It is a sample, so it is made again:
+
+1. before the first split batch, on as many rows as fit at once;
+2. before split batches 2, 4, 8, 16, … on at most 8 units of rows;
+3. before the update of a batch that differs in kind from those checked: label values, zeros, masks, lengths, missing values (profile.py);
+4. before the update of a batch that can tell apart two rules which agreed so far;
+5. before the next batch where nothing could be told.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.training.exactness.host import on_host, to_host
+from lightning_unified.training.exactness.judge import Findings, Judge, Trial
+from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.training.exactness.profile import BatchProfiles, Fact
+from lightning_unified.training.exactness.results import Tables
+from lightning_unified.training.exactness.rows import splits_of, starts_of, window
+from lightning_unified.training.exactness.run import Runner
+from lightning_unified.training.exactness.verdict import Verdict
+from lightning_unified.training.levers.recomputed_blocks import ALL, RecomputedBlocks
+from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.training.split import BatchSplitter
+
+__all__ = ["ExactnessCheck"]
+
+_UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
+_RETRIES = 3  # batches on which an undecided check is made again at once; after that by the schedule only
+
+
+class ExactnessCheck:
+    """Finds out whether batches may be split, and how their results are put together.
+
+    Args:
+        trainer: In `fit`.
+        rules: How the module declares its batches.
+        splitter: Splits batches.
+        step: Runs `training_step` as the loop does.
+        fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
+
+    Attributes:
+        tables: The rules for outputs, logs, metrics and written state.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        rules: MicroBatchRules,
+        splitter: BatchSplitter,
+        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+        fits: Callable[[int], bool | None],
+    ) -> None:
+        self._trainer, self._rules, self._splitter, self._fits = trainer, rules, splitter, fits
+        self.tables = Tables.of(rules.merge)
+        self._runner = Runner(trainer, step=step)
+        self._profiles = BatchProfiles()
+        self._rejected: set[str] = set()
+        self._verdict: Verdict | None = None
+        self._tied: list[LossRule] = []
+        self._batches, self._checks, self._undecided, self._last_step = 0, 0, 0, -1
+        self._seen: tuple[int, int] | None = None
+        self._checked_at: int | None = None
+        self._largest = 0
+
+    def verdict(
+        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
+    ) -> Verdict:
+        """Return by what the micro-batches of this batch are weighted; checks it first if it is due.
+
+        Args:
+            kwargs: Of `training_step`, the batch first.
+            rows: Of the batch.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+            batch_idx: Its number in the epoch.
+
+        Raises:
+            SplitError: If the batch's results are not those of its parts under any rule, so that it cannot be split exactly.
+        """
+        batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
+        if now != self._seen:
+            self._seen, self._batches = now, self._batches + 1
+        news = self._profiles.news(batch, rows)
+        if self._is_due(news, batch, rows=rows, unit=unit, at_once=at_once):
+            self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+            self._profiles.add(news)
+        assert self._verdict is not None
+        return self._verdict
+
+    def learn_more(
+        self, kwargs: "OrderedDict[str, Any]", paths: Sequence[str], *, rows: int, unit: int, at_once: int
+    ) -> Verdict:
+        """Check a batch whose step logged or returned something at `paths` that no check has seen; what stays unknown is unmergeable."""
+        self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        for path in paths:
+            if not (self.tables.logs.knows(path) or self.tables.outputs.knows(path)):
+                self.tables.logs.reject(path)
+                self.tables.outputs.reject(path)
+        assert self._verdict is not None
+        self._verdict = replace(self._verdict, unmergeable=self._unmergeable)
+        return self._verdict
+
+    @property
+    def _unmergeable(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable}))
+
+    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, at_once: int) -> bool:
+        number, verdict = self._batches, self._verdict
+        if verdict is None or (news and verdict.conclusive):
+            return True
+        if number & (number - 1) == 0 and self._checked_at != number:
+            return True
+        if not verdict.conclusive:
+            return self._checked_at != number and self._undecided < _RETRIES
+        return len(self._tied) > 1 and self._tells_apart(batch, rows=rows, size=max(at_once // unit * unit, unit))
+
+    def _tells_apart(self, batch: Any, *, rows: int, size: int) -> bool:
+        """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
+        sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
+        if len(sizes) < 2:
+            return False
+        parts = self._parts(batch, starts_of(sizes), sizes, rows=rows)
+        first, *others = ([1.0] if rule.adds else shares(rule, parts, sizes) for rule in self._tied)
+        return any(
+            len(other) != len(first) or any(abs(a - b) > 1e-9 for a, b in zip(first, other, strict=True))
+            for other in others
+        )
+
+    def _parts(self, batch: Any, starts: list[int], sizes: list[int], *, rows: int) -> list[Any]:
+        return [
+            self._splitter.split(batch, start, start + size, rows=rows)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    # the check itself
+
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
+        batch = next(iter(kwargs.values()))
+        own = declared(self._rules)
+        rules = [own] if own else [rule for rule in candidates(batch, rows) if rule.name not in self._rejected]
+        found = self._found(kwargs, rules, rows=rows, unit=unit, at_once=at_once)
+        self._checks, self._checked_at = self._checks + 1, self._batches
+        if isinstance(found, str):
+            self._undecided += 1
+            if self._verdict is None or not self._verdict.conclusive:
+                likeliest = rules[0] if own or len(rules) < 2 or not rules[1].name.startswith("scored") else rules[1]
+                self._verdict = Verdict(
+                    rule=likeliest, conclusive=False, reason=f"{likeliest.name}, unchecked: {found}"
+                )
+            return
+        self._undecided = 0
+        self._rejected |= found.rejected
+        self._tied = list(found.agreeing)
+        self._last_step = self._trainer.global_step
+        self._verdict = Verdict(
+            rule=found.agreeing[0],
+            conclusive=True,
+            reason=f"{found.agreeing[0].name}: gradients of {found.rows} rows, whole and split, differ by {found.difference:.1e}",
+            noise=found.noise,
+            unmergeable=self._unmergeable,
+        )
+
+    def _found(
+        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], *, rows: int, unit: int, at_once: int
+    ) -> Findings | str:
+        """Return what a check finds on as many rows as fit; or why nothing can be told."""
+        units = rows // unit
+        if units < 2:
+            return f"a batch of {rows} rows has no two units to compare"
+        wanted = max(at_once // unit, _UNITS) if not self._checks else _UNITS
+        size = min(wanted, units, self._largest or units)
+        wider = 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1  # float32 in place of 16 bits
+        while size > 2 and self._fits(wider * size * unit) is False:
+            size = max(size // 2, 2)
+        while True:
+            found = self._tried(kwargs, rules, rows=rows, size=size * unit, unit=unit)
+            if found is not None or size == 2:
+                break
+            size = self._largest = max(size // 2, 2)
+        if found is None:
+            found = self._recomputed(kwargs, rules, rows=rows, size=size * unit, unit=unit)
+        if found is None and self._trainer.strategy.root_device.type != "cpu":
+            with suppress(Exception):  # whatever a module does that a CPU is not good for
+                found = self._on_host(kwargs, rules, rows=rows, size=size * unit, unit=unit)
+        return "memory ran out while it was checked" if found is None else found
+
+    def _recomputed(
+        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: int
+    ) -> Findings | str | None:
+        try:
+            blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)
+        except ConfigurationError:  # the module has no blocks, or is recomputed already
+            return None
+        try:
+            return self._tried(kwargs, rules, **sizes)
+        finally:
+            blocks.undo()
+
+    def _on_host(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: int) -> Findings | str | None:
+        with on_host(self._trainer):
+            return self._tried(kwargs, rules, **sizes, moves=True)
+
+    def _tried(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        rules: list[LossRule],
+        *,
+        rows: int,
+        size: int,
+        unit: int,
+        moves: bool = False,
+    ) -> Findings | str | None:
+        """Return what the check finds on `size` rows; None if memory ran out in it."""
+        batch = next(iter(kwargs.values()))
+        start = window(batch, rows=rows, size=size, unit=unit)
+        splits = [[unit * part for part in split] for split in splits_of(size // unit)]
+        trial = Trial(
+            batch=batch,
+            batch_rows=rows,
+            start=start,
+            rows=size,
+            take=self._on_host_rows if moves else self._splitter.split,
+            splits=splits if not self._checks or self._checks % 2 else splits[::-1][:1],
+        )
+        judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
+        try:
+            return judge.findings(kwargs, trial, rules, since=self._since())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # past the `except` block, whose traceback held the frames
+        release_cached_memory(self._trainer.strategy.root_device)
+        return None
+
+    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
+        return to_host(self._splitter.split(batch, start, stop, rows=rows))
+
+    def _since(self) -> str:
+        """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
+        step = self._trainer.global_step
+        if self._last_step < 0 or step <= self._last_step:
+            return ""
+        paths = [getattr(callback, "last_model_path", "") for callback in self._trainer.checkpoint_callbacks]
+        last = next((path for path in paths if path), "")
+        resume = f"; the last checkpoint is {last}" if last else "; no checkpoint has been written"
+        return f" Batches up to step {self._last_step} agreed; the first that may have been updated inexactly is step {self._last_step + 1}{resume}."

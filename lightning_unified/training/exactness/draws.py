@@ -1,0 +1,261 @@
+"""Random draws: record those of a run over whole rows, and give each part of these rows its share of them.
+
+A module with dropout or noise draws other numbers when its rows run in parts, so that its gradients cannot be compared. `RecordDraws`
+notes what every random operator returns while all rows run together. `ReplayDraws` lets the operators run again over a part of the rows
+and overwrites what they return with the rows' own entries. A module with dropout, noise and attention dropout then agrees to rounding.
+
+A recorded draw is placed in one of these ways:
+
+1. It has the same shape in the part: it does not depend on the rows, and is used as it is.
+2. One dimension is k times the number of rows, of the whole as of the part: the rows' entries are cut out. With k > 1 the rows may lie
+   `"interleaved"` (row 0 k times, row 1 k times, …) or in `"blocks"` (all rows, k times over); both are tried.
+3. Anything else cannot be placed, and the replay is not valid. So it is for a permutation of the rows, which has no rows of its own.
+
+Kernels that draw inside, such as fused attention and cuDNN's recurrent layers, run without dropout in both modes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["ConstantDraws", "Draw", "Order", "RecordDraws", "ReplayDraws", "WatchPrecision"]
+
+Order = Literal["interleaved", "blocks"]
+
+_SEEDED = torch.Tag.nondeterministic_seeded
+_UNTAGGED = frozenset({"random", "random_", "binomial", "_fused_dropout"})  # torch 2.11 and 2.13 do not tag these
+_PERMUTES = frozenset({"randperm"})
+_INDICES = frozenset({"multinomial"})  # its entries are indices of columns, so rows of it can be placed
+_BY_INPUT = frozenset(
+    {"rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
+)  # draws into an argument
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one random operator returned.
+
+    Args:
+        name: Of the operator, without its namespace.
+        value: On the host: what it returned, or the mask that `native_dropout` drew.
+    """
+
+    name: str
+    value: Tensor
+
+
+@dataclass
+class WatchPrecision:
+    """Whether an operator has returned a tensor of 16 bits, so that a run rounds as coarsely as that.
+
+    Attributes:
+        dtypes: The 16-bit formats seen.
+    """
+
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def look(self, result: Any) -> None:
+        """Note the formats of what an operator returned."""
+        tensors = (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ()
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.dtype in _LOW:
+                self.dtypes.add(tensor.dtype)
+
+
+class _Draws(TorchDispatchMode):
+    """Hands every random operator to `draw`; all others run as they are."""
+
+    def __init__(self, precision: WatchPrecision) -> None:
+        super().__init__()
+        self._precision = precision
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        args, kwargs = _without_inner_dropout(func, args, kwargs)
+        if is_random(func, name) and not _is_inner(name):
+            return self.draw(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        self._precision.look(result)
+        return result
+
+    def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what the random operator is to return."""
+        raise NotImplementedError
+
+
+class RecordDraws(_Draws):
+    """Notes every random draw, in order.
+
+    Attributes:
+        draws: What was drawn, on the host.
+    """
+
+    def __init__(self, precision: WatchPrecision) -> None:
+        super().__init__(precision)
+        self.draws: list[Draw] = []
+
+    def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Draw, and note what was drawn."""
+        result = func(*args, **kwargs)
+        drawn = result[1] if name in ("native_dropout", "_fused_dropout") else result
+        self.draws.append(
+            Draw(name, drawn.detach().to("cpu", copy=True) if isinstance(drawn, Tensor) else torch.empty(0))
+        )
+        return result
+
+
+class ReplayDraws(_Draws):
+    """Gives a part of the rows its entries of the draws that were recorded.
+
+    Args:
+        draws: Of the run over all rows.
+        rows: Their number.
+        start: The part's first row.
+        stop: The row after its last one.
+        order: How rows lie in draws of k entries a row.
+        precision: Told of every operator's result.
+
+    Attributes:
+        troubles: Why the replay is not valid; empty as long as it is.
+        is_by_row: Whether a draw has been cut into rows.
+        is_ordered: Whether a draw had k > 1 entries a row, so that `order` mattered.
+    """
+
+    def __init__(
+        self, draws: Sequence[Draw], *, rows: int, start: int, stop: int, order: Order, precision: WatchPrecision
+    ) -> None:
+        super().__init__(precision)
+        self._draws, self._next = draws, 0
+        self._rows, self._start, self._stop, self._order = rows, start, stop, order
+        self.troubles: list[str] = []
+        self.is_by_row = self.is_ordered = False
+
+    def finish(self) -> None:
+        """Note if the part has drawn fewer times than the whole."""
+        if self._next < len(self._draws) and not self.troubles:
+            self.troubles.append(f"{self._next} random draws where the whole made {len(self._draws)}")
+
+    def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Draw, and overwrite what was drawn with the rows' own entries."""
+        result = func(*args, **kwargs)
+        index, self._next = self._next, self._next + 1
+        known = self._draws[index] if index < len(self._draws) else None
+        if known is None or known.name != name or name in _BY_INPUT or not isinstance(_drawn(name, result), Tensor):
+            self.troubles.append(f"another random draw ({name})")
+            return result
+        drawn = _drawn(name, result)
+        placed = self._placed(known.value, tuple(drawn.shape), permutes=name in _PERMUTES)
+        if placed is None:
+            self.troubles.append(f"{name} of shape {tuple(known.value.shape)} has no entries of its own for each row")
+            return result
+        return _with_draw(name, result, placed.to(drawn.device), args)
+
+    def _placed(self, whole: Tensor, shape: tuple[int, ...], *, permutes: bool) -> Tensor | None:
+        if tuple(whole.shape) == shape:
+            return whole
+        if permutes or whole.dim() != len(shape):
+            return None
+        differ = [dim for dim in range(len(shape)) if whole.shape[dim] != shape[dim]]
+        if len(differ) != 1:
+            return None
+        dim, size = differ[0], self._stop - self._start
+        times, rest = divmod(whole.shape[dim], self._rows)
+        if rest or shape[dim] != times * size:
+            return None
+        self.is_by_row = True
+        if times == 1:
+            return whole.narrow(dim, self._start, size)
+        self.is_ordered = True
+        if self._order == "interleaved":
+            return whole.narrow(dim, times * self._start, times * size)
+        return whole.unflatten(dim, (times, self._rows)).narrow(dim + 1, self._start, size).flatten(dim, dim + 1)
+
+
+class ConstantDraws(_Draws):
+    """Lets random operators return constants, the same for each row: a step without its noise.
+
+    Uniform numbers are the middle of their range, normal ones lie half a deviation above the mean, dropout keeps everything, permutations
+    leave everything in place, and whole numbers are the lowest ones.
+    """
+
+    def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and overwrite what it drew."""
+        result = func(*args, **kwargs)
+        drawn = _drawn(name, result)
+        if not isinstance(drawn, Tensor):
+            return result
+        return _with_draw(name, result, _constant(name, func, drawn, args, kwargs), args)
+
+
+def is_random(func: Any, name: str) -> bool:
+    """Return whether an operator draws from a generator."""
+    return _SEEDED in func.tags or name in _UNTAGGED
+
+
+def _is_inner(name: str) -> bool:
+    """Return whether an operator draws inside a kernel that does more: attention, recurrent layers."""
+    return "attention" in name or name.endswith("_rnn")
+
+
+def _without_inner_dropout(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return arguments with the dropout of kernels that draw inside, and of their backward passes, set to 0."""
+    name = func._schema.name
+    if "attention" not in name and "_rnn" not in name:
+        return args, kwargs
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            if argument.name in kwargs:
+                kwargs = {**kwargs, argument.name: 0.0}
+            elif index < len(args):
+                args = (*args[:index], 0.0, *args[index + 1 :])
+    return args, kwargs
+
+
+def _drawn(name: str, result: Any) -> Any:
+    """Return what was drawn, of what a random operator returned."""
+    return result[1] if name in ("native_dropout", "_fused_dropout") else result
+
+
+def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> Any:
+    """Return what the operator would have returned if it had drawn `value`; in-place operators are written over."""
+    if name in ("native_dropout", "_fused_dropout"):
+        kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
+        mask = value.to(result[1].dtype)
+        return args[0] * mask / kept if kept else torch.zeros_like(args[0]), mask
+    result.copy_(value)
+    return result
+
+
+def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    base = name.rstrip("_").removesuffix("_like")
+    like = torch.empty_like(drawn)
+    if base == "randperm" or base in _INDICES:
+        return torch.arange(drawn.shape[-1], device=drawn.device).to(drawn.dtype).expand_as(drawn)
+    if base in ("randint", "random"):
+        return like.fill_(_argument(func, args, kwargs, ("low", "from"), 0.0))
+    if base == "uniform":
+        low, high = (_argument(func, args, kwargs, names, value) for names, value in ((("from",), 0.0), (("to",), 1.0)))
+        return like.fill_((low + high) / 2)
+    if base == "normal":
+        mean, deviation = (
+            _argument(func, args, kwargs, (which,), value) for which, value in (("mean", 0.0), ("std", 1.0))
+        )
+        return like.fill_(mean + 0.5 * deviation)
+    return like.fill_({"rand": 0.5, "randn": 0.5}.get(base, 1.0))
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], default: float) -> float:
+    """Return a number among an operator's arguments, by name; a tensor counts as `default`."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in names:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else default)
+            return default if value is None or isinstance(value, Tensor) else float(value)
+    return default

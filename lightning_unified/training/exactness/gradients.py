@@ -1,0 +1,163 @@
+"""Whether the gradients of parts, put together, are the whole's but for rounding: parameter by parameter, on samples of their entries.
+
+Parameter p agrees if
+
+    rms(sum_i w_i g_i - g)  <=  T * (max(rms g, max_i rms w_i g_i) + c * R)
+
+with g its gradient over all rows, g_i that over part i, w_i the part's weight, and R the root mean square of g over all parameters. The
+term c * R is there for parameters whose gradient is zero but for rounding, such as the bias of an attention's keys: a tolerance relative
+to the parameter alone refuses every sound BERT.
+
+| coarsest format in the run | T | c |
+|---|---|---|
+| float64 | 1e-6, as losses are often computed in float32 all the same | 0.1 |
+| float32, without TF32 and autocast | 1e-4 | 0.1 |
+| float16 | 4e-3 | 1 |
+| bfloat16 | 2e-2 | 1 |
+
+Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and an LSTM, ten seeds each; benchmarks/splittability.py
+records what sound modules differ by.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import lightning as L
+import torch
+from torch import Tensor
+
+__all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
+
+_DOUBLE = 1e-6
+_TF32 = 2e-3  # what ten bits of mantissa round to over a deep model
+_ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The constants T and c of the formula above."""
+
+    relative: float
+    of_all: float
+
+    @classmethod
+    def of(cls, formats: Iterable[torch.dtype]) -> "Tolerance":
+        """Return the tolerance of runs in which tensors of these floating-point formats were made."""
+        formats = set(formats)
+        if torch.bfloat16 in formats:
+            return cls(2e-2, 1.0)
+        if torch.float16 in formats:
+            return cls(4e-3, 1.0)
+        return cls(_DOUBLE, 0.1) if formats == {torch.float64} else cls(1e-4, 0.1)
+
+
+def tolerance_in_training(trainer: L.Trainer) -> float:
+    """Return up to which relative difference two results of the step as it trains, with autocast and TF32, are the same but for rounding."""
+    formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
+    found = Tolerance.of({*formats, mixed} if mixed else formats).relative
+    return max(found, _TF32) if trainer.strategy.root_device.type == "cuda" and found > _DOUBLE else found
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSample:
+    """Entries of a gradient, the same ones each time.
+
+    Args:
+        values: Of all parameters one after another, float64 on the host.
+        owners: For each entry the index of its parameter.
+        count: Number of parameters.
+    """
+
+    values: Tensor
+    owners: Tensor
+    count: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no entry is NaN or infinite."""
+        return bool(self.values.isfinite().all())
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether every entry is zero."""
+        return not bool(self.values.any())
+
+    def rms(self, values: Tensor | None = None) -> Tensor:
+        """Return the root mean square of each parameter's entries, of these or of other values in their place."""
+        squares = (self.values if values is None else values).square()
+        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, squares)
+        numbers = torch.bincount(self.owners, minlength=self.count).clamp_min(1)
+        return (sums / numbers).sqrt()
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """The parameter whose gradient differs most, as a multiple of what is tolerated.
+
+    Args:
+        excess: Difference over tolerance; at most 1 is rounding.
+        relative: The difference relative to the size of the gradient.
+        parameter: Index of the parameter.
+    """
+
+    excess: float
+    relative: float
+    parameter: int
+
+
+def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> GradientSample:
+    """Return samples of the gradients of `parameters`; one without a gradient has zeros.
+
+    Args:
+        parameters: Whose gradients.
+        scale: What the loss was multiplied with.
+    """
+    samples = [_sample(parameter) for parameter in parameters]
+    owners = torch.cat(
+        [torch.full((len(one),), index) for index, one in enumerate(samples)] or [torch.empty(0, dtype=torch.long)]
+    )
+    by_device: dict[torch.device, list[int]] = {}
+    for index, one in enumerate(samples):
+        by_device.setdefault(one.device, []).append(index)
+    for indices in by_device.values():  # one transfer a device
+        moved = torch.cat([samples[index].double() for index in indices]) if _has_double(samples[indices[0]]) else None
+        host = torch.cat([samples[index].float() for index in indices]).cpu().double() if moved is None else moved.cpu()
+        for index, part in zip(indices, host.split([len(samples[index]) for index in indices]), strict=True):
+            samples[index] = part
+    values = torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
+    return GradientSample(values / scale, owners, len(parameters))
+
+
+def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tolerance) -> Disagreement:
+    """Return where the sum of `terms` differs most from the whole gradient.
+
+    Args:
+        whole: The gradient over all rows.
+        terms: The parts' gradients times their weights, entries as in `whole`.
+        tolerance: Of the formats that were computed in.
+    """
+    total = torch.stack(list(terms)).sum(0) if terms else torch.zeros_like(whole.values)
+    difference = whole.rms(total - whole.values)
+    largest = torch.stack([whole.rms(), *(whole.rms(term) for term in terms)]).max(0).values
+    of_all = float(whole.values.square().mean().sqrt()) if len(whole.values) else 0.0
+    allowed = tolerance.relative * (largest + tolerance.of_all * of_all)
+    excess = torch.where(difference == 0, 0.0, difference / allowed).nan_to_num(nan=torch.inf)
+    worst = int(excess.argmax()) if whole.count else 0
+    relative = float(difference[worst] / largest[worst]) if whole.count and largest[worst] else 0.0
+    return Disagreement(float(excess[worst]) if whole.count else 0.0, relative, worst)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = parameter.new_zeros(()).expand(parameter.shape)
+    gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    stride = gradient.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+    return gradient.reshape(-1)[::stride].clone() if gradient.numel() else gradient.reshape(-1)
+
+
+def _has_double(tensor: Tensor) -> bool:
+    """Return whether the device of `tensor` computes in float64; Metal does not."""
+    return tensor.device.type != "mps"

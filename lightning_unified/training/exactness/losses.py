@@ -1,0 +1,116 @@
+"""By what the losses of micro-batches are weighted: the candidates, and which of them a batch can tell apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.training.exactness.leaves import leaf_at, named_tensors
+
+__all__ = ["LossRule", "candidates", "declared", "shares"]
+
+IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
+_LABELS = ("labels", "label", "targets", "target")
+_LEFT_OUT = (IGNORED, 0, -1)  # values that losses leave out: torch's own, padding, "no class"
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """One way to weight micro-batches.
+
+    Args:
+        name: In words; two rules of one name are the same rule.
+        count: Returns the loss terms of a micro-batch; `None` counts its rows.
+        adds: Whether losses add up without any weight.
+    """
+
+    name: str
+    count: Callable[[Any], Any] | None = None
+    adds: bool = False
+
+
+def declared(rules: MicroBatchRules) -> LossRule | None:
+    """Return the rule that a module declares; None if it leaves it to be found."""
+    if rules.loss_is_sum:
+        return LossRule("loss_is_sum", adds=True)
+    return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
+
+
+def candidates(batch: Any, rows: int) -> list[LossRule]:
+    """Return the rules that could hold for the losses of such batches, the commonest first.
+
+    1. Rows.
+    2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
+       row's first label, which causal language models do not score.
+    3. Entries other than -100, 0 or -1 of any field of whole numbers that has such entries, with and without each row's first.
+    4. Sums of masks and of non-negative weights, with and without each row's first.
+    5. No weights: losses that are sums.
+
+    Args:
+        batch: Whole.
+        rows: Of it.
+    """
+    found = [LossRule("rows")]
+    later: list[LossRule] = []
+    for path, tensor in named_tensors(batch):
+        if tensor.dim() and tensor.shape[0] == rows and tensor.numel():
+            is_label = path.rsplit(".", 1)[-1] in _LABELS
+            if is_label and not tensor.is_floating_point():
+                found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
+            later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
+    return [*found, *later, LossRule("sum", adds=True)]
+
+
+def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
+    if tensor.is_complex():
+        return []
+    if tensor.dtype == torch.bool or _is_weight(tensor):
+        return _summing(path, tensor)
+    if tensor.is_floating_point():
+        return []
+    present = [value for value in _LEFT_OUT if value != skip and bool((tensor == value).any())]
+    return [
+        rule
+        for value in present
+        for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
+    ]
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor may hold masks or weights: zeros and ones, or one number of 0 or more for each row."""
+    if tensor.is_floating_point() and tensor.dim() == 1:
+        return bool((tensor >= 0).all()) and bool(tensor.any())
+    return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
+
+
+def _counting(path: str, tensor: Tensor, value: int, *, name: str) -> list[LossRule]:
+    rules = [LossRule(name, lambda part: _sum(part, path, lambda leaf: leaf != value))]
+    if tensor.dim() == 2 and tensor.shape[1] > 1:
+        rules.append(LossRule(f"{name}, shifted", lambda part: _sum(part, path, lambda leaf: leaf[:, 1:] != value)))
+    return rules
+
+
+def _summing(path: str, tensor: Tensor) -> list[LossRule]:
+    rules = [LossRule(f"sum of {path!r}", lambda part: _sum(part, path, lambda leaf: leaf))]
+    if tensor.dim() == 2 and tensor.shape[1] > 1:
+        rules.append(LossRule(f"sum of {path!r}, shifted", lambda part: _sum(part, path, lambda leaf: leaf[:, 1:])))
+    return rules
+
+
+def _sum(part: Any, path: str, of: Callable[[Tensor], Tensor]) -> Any:
+    """Return the sum over a leaf; 0 where the micro-batch has no such leaf, as rows then count."""
+    leaf = leaf_at(part, path)
+    return 0 if leaf is None else of(leaf).sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
+
+
+def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Return by what each part's loss is multiplied; by rows where no part has a term."""
+    if rule.adds:
+        return [1.0] * len(parts)
+    counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]
+    if not sum(counted):
+        counted = [float(size) for size in sizes]
+    return [count / sum(counted) for count in counted]

@@ -1,0 +1,239 @@
+"""How values of micro-batches become the whole batch's: rules found by comparing both, and kept only while they fit.
+
+A value is anything a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` begins with every rule that fits a check, and
+drops those that a later check refutes, for the first fitting rule is often wrong: a count fits a mean where all parts have one row, an F1
+score fits a mean by luck.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MergeRule
+
+__all__ = ["MergeTable", "Parts", "fitting", "merged", "same"]
+
+CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
+FIGURES = ("mean", "mean of rows", "sum", "max", "min")
+_ORDER = ("equal", *CONCATENATIONS, *FIGURES)  # of rules that fit alike the first is used
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the parts of one batch weigh.
+
+    Args:
+        rows: Of each.
+        terms: The loss terms of each; rows where nothing else is known.
+    """
+
+    rows: Sequence[int]
+    terms: Sequence[float]
+
+
+def merged(rule: MergeRule, values: Sequence[Any], parts: Parts) -> Any:
+    """Return the whole batch's value by one rule.
+
+    Args:
+        rule: Its name, `"concatenate 1"` for a dimension other than the first, or a function of the values and the row counts.
+        values: One for each part.
+        parts: What the parts weigh.
+
+    Raises:
+        SplitError: If the rule is `"equal"` and the values differ, or it does not apply to such values.
+    """
+    if callable(rule):
+        return rule(list(values), list(parts.rows))
+    if rule == "equal":
+        if not all(same(value, values[0]) for value in values[1:]):
+            raise SplitError("a value that was the same in all micro-batches so far differs between them now")
+        return values[0]
+    try:
+        if rule.startswith("concatenate"):
+            return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
+        return _figure(rule, values, parts)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SplitError(f"values of micro-batches cannot be put together by {rule!r}: {error}") from error
+
+
+def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values), dim)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(list(values), dim)
+    if isinstance(first, (list, tuple)) and dim == 0:
+        return type(first)(entry for value in values for entry in value)
+    raise TypeError(f"{type(first).__name__} values have no dimension {dim}")
+
+
+def _figure(rule: str, values: Sequence[Any], parts: Parts) -> Any:
+    if rule in ("max", "min"):
+        if isinstance(values[0], Tensor):
+            stacked = torch.stack(list(values))
+            return stacked.amax(0) if rule == "max" else stacked.amin(0)
+        return (max if rule == "max" else min)(values)
+    if rule == "sum":
+        return _total(values)
+    weights = parts.terms if rule == "mean" else parts.rows
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    if not pairs:
+        pairs = [(value, 1) for value in values]
+    total = sum(weight for _, weight in pairs)
+    return _total([value * (weight / total) for value, weight in pairs])
+
+
+def _total(values: Sequence[Any]) -> Any:
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
+
+
+def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> frozenset[str]:
+    """Return the names of the rules under which the parts' values are the whole's.
+
+    Args:
+        values: One for each part.
+        whole: The whole's value.
+        parts: What the parts weigh.
+        tolerance: Relative difference that is rounding.
+    """
+    if any(type(value) is not type(whole) for value in values):
+        return frozenset()
+    fits = {"equal"} if all(same(value, whole, tolerance=tolerance) for value in values) else set()
+    for rule in (*_concatenations(values, whole), *_figures(whole)):
+        try:
+            result = merged(rule, values, parts)
+        except SplitError:
+            continue
+        if type(result) is type(whole) and same(result, whole, tolerance=tolerance):
+            fits.add(rule)
+    return frozenset(fits)
+
+
+def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:
+    if isinstance(whole, (Tensor, np.ndarray)):
+        return [
+            rule
+            for dim, rule in enumerate(CONCATENATIONS[: whole.ndim])
+            if all(value.ndim == whole.ndim for value in values)
+            and sum(value.shape[dim] for value in values) == whole.shape[dim]
+        ]
+    return CONCATENATIONS[:1] if isinstance(whole, (list, tuple)) else ()
+
+
+def _figures(whole: Any) -> Sequence[str]:
+    if isinstance(whole, bool) or (isinstance(whole, Tensor) and whole.dtype == torch.bool):
+        return ()
+    return FIGURES if isinstance(whole, (int, float, Tensor, np.number)) or _is_numeric(whole) else ()
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+
+
+def same(one: Any, other: Any, *, tolerance: float = 0.0) -> bool:
+    """Return whether two values are equal up to rounding, NaN in the same places; lists and tuples entry by entry."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same_tensors(one.detach(), other.detach(), tolerance)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and _same_arrays(one, other, tolerance)
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(same(*pair, tolerance=tolerance) for pair in zip(one, other, strict=True))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance=tolerance) for key in one)
+    if type(one) is not type(other):
+        return False
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _same_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse or other.is_sparse:
+        return False
+    if one.device != other.device:
+        other = other.to(one.device)
+    if tolerance == 0.0 or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other) or (
+            one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+        )
+    finite = other[other.isfinite()]
+    size = (
+        float(finite.abs().max()) if finite.numel() else 0.0
+    )  # rounding goes with the largest entries that were added up
+    return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
+
+
+def _same_arrays(one: Any, other: Any, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind not in "fc":
+        return bool((one == other).all())
+    return bool(
+        np.isclose(
+            one, other, rtol=tolerance, atol=tolerance * float(np.abs(other).max(initial=0.0)), equal_nan=True
+        ).all()
+    )
+
+
+def _every(_rule: str) -> bool:
+    return True
+
+
+@dataclass
+class MergeTable:
+    """The rules that fit all checks so far, by path.
+
+    Args:
+        given: Rules that the user has given, by path.
+        allowed: The rules that may be inferred at all.
+
+    Attributes:
+        unmergeable: Paths whose values fit no rule.
+    """
+
+    given: Mapping[str, MergeRule] = field(default_factory=dict)
+    allowed: Callable[[str], bool] = _every
+    unmergeable: set[str] = field(default_factory=set)
+    _fits: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def learn(self, path: str, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> None:
+        """Keep the rules for `path` that fit these values too."""
+        if path in self.given:
+            return
+        fits = frozenset(filter(self.allowed, fitting(values, whole, parts, tolerance=tolerance)))
+        self._fits[path] = self._fits.get(path, fits) & fits
+        if not self._fits[path]:
+            self.unmergeable.add(path)
+
+    def reject(self, path: str) -> None:
+        """Note that nothing puts the values at `path` together: it is there in some of the runs only."""
+        if path not in self.given:
+            self._fits[path] = frozenset()
+            self.unmergeable.add(path)
+
+    def knows(self, path: str) -> bool:
+        """Return whether a rule was given, or values at `path` have been in a check."""
+        return path in self.given or path in self._fits
+
+    def rule(self, path: str) -> MergeRule | None:
+        """Return the rule for `path`; None where none fits, or nothing is known."""
+        if path in self.given:
+            return self.given[path]
+        fits = self._fits.get(path, frozenset())
+        return next((rule for rule in _ORDER if rule in fits), None)
+
+    def all_rules(self, path: str) -> frozenset[str]:
+        """Return every inferred rule that is left for `path`."""
+        return self._fits.get(path, frozenset())

@@ -1,0 +1,122 @@
+"""What is new in a batch: values, zeros, masks and lengths outside those of batches that have been checked.
+
+A loss may mix rows for some data only: a row without observations takes the batch's mean, a class that is missing changes a weight. So a
+batch that differs in kind from those checked is checked too, before its update. A profile is a set of facts about each tensor of the batch:
+
+| fact | of | so that |
+|---|---|---|
+| the values that occur | whole numbers with at most 64 different ones | a new or a missing label is seen |
+| the order of magnitude of the largest and smallest | other whole numbers | |
+| the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
+| whether a row has nothing but zeros; none at all; NaN or infinity | every tensor | the first row without observations is seen |
+| the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | |
+
+Orders of magnitude are powers of two, so that new facts become rare.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.training.exactness.leaves import named_tensors
+
+__all__ = ["BatchProfiles", "facts_of"]
+
+_KINDS = 64  # different whole numbers up to which each is a fact of its own
+_IGNORED = -100
+
+Fact = tuple[str, str, Any]
+
+
+def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
+    """Return the facts about the tensors of `batch` that have one entry for each of its `rows`; one transfer from the device."""
+    leaves = [(path, leaf.detach()) for path, leaf in named_tensors(batch) if _has_rows(leaf, rows)]
+    if not leaves:
+        return frozenset()
+    figures = [_figures(leaf) for _, leaf in leaves]
+    numbers = (
+        torch.cat([one.cpu() if one.device.type != figures[0].device.type else one for one in figures]).cpu().tolist()
+    )
+    facts: set[Fact] = set()
+    for index, (path, leaf) in enumerate(leaves):
+        facts |= _facts(path, leaf, numbers[index * _COUNT : (index + 1) * _COUNT])
+    return frozenset(facts)
+
+
+_COUNT = 8
+
+
+def _has_rows(leaf: Tensor, rows: int) -> bool:
+    return (
+        leaf.dim() > 0
+        and leaf.shape[0] == rows
+        and leaf.numel() > 0
+        and leaf.layout == torch.strided
+        and not leaf.is_complex()
+    )
+
+
+def _figures(leaf: Tensor) -> Tensor:
+    """Return lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with most, ignored of the one with most."""
+    flat = leaf.reshape(leaf.shape[0], -1)
+    zeros = (flat == 0).sum(1)
+    if leaf.is_floating_point():
+        bad = (~flat.isfinite()).sum()
+        low = high = ignored = most_ignored = torch.zeros((), device=leaf.device)
+    else:
+        whole = flat.long()
+        low, high, bad = whole.min(), whole.max(), torch.zeros((), device=leaf.device)
+        ignored_by_row = (flat == _IGNORED).sum(1) if leaf.dtype not in (torch.bool, torch.uint8) else zeros * 0
+        ignored, most_ignored = ignored_by_row.sum(), ignored_by_row.max()
+    figures = (low, high, zeros.sum(), ignored, bad, zeros.min(), zeros.max(), most_ignored)
+    return torch.stack([one.to(torch.float32 if leaf.device.type == "mps" else torch.float64) for one in figures])
+
+
+def _facts(path: str, leaf: Tensor, figures: Sequence[float]) -> set[Fact]:
+    low, high, zeros, ignored, bad, fewest, most, most_ignored = figures
+    rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
+    facts: set[Fact] = {(path, "row size", _order(size))}
+    if not leaf.is_floating_point() and high - low < _KINDS:
+        facts |= {(path, "value", value) for value in leaf.reshape(-1).unique().tolist()}
+    elif not leaf.is_floating_point():
+        facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
+    facts |= {(path, "zeros", _share(zeros, rows * size)), (path, "ignored", _share(ignored, rows * size))}
+    facts.add((path, "not finite", bad > 0))
+    if size > 1:
+        facts |= {(path, "row of zeros", most == size), (path, "row without zeros", fewest == 0)}
+        facts |= {(path, "shortest row", _order(size - most)), (path, "longest row", _order(size - fewest))}
+        facts.add((path, "row of ignored", most_ignored == size))
+    else:
+        facts |= {(path, "all zero", zeros == rows), (path, "all ignored", ignored == rows)}
+    return facts
+
+
+def _order(number: float) -> int:
+    """Return the power of two just above a count; 0 for none."""
+    return int(number).bit_length()
+
+
+def _signed_order(number: float) -> int:
+    return _order(abs(number)) * (1 if number >= 0 else -1)
+
+
+def _share(count: float, of: int) -> int | None:
+    """Return the power of two of a share; None where there are none."""
+    return _order(of / count) if count else None
+
+
+class BatchProfiles:
+    """The facts of all batches that have been checked."""
+
+    def __init__(self) -> None:
+        self._known: set[Fact] = set()
+
+    def news(self, batch: Any, rows: int) -> frozenset[Fact]:
+        """Return the facts about `batch` that no checked batch had."""
+        return facts_of(batch, rows) - self._known
+
+    def add(self, facts: frozenset[Fact]) -> None:
+        """Note that batches with these facts have been checked."""
+        self._known |= facts

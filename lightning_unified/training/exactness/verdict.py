@@ -1,0 +1,49 @@
+"""What the exactness check has found, and what it need not look at: modules whose layers mix rows by themselves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import lightning as L
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_unified.errors import SplitError
+from lightning_unified.training.exactness.losses import LossRule
+
+__all__ = ["Verdict", "refuse_batch_norm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the checks have found so far.
+
+    Args:
+        rule: By what micro-batches are weighted.
+        conclusive: Whether gradients said so; if not, the rule is only the likeliest one.
+        reason: In words: which rule, and how well it agreed, or why nothing could be told.
+        noise: What is to be said of random draws; empty if nothing.
+        unmergeable: Names of logged and paths of returned values that nothing puts together.
+    """
+
+    rule: LossRule
+    conclusive: bool
+    reason: str
+    noise: str = ""
+    unmergeable: tuple[str, ...] = ()
+
+
+def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[str] = ()) -> None:
+    """Raise `SplitError` if `module` has BatchNorm in train mode, whose statistics are of the rows run at once.
+
+    Args:
+        module: The module.
+        rows: Of the batch.
+        within: Names of the submodules that alone do not run whole batches; none for all of the module.
+    """
+    norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    norms = [name for name in norms if not within or any(f"{name}.".startswith(f"{one}.") for one in within)]
+    if norms:
+        raise SplitError(
+            f"{type(module).__name__} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run "
+            f'at once, so a batch of {rows} rows cannot be cut exactly. Accept statistics per micro-batch with batch_norm="micro", use '
+            "GroupNorm, put these layers in eval mode, or raise the budget."
+        )

@@ -1,0 +1,139 @@
+"""The containers that batches are made of: their entries by name, copies with other entries, and the tensors inside."""
+
+import copy
+import dataclasses
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = [
+    "PLAIN",
+    "containers_copied",
+    "entries_of",
+    "is_list_of_plain",
+    "is_record",
+    "is_sequence",
+    "is_tensor_collection",
+    "joined",
+    "tensors_in",
+    "with_entries",
+    "with_fields",
+    "with_items",
+]
+
+PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
+
+
+def joined(path: str, key: Any) -> str:
+    """Return the path of entry `key` in the container at `path`, as `RowRules(shared=…)` writes it: names joined by dots."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether `value` is a list or a tuple without names, whose entries may be rows or columns."""
+    return (
+        isinstance(value, (list, tuple))
+        and not isinstance(value, (PackedSequence, torch.Size))
+        and not hasattr(value, "_fields")
+    )
+
+
+def is_record(value: Any) -> bool:
+    """Return whether `value` is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_tensor_collection(value: Any) -> bool:
+    """Return whether `value` is a `TensorDict` or an instance of a `tensorclass`."""
+    module = sys.modules.get("tensordict")  # without it there is none
+    return module is not None and module.is_tensor_collection(value)
+
+
+def is_list_of_plain(value: Any) -> bool:
+    """Return whether `value` is a list of names or numbers."""
+    if not is_sequence(value) or not isinstance(next(iter(value), None), PLAIN):
+        return False
+    return all(isinstance(entry, PLAIN) for entry in value)
+
+
+def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the entries of a container with their keys, field names or indices; None for any other object."""
+    if isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, Mapping) or is_tensor_collection(value):
+        return list(value.items())
+    if is_record(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    return list(enumerate(value)) if is_sequence(value) else None
+
+
+def with_entries(like: Any, entries: list[tuple[Any, Any]]) -> Any:
+    """Return a container of the kind of `like` with these entries, whose keys are those of `like`."""
+    if isinstance(like, Mapping) or is_tensor_collection(like):
+        return with_items(like, dict(entries))
+    values = [value for _, value in entries]
+    if is_record(like):
+        following = iter(values)
+        return with_fields(like, lambda _: next(following))
+    return like._make(values) if hasattr(like, "_make") else type(like)(values)
+
+
+def with_fields(record: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass with every field changed; made past `__init__`, which may want other arguments."""
+    part = copy.copy(record)
+    for field in dataclasses.fields(record):
+        object.__setattr__(part, field.name, change(getattr(record, field.name)))
+    return part
+
+
+def with_items(like: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping of the kind of `like` (dict, OrderedDict, BatchEncoding, TensorDict, …) that holds `items`."""
+    if type(like) is dict:
+        return items
+    if is_tensor_collection(like):
+        part = like.clone(recurse=False)
+        for key, value in items.items():
+            part.set(key, value)
+        return part
+    part = copy.copy(like)
+    for key, value in items.items():
+        part[key] = value
+    return part
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the mappings, lists, tuples and dataclasses of `value`, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield from (part for part in value if part is not None)
+    elif not is_list_of_plain(value):
+        for _, entry in entries_of(value) or ():
+            if isinstance(entry, Tensor):
+                yield entry
+            else:
+                yield from tensors_in(entry)
+
+
+def containers_copied(value: Any) -> Any:
+    """Return `value` with its dicts, lists and dataclasses copied and everything in them shared; other kinds are shared too."""
+    if isinstance(value, (Tensor, *PLAIN)):
+        return value
+    if is_tensor_collection(value):
+        return value.clone(recurse=False)
+    if isinstance(value, (dict, UserDict)):
+        return with_items(value, {key: containers_copied(entry) for key, entry in value.items()})
+    if type(value) is list or type(value) is tuple:
+        return type(value)(value if is_list_of_plain(value) else map(containers_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(containers_copied, value))  # pyright: ignore[reportAttributeAccessIssue]
+    if is_record(value):
+        return with_fields(value, containers_copied)
+    return value
