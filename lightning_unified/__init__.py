@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_unified.planning.prediction import Prediction
     from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
     from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
+    from lightning_unified.training.oom import is_out_of_memory
     from lightning_unified.training.predict import plan, predict
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "RunCheckpoint",
     "UnifiedDDPStrategy",
     "UnifiedStrategy",
+    "is_out_of_memory",
     "plan",
     "predict",
     "read",
@@ -63,6 +65,7 @@ _HOMES = {
     "RunCheckpoint": "callbacks",
     "UnifiedDDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
+    "is_out_of_memory": "training.oom",
     "plan": "training.predict",
     "predict": "training.predict",
     "read": "hardware",

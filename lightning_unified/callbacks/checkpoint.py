@@ -16,7 +16,14 @@ from lightning_unified.callbacks import random_state
 from lightning_unified.callbacks.continuation import Continuation
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
 from lightning_unified.errors import CheckpointError, ConfigurationError
-from lightning_unified.training.checkpoint_io import PARTIAL, publish, remove, remove_partial_files, share
+from lightning_unified.training.checkpoint_io import (
+    PARTIAL,
+    publish,
+    remove,
+    remove_partial_files,
+    share,
+    wait_for_writers,
+)
 from lightning_unified.training.oom import caught, release_cached_memory
 
 __all__ = ["RunCheckpoint"]
@@ -266,6 +273,7 @@ class RunCheckpoint(Checkpoint):
             if memory_ran_out is not None and trainer.world_size == 1:
                 release_cached_memory(trainer.strategy.root_device)
                 _, memory_ran_out = caught(save)
+            wait_for_writers(trainer.strategy.checkpoint_io)
         except (CheckpointError, OSError) as error:
             failure = str(error)
         else:

@@ -3,6 +3,7 @@
 import difflib
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -49,6 +50,10 @@ class CudaGraphs(Callback):
         self.most = most
         self._parts: dict[str, RecordedCalls] = {}
         self._gradients: list[list[Tensor]] = []  # tensors of a callback are counted by plans
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options. Its modules run eagerly."""
+        return {**vars(self), "_parts": {}, "_gradients": []}
 
     @property
     def recorded(self) -> dict[str, int]:

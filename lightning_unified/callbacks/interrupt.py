@@ -57,6 +57,10 @@ class GracefulInterrupt(Callback):
         self._step_before = 0
         self._saved = ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps; it handles no signals there."""
+        return {**vars(self), "_before": {}, "_running": False}
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":

@@ -87,6 +87,10 @@ class PressureGuard(Callback):
         self._has_warned = False
         self._saved = ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. It watches and writes nothing."""
+        return {**vars(self), "_watch": None, "_steps": ThrashWatch(), "_trace": PressureTrace(None)}
+
     def reader(self) -> Callable[[], Pressure]:
         """Return what gives a sample; the one place that a test or another source of pressure replaces."""
         reader = PressureReader(Sources.live(), one_pool=self._one_pool)

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -22,6 +24,7 @@ from lightning_unified.precision import (
     resolve_simulated,
     verify_run,
 )
+from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.evaluation import EvaluationSteps
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.loop import UnifiedOptimization
@@ -36,6 +39,15 @@ from lightning_unified.training.status import RunFigures, RunStatus, runs_direct
 __all__ = ["Budgeted"]
 
 T = TypeVar("T")
+
+_DRAWN = (
+    "{phase}_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. Write "
+    "{phase}_step(batch, batch_idx) to have them split."
+)
+_BY_HAND = (
+    "the module optimizes by hand (automatic_optimization=False): its training batches are not split, and a step that runs out of memory is "
+    "not repeated. Use automatic optimization to have them split."
+)
 
 
 class Budgeted(PartwiseBackward):
@@ -63,6 +75,12 @@ class Budgeted(PartwiseBackward):
         self._status = RunStatus(None)
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. The objects of one fit are made by the next."""
+        state = {name: value for name, value in super().__getstate__().items() if name != "_evaluations"}
+        return {**state, "first_step": None, "_status": RunStatus(None)}
+
+    @override
     def __repr__(self) -> str:
         """Say whose it is: Fabric, whose loop is the user's own, shows this in the error with which it refuses a Trainer's strategy."""
         return f"<{type(self).__name__}: for lightning.Trainer(strategy=…) only, for it cuts and repeats the Trainer's steps>"
@@ -75,6 +93,20 @@ class Budgeted(PartwiseBackward):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The Trainer's plugin, or `AtomicCheckpointIO`; a plugin that wraps another one and was given none wraps that."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # the setter leaves one that is there
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def _resolve_precision(self) -> None:
         """Put the gate's plugin in place of the one that the Trainer made from its flag; the device is known."""
@@ -111,6 +143,8 @@ class Budgeted(PartwiseBackward):
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            self.policy.note_unsplit("micro_batch_size", _BY_HAND)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
         loop.automatic_optimization = self._optimization(trainer)
@@ -171,10 +205,11 @@ class Budgeted(PartwiseBackward):
         return self._evaluated(super().predict_step, args, kwargs, phase="predict")
 
     def _evaluated(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, phase: str) -> Any:
-        if (
-            kwargs or not args or isinstance(args[0], Iterator)
-        ):  # a step that draws its own batches: nothing to cut or repeat
+        if kwargs or not args:
             return step(*args, **kwargs)
+        if isinstance(args[0], Iterator):
+            self.policy.note_unsplit("evaluation_micro_batch_size", _DRAWN.format(phase=phase))
+            return step(*args)
         return self._evaluations.run(step, *args, phase=phase)
 
     @override

@@ -17,7 +17,6 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.precision import plugin_precision
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.loop import UnifiedOptimization
 from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
 from lightning_unified.training.ranked import RankedOptimization
@@ -123,7 +122,6 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None
         super().__init__(
-            checkpoint_io=AtomicCheckpointIO(),
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -132,6 +130,11 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        return {**super().__getstate__(), "_ranks": None, "_replicas": None}
 
     @property
     def ranks(self) -> Ranks:

@@ -11,7 +11,6 @@ from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.strategies.budgeted import Budgeted
 from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.training.policy import MemoryPolicy
 
 __all__ = ["UnifiedStrategy"]
@@ -107,7 +106,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             remember=remember,
         )
         self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
-        super().__init__(device="cpu", checkpoint_io=AtomicCheckpointIO())
+        super().__init__(device="cpu")
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

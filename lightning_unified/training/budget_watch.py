@@ -3,6 +3,7 @@
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class BudgetWatch:
     def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
         self.spec = spec
         self.machine = machine
-        self._elsewhere: dict[str, Sources] = {} if machine is None else {"sources": machine.sources}
+        self._elsewhere = _sources_of(machine)
         self._on_machine = ExitStack()
         self.device = torch.device("cpu")
         self.budget: Budget | None = None
@@ -71,6 +72,14 @@ class BudgetWatch:
         self._earlier_peak: int | None = None
         self._told = 0
         self._files = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps; it counts nothing on a simulated machine and follows no other program."""
+        return {**vars(self), "_elsewhere": None, "_on_machine": ExitStack(), "_follower": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state over; a simulated machine is the copy's own."""
+        vars(self).update(state, _elsewhere=_sources_of(state["machine"]))
 
     def prepare(self, device: torch.device) -> None:
         """Do what must be done before anything is asked of the device, because asking makes its allocator."""
@@ -225,3 +234,8 @@ class BudgetWatch:
         """Let the peak show what a smaller size needs, where the counter can be set back."""
         if reset_peak(self.device, **self._elsewhere):
             self._told = 0
+
+
+def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
+    """Return where hardware is read, as keyword arguments: nothing for the machine this runs on."""
+    return {} if machine is None else {"sources": machine.sources}

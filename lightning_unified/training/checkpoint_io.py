@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import override
 
 from lightning_unified.errors import CheckpointError
 from lightning_unified.training.oom import caught, release_cached_memory
 from lightning_unified.units import format_bytes
 
-__all__ = ["PARTIAL", "AtomicCheckpointIO", "publish", "remove", "remove_partial_files", "share"]
+__all__ = ["PARTIAL", "AtomicCheckpointIO", "publish", "remove", "remove_partial_files", "share", "wait_for_writers"]
 
 PARTIAL = ".partial"
 
@@ -43,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             CheckpointError: If it could not be written; a file that was at `path` before is still there.
         """
         if storage_options is not None or not _is_local_file_protocol(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(path)
 
@@ -84,6 +86,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise
         except (RuntimeError, EOFError, KeyError, ValueError, OSError, AttributeError, IndexError) as error:
             raise _damaged(path, error) from error
+
+
+def wait_for_writers(io: CheckpointIO | None) -> None:
+    """Return once `io` has written what it was given: `AsyncCheckpointIO` writes in a thread.
+
+    Raises:
+        BaseException: What the thread failed with.
+    """
+    while isinstance(io, _WrappingCheckpointIO):
+        if isinstance(io, AsyncCheckpointIO):
+            io.teardown()  # waits for the thread; the next checkpoint starts another
+        io = io.checkpoint_io
 
 
 def share(source: Path, target: Path) -> None:

@@ -1,21 +1,24 @@
 """Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
 
-from lightning_unified.training.buffers import BufferWatch
-from lightning_unified.training.exactness.losses import LossRule
+from lightning_unified.training.encoders import Encoders, encoders_of
+from lightning_unified.training.exactness.evaluation import EvaluationCheck
+from lightning_unified.training.exactness.merging import Parts
+from lightning_unified.training.exactness.results import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import LogRecorder, MetricsOverParts, metrics_of
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, StepSnapshot
-from lightning_unified.training.split import BatchShape, merge
+from lightning_unified.training.snapshot import StepSnapshot
+from lightning_unified.training.split import BatchShape
+from lightning_unified.training.split_batch import SplitResults
+from lightning_unified.training.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 
 __all__ = ["EvaluationSteps"]
@@ -26,9 +29,8 @@ _STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
 class EvaluationSteps:
     """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
 
-    Figures are averaged over the parts by loss terms where the module says or training has shown what they are, else by rows; a
-    figure logged with its own `batch_size` by that. In predict, which has no loss, by rows. Tensors and lists of one entry a row are
-    put one after another, and torchmetrics objects gather the parts as they gather batches.
+    How results of micro-batches become the whole batch's is found out before the first split batch of a stage; see
+    `exactness.evaluation`. Predictions for which that is not certain are refused.
 
     Args:
         trainer: Whose evaluations these are.
@@ -39,8 +41,10 @@ class EvaluationSteps:
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
-        self._buffers, self._generators = BufferWatch(self._module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(self._module)
+        self._checks: dict[tuple[str, int], EvaluationCheck] = {}
+        self._encoders: dict[str, Encoders | None] = {}
+        self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
         """Return what `step(*args)` gives of the whole batch.
@@ -58,29 +62,28 @@ class EvaluationSteps:
         if self._foresight is not None and phase == "validation":
             self._foresight.look_at_validation(batch, shape)
         if not self._policy.recover:
+            self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
-        snapshot = self._snapshot()
-        watch, attempt = BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
             if reason is None:
                 if shape is not None:
                     self._policy.evaluation_sizes.worked(shape)
-                self._buffers.learn()
+                self._state.learn(snapshot.state)
                 return output
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
     def _snapshot(self) -> StepSnapshot:
         return StepSnapshot(
-            self._trainer,
-            buffers=self._buffers,
-            generators=self._generators,
-            metrics=self._metrics,
-            results=self._trainer._results,
+            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
         )
 
     def _attempt(
@@ -88,18 +91,73 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
             return step(batch, *rest)
+        if (encoders := self._encoders_of(phase)) is not None:
+            return encoders.run(partial(step, batch, *rest), rows=max(sizes))
+        check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
+        if self._policy.checks(_STAGES[phase]):
+            check.look(whole, batch, **self._extent(shape))
+            self._policy.say_unmergeable(check.unmergeable(), phase=phase)
         parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
-        weighting = self._weighting(parts, sizes, phase=phase)
-        recorder, metrics = LogRecorder(weighting.average), MetricsOverParts(self._metrics)
-        results, outputs = self._trainer._results, []
+        results = SplitResults(
+            check.tables,
+            results=self._trainer._results,
+            metrics=named_metrics(self._module, self._state.metrics),
+            learn=partial(self._learn_more, check, whole, batch, shape, phase),
+        )
+        outputs = []
         for index, part in enumerate(parts):
-            recorder.next_part(index)
-            with recorder.recording(results), metrics.watching():
-                outputs.append(step(part, *rest))
-        metrics.finish()
-        if results is not None:
-            recorder.flush(results)
-        return merge(outputs, sizes=sizes, average=weighting.average)
+            with results.part(index):
+                outputs.append(whole(part))
+        if phase == "predict":
+            check.refuse_guesses(list(all_paths(check.tables.outputs, outputs)))
+        return results.finish(outputs, self._weights(check, parts, sizes))
+
+    def _learn_more(
+        self,
+        check: EvaluationCheck,
+        step: Callable[[Any], Any],
+        batch: Any,
+        shape: BatchShape,
+        phase: str,
+        paths: Sequence[str],
+    ) -> None:
+        """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
+        if self._policy.checks(_STAGES[phase]):
+            check.learn(step, batch, **self._extent(shape))
+            for path in paths:
+                if not (check.tables.logs.knows(path) or check.tables.outputs.knows(path)):
+                    check.tables.logs.reject(path)
+        self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+
+    def _encoders_of(self, phase: str) -> Encoders | None:
+        if phase not in self._encoders:
+            self._encoders[phase] = encoders_of(self._trainer, self._policy, _STAGES[phase])
+        return self._encoders[phase]
+
+    def _extent(self, shape: BatchShape) -> dict[str, Any]:
+        sizes = self._policy.evaluation_sizes
+        return {
+            "rows": shape.rows,
+            "unit": sizes.unit,
+            "at_once": sizes.at_once(shape),
+            "likely": self._policy.loss_rule,
+        }
+
+    def _check(self, phase: str, loader: int) -> EvaluationCheck:
+        """Return the check of a phase and data loader."""
+        key = (phase, loader)
+        if key not in self._checks:
+            self._checks[key] = EvaluationCheck(
+                self._trainer,
+                rules=self._policy.rules(_STAGES[phase]),
+                split=partial(self._policy.splitter(_STAGES[phase]).split, loader=loader),
+                predicts=phase == "predict",
+            )
+        return self._checks[key]
+
+    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> Parts:
+        rows = Parts(sizes, list(map(float, sizes)))
+        return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
         """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
@@ -107,11 +165,6 @@ class EvaluationSteps:
         if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
             return None
         return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
-
-    def _weighting(self, parts: list[Any], sizes: list[int], *, phase: str) -> Weighting:
-        if phase == "predict":
-            return Weighting(LossRule("rows"), parts, sizes)
-        return Weighting(replace(self._policy.loss_rule, adds=False), parts, sizes)
 
 
 def _loader_of(rest: list[Any]) -> int:

@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.merging import MergeTable, Parts, merged
 from lightning_unified.training.snapshot import metric_state, set_metric_state
+from lightning_unified.training.undo import Roots, StateWatch
 
 __all__ = [
     "LogKey",
@@ -217,14 +218,16 @@ class _Twin:
 
 
 def metrics_of(module: torch.nn.Module) -> list[Metric]:
-    """Return the torchmetrics objects of `module` that hold a state."""
-    return [metric for metric in module.modules() if isinstance(metric, Metric) and metric._defaults]
+    """Return the torchmetrics objects with a state that `module` holds: submodules, and those in its dicts, lists and objects."""
+    watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
+    watch.look()
+    return watch.metrics
 
 
-def named_metrics(module: torch.nn.Module) -> dict[str, Metric]:
-    """Return the torchmetrics objects of `module` that hold a state, by the path at which a submodule holds them, else by number."""
+def named_metrics(module: torch.nn.Module, metrics: Sequence[Metric]) -> dict[str, Metric]:
+    """Return `metrics` by the paths at which submodules of `module` hold them, else by their number."""
     paths = {id(child): path for path, child in module.named_modules()}
-    return {paths.get(id(metric), f"metric {index}"): metric for index, metric in enumerate(metrics_of(module))}
+    return {paths.get(id(metric), f"metric {index}"): metric for index, metric in enumerate(metrics)}
 
 
 def _emptied_copy(metric: Metric) -> Metric:

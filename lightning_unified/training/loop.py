@@ -21,17 +21,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
-from lightning_unified.training.buffers import BufferWatch
+from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import metrics_of, named_metrics
+from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import BatchWatch, HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
@@ -54,19 +55,23 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
-        self._buffers, self._generators = BufferWatch(module), GeneratorWatch(trainer.strategy.root_device)
-        self._metrics = metrics_of(module)
+        self._encoders = encoders_of(trainer, policy, "fit")
+        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
             trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
-        self._parity = GradientParity(
-            trainer, policy, splitter=self._splitter, step=self._training_step, metrics=lambda: self._metrics
-        )
+        self._parity = GradientParity(trainer, policy, splitter=self._splitter, step=self._training_step)
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._phase = "forward"
         self._batch_idx = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: Lightning's own state. The next fit makes a new loop from the strategy."""
+        kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
+        return {name: value for name, value in vars(self).items() if name in kept}
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -84,8 +89,8 @@ class UnifiedOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
         self._batch_idx = batch_idx
-        if "any" in kwargs and len(kwargs) == 1:  # training_step(dataloader_iter): nothing to cut or repeat
-            return super().run(optimizer, batch_idx, kwargs)
+        if _draws_its_batches(kwargs):
+            return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._splitter.shape(kwargs[key])
@@ -98,6 +103,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._policy.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
+            self._state.look()
             outputs = super().run(optimizer, batch_idx, kwargs)
         if self._window is not None:
             self._window.done()
@@ -106,6 +112,23 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._foresight.batch_done()
         return outputs
 
+    def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run a step that draws its own batches, once and whole."""
+        self._policy.note_unsplit(
+            "micro_batch_size",
+            "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
+            "Write training_step(batch, batch_idx) to have them split.",
+        )
+        if self._window is not None:
+            raise ConfigurationError(
+                'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
+                'give window_mean="batches", or write training_step(batch, batch_idx).'
+            )
+        try:
+            return super().run(optimizer, batch_idx, kwargs)
+        finally:
+            self._weights = None
+
     def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
 
@@ -113,8 +136,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-        while True:
+        while (
+            True
+        ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
+            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
@@ -122,13 +147,12 @@ class UnifiedOptimization(_AutomaticOptimization):
             attempt += 1
             self._step_back(snapshot)
             kwargs[key] = batch.again()
+            del snapshot, batch
             self._policy.out_of_memory(
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
         self._gradients = self._weights = None
-        self._buffers.learn()
-        if self.trainer.global_step <= 1:
-            self._metrics = metrics_of(self.trainer.lightning_module)  # a first step may have made metrics
+        self._state.learn(snapshot.state)
         assert outputs is not None
         return outputs
 
@@ -138,9 +162,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _snapshot(self) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(
-            self.trainer, buffers=self._buffers, generators=self._generators, metrics=self._metrics, results=results
-        )
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
@@ -155,6 +177,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._gradients.restore()
         self._gradients = None
         snapshot.restore()
+        self._state.forget()
 
     def _prepared(self, batch: Any) -> Any:
         """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
@@ -168,14 +191,17 @@ class UnifiedOptimization(_AutomaticOptimization):
 
         if not self._policy.recover:
             return call(batch)
-        snapshot, watch, attempt = self._snapshot(), BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             prepared, reason = caught(partial(call, batch))
             if reason is None:
                 return prepared
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
     def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
@@ -190,9 +216,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_split = shape is not None and rows >= 2 * self._policy.sizes.unit and rules.splittable
-        can_be_split = can_be_split and self._splitter.refusal(batch, rows) is None
-        if can_be_split and shape is not None and not declared:
+        splits = self._encoders is None and rules.splittable and not declared
+        splits = splits and rows >= 2 * self._policy.sizes.unit and self._splitter.refusal(batch, rows) is None
+        if shape is not None and splits:
             self._checked(kwargs, shape)
         rule = replace(self._policy.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
@@ -200,6 +226,8 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if _draws_its_batches(kwargs):
+            return _MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
         batch = self._cut(kwargs)
         self._parity.look(kwargs, cut=batch.parts > 1)
         return _MicroBatchClosure(self, batch, optimizer, zero_grad)
@@ -215,6 +243,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
+        if self._encoders is not None:
+            most = self._policy.most_chunks
+            return WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
         try:
             self._splitter.require_rows(batch, shape.rows)
             self._checked(kwargs, shape)
@@ -229,7 +260,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             merging=SplitResults(
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=named_metrics(self.trainer.lightning_module),
+                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),
@@ -307,6 +338,11 @@ class UnifiedOptimization(_AutomaticOptimization):
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
             self._phase = "optimizer step"
+
+
+def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
+    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    return "any" in kwargs and len(kwargs) == 1
 
 
 class _MicroBatchClosure(Closure):

@@ -17,30 +17,51 @@ from lightning_unified.units import GIB, KIB, MIB
 
 __all__ = ["caught", "insist", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
 
-# One row a text, with where it comes from. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
+# One row a text, with its source. Each names the library or the allocator that raises it: a sentence of the user's about memory is none of
+# them. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
 _TEXTS = (
-    r"out of memory",  # CUDA, HIP and XPU allocators, "MPS backend out of memory", "CUDA error: out of memory"
-    r"Invalid buffer size",  # MPS: one tensor reaches Metal's maxBufferLength
-    r"can't allocate memory",  # c10/core/impl/alloc_cpu.cpp: DefaultCPUAllocator
-    r"not enough memory: you tried to allocate",  # the same file on Windows
-    r"CUBLAS_STATUS_ALLOC_FAILED",
-    r"CUDNN_STATUS_ALLOC_FAILED",
+    r"\b(?:CUDA|HIP|XPU|NPU|HPU|MLU|MUSA|PrivateUse1|MPS backend|C10) out of memory\b",  # the caching allocators; c10/util/Exception
+    r"\b(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",  # c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
+    r"\bCuda failure (?:\d+ )?'out of memory'",  # NCCL's last error, torch/csrc/distributed/c10d/NCCLUtils.cpp
+    r"\bTriton Error \[\w+\]:.*\bout of memory\b",  # triton's third_party/{nvidia,amd}/backend/driver.c
+    r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)\b",  # names in cuda.h, hip_runtime_api.h
+    r"\b(?:CUBLAS|CUDNN|CUFFT|CUSOLVER|CUSPARSE|CURAND)_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # aten/src/ATen/cuda/Exceptions.cpp, CUFFTUtils.h
+    r"\b(?:HIPBLAS|HIPFFT|HIPRAND|HIPSOLVER|HIPSPARSE)_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # the same files, hipified
+    r"\broc(?:blas|solver|sparse)_status_memory_error\b",  # rocblas-types.h, rocsparse-types.h
+    r"\bmiopenStatusAllocFailed\b",  # miopen.h
+    r"\b(?:UR_RESULT_ERROR|ZE_RESULT_ERROR|PI_ERROR|CL)_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)\b",  # SYCL: unified-runtime's ur_api.h
+    r"\b(?:UR_RESULT_ERROR|PI_ERROR|CL)_MEM_OBJECT_ALLOCATION_FAILURE\b",  # the same
+    r"kIOGPUCommandBufferCallbackErrorOutOfMemory",  # Metal's command buffers: "Insufficient Memory (00000008:kIOGPU…)"
+    r"\bInvalid buffer size: [\d.]+ ?[KMGT]?i?B",  # MPSAllocator.mm: one tensor reaches Metal's maxBufferLength
+    r"\bDefaultCPUAllocator: (?:can't allocate|not enough) memory\b",  # c10/core/impl/alloc_cpu.cpp
+    r"\bnot enough memory: you tried to allocate \d",  # the same file, Windows
+    r"\bstd::bad_alloc\b",
+    r"\b(?:unable|failed) to \w+ .*Cannot allocate memory \(12\)",  # aten/src/ATen/MapAllocator.cpp: mmap and shared memory
+    r"\bDFTI ERROR: Not enough memory to allocate\b|\bSPARSE_STATUS_ALLOC_FAILED\b",  # oneMKL
+    r"\bcould not create a memory(?: object)?(?:[.,;]|$)",  # oneDNN, when its scratchpad cannot be had
+    r"\bRESOURCE_EXHAUSTED: .*(?:memory|alloc|hbm)",  # XLA: xla/pjrt, xla/service; gRPC uses the same word for quotas
+    r"\bAttempting to (?:reserve|allocate) [\d.]+[KMG]i?B? at the bottom of memory\b",  # XLA on TPU
+    r"\bPT_DEVMEM\b.*\bAllocation failed\b",  # habana_frameworks
     r"NVML_SUCCESS == r INTERNAL ASSERT",  # CUDACachingAllocator on machines without NVML, pytorch issue 185240
-    r"NvMapMemAlloc",  # Jetson
-    r"std::bad_alloc",
-    r"could not create a memory object|could not create a memory$",  # oneDNN on CPU, when its scratchpad cannot be had
-    r"Cannot allocate memory",  # errno ENOMEM in words
+    r"\bNvMapMemAlloc",  # Jetson
 )
-_OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE | re.MULTILINE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out, on any backend.
+    """Return whether `error` says that memory ran out, on any backend: the errors after which the strategies repeat a step.
 
-    Only an error that names memory counts: everything else must reach the user untouched.
+    A `RuntimeError` counts by its text, which must be one that an allocator or a library is known to raise. The errors of this
+    package do not count: they are final.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+        True
+        >>> is_out_of_memory(RuntimeError("the replay buffer is out of memory slots"))
+        False
     """
     if isinstance(error, LightningUnifiedError):
-        return False  # our own, which may tell of memory that ran out, are final
+        return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):

@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
-from lightning_unified.training.exactness.gradients import Tolerance
+from lightning_unified.training.exactness.gradients import tolerance_in_training
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
@@ -47,7 +46,6 @@ class GradientParity:
         policy: Knows the sizes, by what parts are weighted, and where events go.
         splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
-        metrics: The module's torchmetrics objects.
     """
 
     def __init__(
@@ -57,10 +55,9 @@ class GradientParity:
         *,
         splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
-        metrics: Callable[[], Sequence[Metric]],
     ) -> None:
         self._trainer, self._policy, self._splitter = trainer, policy, splitter
-        self._step, self._metrics = step, metrics
+        self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
@@ -109,11 +106,7 @@ class GradientParity:
 
     @property
     def _limit(self) -> float:
-        formats = {one.dtype for one in self._module.parameters()}
-        halves = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
-            str(self._trainer.precision_plugin.precision)
-        )
-        return _LIMIT if Tolerance.of({*formats, halves or torch.float32}).of_all < 1 else _LIMIT_HALF
+        return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
@@ -134,7 +127,7 @@ class GradientParity:
         return f"the step fails there ({why})"
 
     def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        with Undone(self._trainer, metrics=self._metrics(), in_eval=self._in_eval):
+        with Undone(self._trainer, in_eval=self._in_eval):
             return self._distance(kwargs, rows, of=of)
 
     def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
@@ -146,8 +139,7 @@ class GradientParity:
         sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         slices = [
-            self._splitter.split(part, start, start + size, rows=rows)
-            for start, size in zip(starts, sizes, strict=True)
+            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
         ]
         weighting = Weighting(self._policy.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]

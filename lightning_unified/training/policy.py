@@ -1,7 +1,7 @@
 """What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import lightning as L
@@ -19,7 +19,7 @@ from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
 from lightning_unified.training.recomputation import Recomputation
-from lightning_unified.training.rules import rules_of
+from lightning_unified.training.rules import LEFT_BEHIND, can_be_pickled, rules_of
 from lightning_unified.training.sizes import MicroBatchSize
 from lightning_unified.training.sizes_file import SizesFile, fingerprint
 from lightning_unified.training.split import BatchShape, BatchSplitter, positions
@@ -57,6 +57,7 @@ class MemoryPolicy:
         effective_batch_size: Rows of the largest batch so far.
         known_roles: Roles of the batches' entries by stage, where another run has found them: that of a dry run.
         recoveries: How many steps were repeated.
+        most_chunks: Chunks of an encoder's call that a dry run executes; None for all of them.
         events: What was decided on the way, for people.
 
     Raises:
@@ -86,11 +87,11 @@ class MemoryPolicy:
                 f"micro_batches={micro_batches!r}: give MicroBatchRules(...) from lightning_unified."
             )
         self.watch = watch
-        self.given_rules = micro_batches
+        self.given_rules: MicroBatchRules | None = micro_batches
         self._rules: dict[str, MicroBatchRules] = {}
         self._splitters: dict[str, BatchSplitter] = {}
         self.known_roles: dict[str, Roles] = {}
-        self.caches = CacheCare() if watch.machine is None else _caches_of(watch)
+        self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
         self.levers = Levers()
         self.kept = KeptMemory()
@@ -101,6 +102,7 @@ class MemoryPolicy:
         self._check_split = check_split
         self.mean_of_terms = window_mean == "terms"
         self.recoveries = 0
+        self.most_chunks: int | None = None
         self.events: list[str] = []
         self._file = SizesFile(remember)
         self._asked_size = micro_batch_size
@@ -118,6 +120,24 @@ class MemoryPolicy:
         self._refusal: SplitError | None = None
         self._before_watch: dict[str, Any] | None = None
         self._before_failure: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the options and what happened. The objects of one fit stay behind."""
+        given = self.given_rules if can_be_pickled(self.given_rules) else LEFT_BEHIND
+        objects = {
+            "_module": None,
+            "_optimizers": [],
+            "_rules": {},
+            "_splitters": {},
+            "_verdict": None,
+            "_refusal": None,
+            "caches": None,
+        }
+        return {**vars(self), **objects, "given_rules": given, "kept": KeptMemory()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state over, with caches of the copy's own."""
+        vars(self).update(state, caches=_caches_of(state["watch"]))
 
     def refuse_if_too_small(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Raise `BudgetError` if the budget cannot even hold what `module` needs before any activation."""
@@ -161,6 +181,11 @@ class MemoryPolicy:
             self._rules[stage] = rules_of(self._module, stage, given=self.given_rules)
         return self._rules[stage]
 
+    def checks(self, stage: str) -> bool:
+        """Return whether the exactness check compares split and whole batches of `stage`."""
+        own = self.rules(stage).check
+        return self._check_split if own is None else own
+
     def runs(self, module: Any) -> bool:
         """Return whether `module` is the one that the run is about."""
         return self._module is not None and module is self._module
@@ -175,9 +200,8 @@ class MemoryPolicy:
 
     @property
     def check_split(self) -> bool:
-        """Whether the exactness check compares split and whole batches."""
-        own = self.rules("fit").check
-        return self._check_split if own is None else own
+        """Whether it does in training."""
+        return self.checks("fit")
 
     @property
     def effective_batch_size(self) -> int | None:
@@ -200,6 +224,8 @@ class MemoryPolicy:
         """By what micro-batches are weighted, and how that is known."""
         if self._verdict is not None:
             return self._verdict.reason
+        if self._module is not None and self.rules("fit").encoders:
+            return "the loss is the whole batch's own; encoders run in chunks of rows"
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
     @property
@@ -226,7 +252,7 @@ class MemoryPolicy:
                 f"{self.sizes.at_once(shape)}; raise the budget or the micro-batch size, or use a smaller batch."
             )
         if (rules.batch_norm or self._batch_norm) == "refuse":
-            refuse_batch_norm(module, rows=shape.rows)
+            refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,
@@ -245,14 +271,25 @@ class MemoryPolicy:
             not verdict.conclusive or verdict.rule.name != "rows"
         ):
             self.events.append(f"micro-batches weighted by {verdict.reason}")
-        for words in (verdict.noise, *map(_unmergeable, verdict.unmergeable)):
-            if words and words not in self._said:
-                self._said.add(words)
-                self.events.append(words)
-                (log.info if words == verdict.noise and "compared without" not in words else log.warning)(
-                    "%s", words[:1].upper() + words[1:]
-                )
+        if verdict.noise:
+            self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
+        self.say_unmergeable(verdict.unmergeable, phase="training")
         self._verdict = verdict
+
+    def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn of values that nothing puts together, each name once."""
+        for name in names:
+            self._say(
+                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: nothing puts the "
+                "micro-batches' values together. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...)).",
+                log.warning,
+            )
+
+    def _say(self, words: str, how: Callable[..., None]) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            self.events.append(words)
+            how("%s", words[:1].upper() + words[1:])
 
     def runs_whole(self, refusal: SplitError) -> bool:
         """Return whether a batch that may not be cut runs whole: if only the watch over the budget wanted it smaller, or if it now
@@ -273,6 +310,19 @@ class MemoryPolicy:
         self.events.append("its batches cannot be cut exactly, so it goes on with them whole")
         log.warning("%s %s", refusal, self.events[-1])
         return True
+
+    def note_unsplit(self, option: str, why: str) -> None:
+        """Say once why batches are not split, and warn where a size was asked for.
+
+        Args:
+            option: `"micro_batch_size"` or `"evaluation_micro_batch_size"`.
+            why: A sentence on the batches.
+        """
+        if why not in self.events:
+            self.events.append(why)
+            asked = (self.sizes if option == "micro_batch_size" else self.evaluation_sizes).asked
+            if asked is not None:
+                log.warning("%s=%s has no effect: %s", option, asked, why)
 
     def out_of_memory(
         self, *, phase: str, reason: str, shape: BatchShape | None, attempt: int, batch: Any = None
@@ -448,15 +498,10 @@ class MemoryPolicy:
         self._file.write(self.sizes_state())
 
 
-def _unmergeable(name: str) -> str:
-    return (
-        f"{name!r}, logged or returned by training_step, is not the whole batch's where a batch is split: nothing puts the micro-batches' "
-        "values together. Log it in on_train_batch_end, or give a rule in MicroBatchRules(merge=MergeRules(...))"
-    )
-
-
 def _caches_of(watch: BudgetWatch) -> CacheCare:
-    """Return what looks after the caches of a simulated machine, which no device can be asked for."""
+    """Return what looks after the caches of the watch's device; a simulated machine's are read through the watch."""
+    if watch.machine is None:
+        return CacheCare()
     return CacheCare(
         read=lambda _: watch.reading(),
         live=lambda _: watch.reading().allocated.bytes,

@@ -1,8 +1,8 @@
 """Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,13 +12,13 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torchmetrics import Metric
 
 from lightning_unified.nn.cuda_graphs import eager_calls
-from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.generators import GeneratorWatch
+from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import StepSnapshot
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout"]
 
@@ -27,45 +27,41 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 
 
 class Undone:
-    """A block in which a module may run: gradients, buffers, generators, metrics, logs, modes and attributes are as before after it.
+    """A block in which a module may run: all that a step may change is as before after it.
 
     Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, calls are not replayed, and no gradients are
-    there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more. Buffers
-    are stood in for by copies, so that the real ones keep even their version counters. Attributes that are lists, dicts or sets
-    are emptied of what was added; objects that a module keeps of its own are not looked into.
+    there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
 
     Args:
         trainer: In `fit`.
-        metrics: The module's torchmetrics objects.
         in_eval: Of a child, whether it is in eval mode inside; `draws_or_mixes`, and `owns_dropout` where the gradient is random all the same.
+        batch: What steps inside are given parts of; None if they get copies.
+
+    Raises:
+        RunError: At the end of the block, if a step wrote a tensor that cannot be put back.
     """
 
     def __init__(
-        self, trainer: L.Trainer, *, metrics: Sequence[Metric], in_eval: Callable[[nn.Module], bool] | None = None
+        self,
+        trainer: L.Trainer,
+        *,
+        in_eval: Callable[[nn.Module], bool] | None = None,
+        batch: Any = None,
     ) -> None:
-        self._trainer, self._metrics, self._in_eval = trainer, metrics, in_eval or draws_or_mixes
+        self._trainer, self._in_eval, self._batch = trainer, in_eval or draws_or_mixes, batch
         self._module = trainer.lightning_module
         self._results = trainer.fit_loop.epoch_loop._results
 
     def __enter__(self) -> Self:
-        module = self._module
+        trainer, module = self._trainer, self._module
         self._snapshot = StepSnapshot(
-            self._trainer,
-            buffers=BufferWatch(nn.Module()),
-            generators=GeneratorWatch(self._trainer.strategy.root_device),
-            metrics=self._metrics,
+            trainer,
+            state=StateWatch(partial(roots_of, module, trainer, TRAINING_STEP)),
+            generators=GeneratorWatch(trainer.strategy.root_device),
             results=self._results,
         )
-        owners = [owner for owner in module.modules() if not isinstance(owner, Metric)]
-        self._attributes = [(owner, *_noted(owner)) for owner in owners]
-        self._modes = [(child, child.training) for child in module.modules()]
-        self._gradients = [(parameter, parameter.grad) for parameter in _parameters(self._trainer)]
-        self._buffers = [(owner, dict(owner._buffers)) for owner in owners]
-        copies: dict[int, Tensor] = {}
-        for _, buffers in self._buffers:
-            for buffer in buffers.values():
-                if buffer is not None:
-                    copies[id(buffer)] = buffer.detach().clone()
+        self._watch = BatchWatch(self._batch)
+        self._gradients = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
         # nothing is changed above, where memory may run out
         self._kernels = ExitStack()
         self._kernels.enter_context(_attention_without_cudnn())
@@ -74,8 +70,6 @@ class Undone:
         self._logs.__enter__()
         for parameter, _ in self._gradients:
             parameter.grad = None
-        for owner, buffers in self._buffers:
-            owner._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
         for child in module.modules():
             if self._in_eval(child):
                 child.training = False
@@ -86,16 +80,10 @@ class Undone:
     ) -> None:
         self._logs.__exit__(None, None, None)
         self._kernels.close()
-        for child, mode in self._modes:
-            child.training = mode
-        for owner, attributes, copies in self._attributes:
-            _put_back(owner, attributes, copies)
-        for owner, buffers in self._buffers:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._snapshot.restore()
+        self._watch.again()
 
 
 @contextmanager
@@ -128,7 +116,8 @@ def gradient_sample(
     with torch.enable_grad():
         loss = step().closure_loss
         if loss is not None and loss.requires_grad:
-            trainer.lightning_module.backward(loss * scale)
+            with inside_hook(trainer.lightning_module, "backward"):
+                trainer.lightning_module.backward(loss * scale)
     samples = [_sample(parameter) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -170,22 +159,3 @@ def owns_dropout(child: nn.Module) -> bool:
     """
     own = (one.p > 0 for one in child.children() if isinstance(one, _DropoutNd))
     return draws_or_mixes(child) or (not isinstance(child, (nn.RNNBase, L.LightningModule)) and any(own))
-
-
-_OF_ANY_MODULE = frozenset(vars(L.LightningModule()))
-
-
-def _noted(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes that are the user's own, and copies of those that a step may fill."""
-    own = {name: value for name, value in vars(owner).items() if name not in _OF_ANY_MODULE}
-    return own, {name: value.copy() for name, value in own.items() if type(value) in (list, dict, set, deque)}
-
-
-def _put_back(owner: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    for name in [name for name in vars(owner) if name not in _OF_ANY_MODULE and name not in attributes]:
-        del owner.__dict__[name]
-    owner.__dict__.update(attributes)
-    for name, copy in copies.items():
-        value = attributes[name]
-        value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(copy)

@@ -1,7 +1,7 @@
 """Whether a fit keeps activations or recomputes them in the backward pass, which of them, and how that came about."""
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 
@@ -42,6 +42,10 @@ class Recomputation:
         self._lever: RecomputedBlocks | None = None
         self.policy: RecomputePolicy | None = None if asked == "auto" else ALL if asked else NONE
         self.reason = "as asked" if asked != "auto" else "as the module is"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the choice, and no hold on a module."""
+        return {**vars(self), "_module": None, "_lever": None}
 
     @property
     def on(self) -> bool | None:

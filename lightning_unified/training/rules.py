@@ -1,13 +1,22 @@
 """Which rules hold for a module's batches: those given to the strategy, else those that the module declares, else the defaults."""
 
+import pickle
 from typing import Any
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.micro_batches import MicroBatchRules
 
-__all__ = ["HOOK", "given_to", "rules_of"]
+__all__ = ["HOOK", "LEFT_BEHIND", "can_be_pickled", "given_to", "rules_of"]
 
 HOOK = "configure_micro_batches"
+
+
+class _LeftBehind(MicroBatchRules):
+    """Stands for the rules of a pickled strategy that could not be pickled themselves."""
+
+
+LEFT_BEHIND = _LeftBehind()
+"""The rules of a strategy that came from another process without its own."""
 
 
 def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -> MicroBatchRules:
@@ -19,8 +28,14 @@ def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -
         given: What the user gave to the strategy. It replaces all that the module declares.
 
     Raises:
-        ConfigurationError: If the module's hook returns anything but `MicroBatchRules`.
+        ConfigurationError: If the module's hook returns anything but `MicroBatchRules`, or the strategy came from another process
+            without the rules that were given to it.
     """
+    if isinstance(given, _LeftBehind):
+        raise ConfigurationError(
+            "UnifiedStrategy(micro_batches=MicroBatchRules(...)) was sent to another process, and its functions cannot be pickled. Give functions "
+            f"defined at the top of a module in place of lambdas, or define {HOOK} on {type(module).__name__}."
+        )
     if given is not None:
         return given
     hook = getattr(module, HOOK, None)
@@ -38,3 +53,12 @@ def given_to(trainer: Any) -> MicroBatchRules | None:
     """Return the rules that the user gave to the strategy of `trainer`; None without a Trainer, or where there are none."""
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     return getattr(policy, "given_rules", None)
+
+
+def can_be_pickled(rules: MicroBatchRules | None) -> bool:
+    """Return whether another process can be given `rules`; lambdas and functions made inside functions cannot be sent."""
+    try:
+        pickle.dumps(rules)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True

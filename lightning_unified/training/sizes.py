@@ -58,6 +58,11 @@ class MicroBatchSize:
         self._proven: list[tuple[int, int]] = []
         self._calm, self._patience = 0, _PATIENCE
 
+    @property
+    def asked(self) -> int | None:
+        """Rows that were asked for; None for `"auto"`."""
+        return self._asked
+
     def keep_together(self, unit: Any, *, least: int = 1, whose: str) -> None:
         """Cut between units of `unit` rows only, into parts of `least` rows or more.
 

@@ -1,7 +1,6 @@
 """What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,27 +12,23 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_unified.errors import RunError
-from lightning_unified.training.buffers import BufferWatch
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import insist
-from lightning_unified.training.split import containers_copied, tensors_in
+from lightning_unified.training.undo import StateWatch
 
-__all__ = ["BatchWatch", "HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
+__all__ = ["HeldGradients", "StepSnapshot", "metric_state", "set_metric_state"]
 
 
 class StepSnapshot:
-    """The state that a repeated step must find again: random generators, buffers, logged results, metrics, progress, scaler.
+    """The state that a repeated step must find again: what `training.undo` notes, random generators, logged results, progress, scaler.
 
     Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `training.weights.WeightsWatch`), because
-    they are as large as the model and must not be copied every step. What is copied here is small: generator states, buffers that
-    a forward pass is known to change, and torchmetrics states.
+    they are as large as the model and must not be copied every step.
 
     Args:
         trainer: The Trainer in the middle of a step.
-        buffers: The watch over the module's buffers.
-        generators: The watch over random generators.
-        metrics: The module's torchmetrics objects.
+        state: The watch over attributes, buffers, metrics and whatever else a step may change.
+        generators: The watch over the process's random generators.
         results: Where the loop gathers what is logged; None where nothing can be.
     """
 
@@ -41,16 +36,15 @@ class StepSnapshot:
         self,
         trainer: L.Trainer,
         *,
-        buffers: BufferWatch,
+        state: StateWatch,
         generators: GeneratorWatch,
-        metrics: Sequence[Metric],
         results: _ResultCollection | None,
     ) -> None:
         self._trainer = trainer
         self._collection = results
         self._device = trainer.strategy.root_device
-        self._buffers, self._generators = buffers, generators
-        self._states, self._metrics = insist(partial(self._noted, metrics), device=self._device)
+        self._generators = generators
+        self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
         module = trainer.lightning_module
         # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
         self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
@@ -65,21 +59,19 @@ class StepSnapshot:
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
 
-    def _noted(self, metrics: Sequence[Metric]) -> tuple[dict[str, Any], list[tuple[Metric, dict[str, Any]]]]:
-        self._buffers.note()
-        return self._generators.note(), [(metric, metric_state(metric)) for metric in metrics]
-
     def restore(self) -> None:
-        """Put everything back as it was when the snapshot was taken."""
+        """Put everything back as it was when the snapshot was taken.
+
+        Raises:
+            RunError: If something changed that cannot be put back.
+        """
         insist(partial(self._generators.restore, self._states), device=self._device)
-        self._buffers.restore()
-        for metric, state in self._metrics:
-            insist(partial(set_metric_state, metric, state), device=self._device)
         self._restore_results()
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
         _forget_unscaled(self._trainer)
+        insist(self.state.restore, device=self._device)
 
     def _restore_results(self) -> None:
         results = self._collection
@@ -91,33 +83,6 @@ class StepSnapshot:
             results[key].__dict__.clear()
             results[key].__dict__.update(state)
         results.batch_size = self._batch_size
-
-
-class BatchWatch:
-    """The batch as a step finds it: a `training_step` may take entries out of its dict, or put others in, and be repeated.
-
-    Containers are copied, tensors are not; one that was written in place is noticed by its version counter.
-
-    Args:
-        batch: What `training_step` is about to be given.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = containers_copied(batch)
-        self._versions = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
-
-    def again(self) -> Any:
-        """Return the batch for another attempt.
-
-        Raises:
-            RunError: If the failed attempt wrote one of its tensors in place.
-        """
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise RunError(
-                "memory ran out in a step that had changed a tensor of its batch in place, so the step cannot be repeated exactly; "
-                "let training_step make new tensors, or change the batch in MicroBatchRules(prepare=…), which runs once."
-            )
-        return containers_copied(self._batch)
 
 
 class HeldGradients:

@@ -95,7 +95,7 @@ class SplitResults:
             parts: What the micro-batches weigh.
             loss: Returns the whole batch's loss, if there is one to look up a rule for.
         """
-        new = [*unknown_paths(self._tables.outputs, values)] if any(values) else []
+        new = list(unknown_paths(self._tables.outputs, values))
         new += [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]
         if new:
             self._learn(new)

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
 from lightning_unified.hardware.simulated.host import HostFiles, SimulatedHost
 from lightning_unified.hardware.simulated.namespace import torch_of
-from lightning_unified.hardware.simulated.profiles import Profile, profile
+from lightning_unified.hardware.simulated.profiles import PROFILES, Profile, profile
 from lightning_unified.hardware.sources import Sources
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class SimulatedMachine:
         self, machine: str | Profile, *, environ: Mapping[str, str] | None = None, bounded: bool = True
     ) -> None:
         self.profile = machine if isinstance(machine, Profile) else profile(machine)
+        self._bounded = bounded
         own_environ = dict(environ or {})
         self.allocator = SimulatedAllocator(self.profile, environ=own_environ, room=self._room, bounded=bounded)
         self._host = SimulatedHost(self.profile, lambda: self.allocator.driver)
@@ -60,6 +62,16 @@ class SimulatedMachine:
             simulated=self.profile.name,
         )
         self._living: LiveTensors | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Describe how another process makes the same machine; nothing counts on its device there."""
+        make = partial(SimulatedMachine, environ=dict(self.sources.environ), bounded=self._bounded)
+        known = PROFILES.get(self.profile.name) is self.profile
+        return make, (self.profile.name if known else self.profile,), {"others": self.others}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Put the machine under the same pressure."""
+        self.others = state["others"]
 
     @property
     def device(self) -> str:

@@ -46,7 +46,7 @@ class ExactnessCheck:
     Args:
         trainer: In `fit`.
         rules: How the module declares its batches.
-        splitter: Counts and splits batches.
+        splitter: Splits batches.
         step: Runs `training_step` as the loop does.
         fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
 
@@ -226,15 +226,16 @@ class ExactnessCheck:
         """Return what the check finds on `size` rows; None if memory ran out in it."""
         batch = next(iter(kwargs.values()))
         start = window(batch, rows=rows, size=size, unit=unit)
-        whole = self._splitter.split(batch, start, start + size, rows=rows) if size < rows else batch
         splits = [[unit * part for part in split] for split in splits_of(size // unit)]
         trial = Trial(
-            batch=to_host(whole) if moves else whole,
+            batch=batch,
+            batch_rows=rows,
+            start=start,
             rows=size,
-            is_whole=size == rows,
+            take=self._on_host_rows if moves else self._splitter.split,
             splits=splits if not self._checks or self._checks % 2 else splits[::-1][:1],
         )
-        judge = Judge(self._runner, self._splitter, self.tables, whose=type(self._trainer.lightning_module).__name__)
+        judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:
             return judge.findings(kwargs, trial, rules, since=self._since())
         except Exception as error:
@@ -243,6 +244,9 @@ class ExactnessCheck:
         # past the `except` block, whose traceback held the frames
         release_cached_memory(self._trainer.strategy.root_device)
         return None
+
+    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
+        return to_host(self._splitter.split(batch, start, stop, rows=rows))
 
     def _since(self) -> str:
         """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""

@@ -1,24 +1,19 @@
 """The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.training.exactness.losses import LossRule, shares
 from lightning_unified.training.exactness.merging import Parts
-from lightning_unified.training.exactness.results import Tables, learn_tree
+from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
-from lightning_unified.training.exactness.written import learn_written
-from lightning_unified.training.logs import path_of_log
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.split import BatchSplitter
 
 __all__ = ["Findings", "Judge", "Trial"]
 
@@ -30,16 +25,34 @@ class Trial:
     """What is run.
 
     Args:
-        batch: The rows that run whole.
-        rows: Their number.
-        is_whole: Whether these are all rows of the loader's batch.
+        batch: The loader's.
+        batch_rows: Its rows.
+        start: The first row that runs.
+        rows: How many run.
+        take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
         splits: The rows of each part, for each way to split.
     """
 
     batch: Any
+    batch_rows: int
+    start: int
     rows: int
-    is_whole: bool
+    take: Callable[..., Any]
     splits: Sequence[Sequence[int]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the batch run."""
+        return self.rows == self.batch_rows
+
+    def part(self, start: int, size: int) -> Any:
+        """Return `size` of the rows that run, from `start` of them on."""
+        first = self.start + start
+        return self.take(self.batch, first, first + size, rows=self.batch_rows)
+
+    def whole(self) -> Any:
+        """Return all rows that run."""
+        return self.part(0, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,13 +126,12 @@ class Judge:
 
     Args:
         runner: Runs the step aside.
-        splitter: Splits batches.
         tables: Where rules for results are kept.
         whose: The module's name.
     """
 
-    def __init__(self, runner: Runner, splitter: BatchSplitter, tables: Tables, *, whose: str) -> None:
-        self._runner, self._splitter, self._tables, self._whose = runner, splitter, tables, whose
+    def __init__(self, runner: Runner, tables: Tables, *, whose: str) -> None:
+        self._runner, self._tables, self._whose = runner, tables, whose
 
     def findings(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule], *, since: str
@@ -179,7 +191,7 @@ class Judge:
                 replay = ReplayDraws(
                     recorded.draws, rows=trial.rows, start=start, stop=start + size, order=order, precision=precision
                 )
-                batches.append(self._splitter.split(trial.batch, start, start + size, rows=trial.rows))
+                batches.append(trial.part(start, size))
                 runs.append(self._part(kwargs, batches[-1], size, trial, replay, precision))
                 replay.finish()
                 replays.append(replay)
@@ -200,11 +212,7 @@ class Judge:
         precision, splits = WatchPrecision(), []
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
         for sizes in trial.splits:
-            starts = starts_of(sizes)
-            batches = [
-                self._splitter.split(trial.batch, start, start + size, rows=trial.rows)
-                for start, size in zip(starts, sizes, strict=True)
-            ]
+            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
             runs = [
                 self._part(kwargs, batch, size, trial, ConstantDraws(precision), precision)
                 for batch, size in zip(batches, sizes, strict=True)
@@ -214,10 +222,13 @@ class Judge:
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:
-            return self._runner.run(kwargs, trial.batch, rows=trial.rows, draws=draws, precision=precision)
+            return self._runner.run(kwargs, trial.whole(), rows=trial.rows, draws=draws, precision=precision)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if self._runner.leaves_out_autocast:  # a module may need it
+                self._runner.keeps_autocast = True
+                return self._whole(kwargs, trial, draws, precision)
             if trial.is_whole:
                 raise
             own = self._runner.failure(kwargs)
@@ -242,51 +253,15 @@ class Judge:
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
     def _learn(self, comparison: _Comparison, rule: LossRule, *, since: str) -> None:
-        """Learn how outputs, logs, metrics and written state are put together; refuse state that nothing puts together."""
+        """Learn how results are put together; refuse state that nothing puts together."""
         tolerance = comparison.tolerance.relative
         for split in comparison.splits:
             parts = split.parts(rule)
-            self._learn_outputs(comparison.whole, split, parts, tolerance)
-            self._learn_logs(comparison.whole, split, parts, tolerance)
-            self._learn_metrics(comparison.whole, split, parts, tolerance)
-            trouble = learn_written(
-                self._tables.written, comparison.whole.written, [run.written for run in split.runs], parts, tolerance
-            )
+            trouble = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
+            losses = [run.loss for run in split.runs]
+            self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
             if trouble:
-                raise SplitError(self._refusal_of_state(trouble) + since)
-
-    def _learn_outputs(self, whole: Run, split: _Split, parts: Parts, tolerance: float) -> None:
-        table = self._tables.outputs
-        learn_tree(table, [run.extra for run in split.runs], whole.extra, parts, tolerance=tolerance)
-        table.learn("loss", [run.loss for run in split.runs], whole.loss, parts, tolerance=tolerance)
-
-    def _learn_metrics(self, whole: Run, split: _Split, parts: Parts, tolerance: float) -> None:
-        for path, state in whole.metrics.items():
-            for name, value in state.items():
-                values = [run.metrics.get(path, {}).get(name) for run in split.runs]
-                self._tables.metrics.learn(f"{path}.{name}", values, value, parts, tolerance=tolerance)
-
-    def _learn_logs(self, whole: Run, split: _Split, parts: Parts, tolerance: float) -> None:
-        table = self._tables.logs
-        keys = {*whole.logs, *(key for run in split.runs for key in run.logs)}
-        for key in keys:
-            path, calls = path_of_log(key), [run.logs.get(key) for run in split.runs]
-            call = whole.logs.get(key)
-            if call is None or any(one is None for one in calls):
-                table.reject(path)
-                continue
-            values, sizes = [one.values[-1] for one in calls if one], [one.batch_sizes[-1] for one in calls if one]
-            whole_size = call.batch_sizes[-1]
-            if not isinstance(call.values[-1], torch.Tensor):  # a metric, whose states are put together themselves
-                continue
-            by_size = "" if whole_size is None or None in sizes else "by batch_size "
-            if by_size:
-                table.learn(f"batch_size of {path}", sizes, whole_size, parts, tolerance=0.0)
-                weighted = Parts(parts.rows, list(map(float, sizes)))
-                self._tables.sized_logs.learn(path, values, call.values[-1], weighted, tolerance=tolerance)
-            table.learn(path, values, call.values[-1], parts, tolerance=tolerance)
-            if self._tables.sized_logs.rule(path) == "mean":
-                table.unmergeable.discard(path)
+                raise SplitError(refusal_of_state(self._whose, trouble) + since)
 
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())
@@ -298,13 +273,6 @@ class Judge:
             "configure_micro_batches: loss_weight, the number of terms its loss is a mean over; loss_is_sum=True with totals from prepare; "
             "unit=n for a loss over groups of n rows; encoders=(…) if the loss compares rows (contrastive) and these submodules treat "
             "each row by itself; splittable=False to run batches whole; check=False to split all the same."
-        )
-
-    def _refusal_of_state(self, trouble: str) -> str:
-        return (
-            f"{self._whose}.training_step writes {trouble}, and what micro-batches write is not what the whole batch writes. Write it once "
-            "a batch: in on_train_batch_end, or in on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, "
-            "or check=False to split all the same."
         )
 
     def _does_not_run(self, error: BaseException, rows: int, *, of: int | None = None) -> str:

@@ -1,10 +1,11 @@
 """The tensors of a batch by path: keys, indices and field names joined by dots."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+
+from lightning_unified.training.split.containers import entries_of, is_sequence, joined
 
 __all__ = ["leaf_at", "named_tensors"]
 
@@ -16,23 +17,11 @@ def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         if not batch.is_nested:
             yield path, batch
-        return
-    for name, entry in _entries(batch):
-        yield from named_tensors(entry, f"{path}.{name}" if path else str(name))
+    elif not (is_sequence(batch) and len(batch) > _LONG):
+        for name, entry in entries_of(batch) or ():
+            yield from named_tensors(entry, joined(path, name))
 
 
 def leaf_at(batch: Any, path: str) -> Tensor | None:
     """Return the tensor at `path`; None if this batch has none there."""
     return next((tensor for name, tensor in named_tensors(batch) if name == path), None)
-
-
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value)) if len(value) <= _LONG else []
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return []

@@ -5,57 +5,108 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.training.exactness.written import Written, written_by
-from lightning_unified.training.logs import Logged, LogRecorder, can_join, metrics_of, named_metrics
+from lightning_unified.training.hooks import inside_hook
+from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_join, metrics_of, named_metrics
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone
 from lightning_unified.training.snapshot import metric_state
+from lightning_unified.training.split.containers import entries_of, with_entries
 
-__all__ = ["Run", "Runner"]
+__all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
 
 
 @dataclass(kw_only=True)
-class Run:
-    """What one run made.
+class Results:
+    """What one run of a step returned, logged, counted and wrote.
 
     Args:
         rows: That ran.
-        gradient: Samples of it.
-        loss: Detached; None where the step gave none.
-        extra: What the step returned besides.
+        returned: What the step returned; of a training step, what it returned besides the loss.
         logs: What was logged, by hook, name and occurrence.
         metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
         written: Buffers, frozen parameters and attributes that the step wrote, by path.
-        formats: The floating-point formats computed in.
         generators: The states of Python's and numpy's global generators after the run.
         draws_on_host: Whether the run moved these generators.
+        formats: The floating-point formats computed in.
     """
 
     rows: int
-    gradient: GradientSample
-    loss: Tensor | None
-    extra: dict[str, Any]
-    logs: dict[tuple[str, str, int], Logged]
+    returned: Any
+    logs: dict[LogKey, Logged]
     metrics: dict[str, dict[str, Any]]
     written: Written
-    formats: set[torch.dtype]
     generators: tuple[Any, Any]
-    draws_on_host: bool = field(default=False)
+    draws_on_host: bool
+    formats: set[torch.dtype]
+
+
+@dataclass(kw_only=True)
+class Run(Results):
+    """What one run of `training_step` and its backward pass made.
+
+    Args:
+        gradient: Samples of it.
+        loss: Detached; None where the step gave none.
+    """
+
+    gradient: GradientSample
+    loss: Tensor | None
+
+
+@contextmanager
+def aside(
+    trainer: L.Trainer, results: _ResultCollection | None, draws: AbstractContextManager[Any], precision: WatchPrecision
+) -> Iterator[Callable[[int, Any], Results]]:
+    """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
+
+    Args:
+        trainer: Whose step it is.
+        results: Where Lightning gathers what is logged.
+        draws: The mode that notes or replaces random draws.
+        precision: What `draws` tells of formats.
+    """
+    module, logs = trainer.lightning_module, LogRecorder()
+    with ExitStack() as stack:
+        stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
+        stack.enter_context(logs.recording(results))
+        for metric in metrics_of(module):
+            metric.reset()
+        before = _host_generators()
+        look = stack.enter_context(written_by(trainer))
+        stack.enter_context(draws)
+
+        def gather(rows: int, returned: Any) -> Results:
+            after = _host_generators()
+            return Results(
+                rows=rows,
+                returned=apply_to_collection(returned, Tensor, Tensor.detach),
+                logs=logs.logged,
+                metrics=_metric_states(module),
+                written=look(),
+                generators=after,
+                draws_on_host=after != before,
+                formats={*precision.dtypes, *(one.dtype for one in module.parameters() if one.is_floating_point())},
+            )
+
+        yield gather
 
 
 class Runner:
@@ -94,30 +145,12 @@ class Runner:
             draws: The mode that notes or replaces random draws.
             precision: What `draws` tells of formats.
         """
-        trainer, logs = self._trainer, LogRecorder()
-        own = apply_to_collection(batch, Tensor, _own)
-        with ExitStack() as stack:
-            stack.enter_context(Undone(trainer, metrics=metrics_of(self._module), in_eval=_is_batch_norm))
-            stack.enter_context(logs.recording(trainer.fit_loop.epoch_loop._results))
-            stack.enter_context(self._precise())
-            for metric in metrics_of(self._module):
-                metric.reset()
-            before = _host_generators()
-            look = stack.enter_context(written_by(trainer))
-            with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own)
-            return Run(
-                rows=rows,
-                gradient=sample_gradients(self._parameters, scale=self._scale),
-                loss=result.loss,
-                extra=_kept(result.extra),
-                logs=logs.logged,
-                metrics=self._metrics(),
-                written=look(),
-                formats={*precision.dtypes, *self._formats},
-                generators=_host_generators(),
-                draws_on_host=_host_generators() != before,
-            )
+        results = self._trainer.fit_loop.epoch_loop._results
+        own = copied(batch)
+        with self._precise(), aside(self._trainer, results, draws, precision) as gather, torch.enable_grad():
+            result = self._differentiated(kwargs, own)
+            gradient = sample_gradients(self._parameters, scale=self._scale)
+            return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
     def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         key = next(iter(kwargs))
@@ -126,26 +159,21 @@ class Runner:
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
-            self._module.backward(loss * self._scale)
+            with inside_hook(self._module, "backward"):
+                self._module.backward(loss * self._scale)
         result.closure_loss = None
         return result
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
         """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
         key, batch = next(iter(kwargs.items()))
-        own = apply_to_collection(batch, Tensor, _own)
-        with Undone(self._trainer, metrics=metrics_of(self._module), in_eval=_is_batch_norm), torch.no_grad():
+        own = copied(batch)
+        with Undone(self._trainer, in_eval=_is_batch_norm), torch.no_grad():
             try:
                 self._step(OrderedDict(kwargs, **{key: own}))
             except Exception as error:
                 return None if is_out_of_memory(error) else error
         return None
-
-    def _metrics(self) -> dict[str, dict[str, Any]]:
-        """Return the states of metrics that were updated, and can be joined with those from before."""
-        found = {path: metric for path, metric in named_metrics(self._module).items() if can_join(metric)}
-        states = {path: metric_state(metric) for path, metric in found.items() if metric._update_count}
-        return {path: {name: state[name] for name in found[path]._defaults} for path, state in states.items()}
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -166,20 +194,20 @@ class Runner:
         return _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in self._parameters) else 1.0
 
     @property
-    def _formats(self) -> set[torch.dtype]:
-        return {one.dtype for one in self._module.parameters() if one.is_floating_point()}
+    def leaves_out_autocast(self) -> bool:
+        """Whether the step runs without the autocast that it trains with."""
+        return isinstance(self._trainer.strategy._precision_plugin, MixedPrecision) and not self.keeps_autocast
 
     @contextmanager
     def _precise(self) -> Iterator[None]:
         """Compute in the parameters' own format: without autocast, and without TF32."""
         strategy = self._trainer.strategy
         plugin = strategy._precision_plugin
-        exact = isinstance(plugin, MixedPrecision) and not self.keeps_autocast
         with ExitStack() as undo:
             undo.enter_context(_without_tf32())
             if "torch._dynamo" in sys.modules:  # compiled code hides its random draws
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
-            if exact:
+            if self.leaves_out_autocast:
                 undo.callback(setattr, strategy, "_precision_plugin", plugin)
                 strategy._precision_plugin = Precision()
             yield
@@ -203,12 +231,28 @@ def _is_batch_norm(child: nn.Module) -> bool:
     return isinstance(child, _BatchNorm)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def copied(batch: Any) -> Any:
+    """Return a batch whose tensors are copies, for a step may write them in place."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if isinstance(batch, PackedSequence):
+        return type(batch)(*map(copied, batch))
+    entries = entries_of(batch)
+    if entries is None:
+        clone = getattr(batch, "clone", None)  # graphs of torch_geometric have one
+        return clone() if callable(clone) else batch
+    return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
 
 
-def _kept(extra: Any) -> Any:
-    return apply_to_collection(extra, Tensor, lambda tensor: tensor.detach())
+def _metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the states of metrics that were updated, and can be joined with those from before."""
+    found = {
+        path: metric
+        for path, metric in named_metrics(module, metrics_of(module)).items()
+        if can_join(metric) and metric._update_count
+    }
+    states = {path: metric_state(metric) for path, metric in found.items()}
+    return {path: {name: state[name] for name in found[path]._defaults} for path, state in states.items()}
 
 
 def _host_generators() -> tuple[Any, Any]:

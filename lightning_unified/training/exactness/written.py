@@ -19,6 +19,6 @@ def written_by(trainer: L.Trainer) -> Iterator[Callable[[], Written]]:
 
 
 def learn_written(
-    table: MergeTable, whole: Written, values: Sequence[Written], parts: Parts, tolerance: float
+    table: MergeTable, whole: Written, values: Sequence[Written], parts: Parts, *, tolerance: float
 ) -> str | None:
     return None

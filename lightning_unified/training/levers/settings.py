@@ -3,7 +3,7 @@
 import difflib
 import logging
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 from torch.optim import Optimizer
@@ -64,6 +64,10 @@ class Levers:
         self._chunk: LossChunk | None = None
         self.loss_chunk: int | None = None
         self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the choice, and no hold on module and optimizers."""
+        return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -1,14 +1,13 @@
 """What rows need where a step cannot be rehearsed: a few of them run on the device, then twice as many, and nothing of it stays."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from torchmetrics import Metric
 
 from lightning_unified.planning.static import static_bytes
 from lightning_unified.training.oom import caught
@@ -45,11 +44,10 @@ class DoublingProbe:
     Args:
         trainer: In `fit`.
         policy: Whose budget it is.
-        metrics: The module's torchmetrics objects.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, metrics: Sequence[Metric] = ()) -> None:
-        self._trainer, self._policy, self._metrics = trainer, policy, metrics
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
+        self._trainer, self._policy = trainer, policy
         self._splitter = policy.splitter("fit")
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> Found | None:
@@ -93,7 +91,7 @@ class DoublingProbe:
         watch.count_anew()
 
         def run() -> None:
-            with Undone(self._trainer, metrics=self._metrics):
+            with Undone(self._trainer):
                 gradient_sample(self._trainer, step)
 
         _, reason = caught(run)
@@ -139,9 +137,8 @@ def tried(
         and not policy.refuses_cut(shape)
         and policy.splitter("fit").refusal(batch, shape.rows) is None
     ):
-        metrics = [one for one in trainer.lightning_module.modules() if isinstance(one, Metric)]
         try:
-            found = DoublingProbe(trainer, policy, metrics=metrics).run(batch, shape, step=step)
+            found = DoublingProbe(trainer, policy).run(batch, shape, step=step)
         except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
             why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
     if found is None:

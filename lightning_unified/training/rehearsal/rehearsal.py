@@ -29,6 +29,7 @@ from lightning_unified.training.rehearsal.strategy import RehearsalStrategy, sha
 from lightning_unified.training.rehearsal.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
 from lightning_unified.training.rules import given_to, rules_of
 from lightning_unified.training.split import splitter_of
+from lightning_unified.training.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["Rehearsal"]
 
@@ -76,12 +77,16 @@ class Rehearsal:
         self._module, self._live, self._length = module, live, length
         self._backend, self._precision, self._validates = backend, precision, validates
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
-        self._template = self._before = _template(module, batch, "validate" if validates else "fit", live=live)
+        stage = "validate" if validates else "fit"
+        self._template = self._before = _template(module, batch, stage, live=live)
+        self._has_encoders = bool(rules_of(module, "fit", given=given_to(live)).encoders) and not validates
         if train_batch is not None:
             self._before = _template(module, train_batch, "fit", live=live)
         self._settings = self._settings_of(accumulate, clip)
         self._lever: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
+        # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
+        self._state = StateWatch(partial(roots_of, module, live, (*TRAINING_STEP, *EVALUATION_STEPS)), tensors=False)
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
         """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
@@ -137,7 +142,7 @@ class Rehearsal:
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
         """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
-        name = type(self._module).__name__
+        name, noted = type(self._module).__name__, self._state.note()
         try:
             with untouched():
                 return traced()
@@ -150,6 +155,8 @@ class Rehearsal:
             raise RehearsalError(
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
+        finally:
+            noted.restore()
 
     def _first(self, rows: int, parts: int, later: int, *, other: bool = False) -> Trace:
         spot: list[Places] = []
@@ -171,7 +178,7 @@ class Rehearsal:
         with fake_world(stage.world):
             stage.conductor.go_on()
             self._recompute_as_asked(stage.copy)
-            stage.strategy.cut(None if parts == 1 else rows)
+            stage.strategy.cut(None if parts == 1 else rows, parts=parts)
             with self._followed(stage):
                 stage.trainer.go_on()
         return self._trace(stage)
@@ -196,6 +203,7 @@ class Rehearsal:
             micro_batches=given_to(self._live),
             roles={"fit": self._before.roles, "validate": self._template.roles},
         )
+        strategy.policy.most_chunks = parts
         conductor = Conductor(
             recorder,
             world.answers,
@@ -264,6 +272,8 @@ class Rehearsal:
         """Return the next batch: whole until weights have been written once."""
         template = self._template if validation or not self._validates else self._before
         parts = stage.parts if stage.strategy.steps else 1
+        if parts > 1 and self._has_encoders:  # runs whole, its encoders in chunks
+            return template.of(template.rows or 1, length=self._length, device=_DEVICE)
         return template.of(stage.rows + (parts - 1) * stage.later_rows, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:

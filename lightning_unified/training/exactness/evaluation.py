@@ -1,0 +1,184 @@
+"""How results of a validation, test or predict step that ran in micro-batches become the whole batch's: found out as in training.
+
+There is no gradient to compare. Some rows run whole and in parts, and what the step returns, logs, counts and writes is compared. A check
+is made before the first split batch of a stage, before split batches 2, 4, 8, …, before one that differs in kind from those checked, and
+where the step gave something that no check has seen. Predictions are rows one after another and nothing else: a prediction for which no
+single concatenation fits is refused, never guessed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.training.exactness.draws import RecordDraws, ReplayDraws, WatchPrecision
+from lightning_unified.training.exactness.gradients import Tolerance
+from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.training.exactness.merging import Parts
+from lightning_unified.training.exactness.profile import BatchProfiles
+from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
+from lightning_unified.training.exactness.rows import splits_of, starts_of, window
+from lightning_unified.training.exactness.run import Results, aside, copied
+from lightning_unified.training.oom import caught
+
+__all__ = ["EvaluationCheck"]
+
+_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
+
+
+class EvaluationCheck:
+    """Finds the rules by which results of one stage are put together.
+
+    Args:
+        trainer: Whose evaluation it is.
+        rules: How the module declares its batches in this stage.
+        split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
+        step: `step(batch)` runs the stage's step.
+        predicts: Whether the step predicts, so that only concatenations are allowed.
+
+    Attributes:
+        tables: The rules found.
+        rule: By what means are weighted.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool
+    ) -> None:
+        self._trainer, self._rules, self._split, self._predicts = trainer, rules, split, predicts
+        self._module = trainer.lightning_module
+        self.tables = Tables.of(rules.merge)
+        self.rule = LossRule("rows")
+        self._profiles = BatchProfiles()
+        self._batches = 0
+        self._said: set[str] = set()
+
+    def look(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+    ) -> None:
+        """Check a batch before it runs in micro-batches, if that is due.
+
+        Args:
+            step: Runs the stage's step on a batch.
+            batch: Whole.
+            rows: Of it.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+            likely: By what training weights micro-batches.
+
+        Raises:
+            SplitError: If predictions cannot be put together, or the step writes what nothing puts together.
+        """
+        self._batches += 1
+        news = self._profiles.news(batch, rows)
+        if news or self._batches & (self._batches - 1) == 0:
+            self.learn(step, batch, rows=rows, unit=unit, at_once=at_once, likely=likely)
+            self._profiles.add(news)
+
+    def learn(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+    ) -> None:
+        """Check a batch now; the arguments are those of `look`."""
+        units = min(max(at_once // unit, 2), _UNITS, rows // unit)
+        while units >= 2:
+            reason = caught(
+                lambda units=units: self._checked(step, batch, rows=rows, size=units * unit, unit=unit, likely=likely)
+            )[1]
+            if reason is None:
+                return
+            units //= 2
+
+    def unmergeable(self) -> list[str]:
+        """Return names and paths that nothing puts together and that have not been returned before."""
+        new = [
+            name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
+        ]
+        self._said.update(new)
+        return sorted(new)
+
+    def refuse_guesses(self, paths: Sequence[str]) -> None:
+        """Raise `SplitError` if the step predicts and there is no rule for what it returned at `paths`, or more than one."""
+        if not self._predicts:
+            return
+        outputs = self.tables.outputs
+        for path in paths:
+            if path not in outputs.given and not _is_certain(outputs.all_rules(path)):
+                name = type(self._module).__name__
+                where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
+                raise SplitError(
+                    f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the "
+                    "predictions of micro-batches together for certain. Say how in configure_micro_batches: "
+                    f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "concatenate"}})); or use a smaller batch.'
+                )
+
+    def _checked(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
+    ) -> None:
+        start = window(batch, rows=rows, size=size, unit=unit)
+        whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
+        precision = WatchPrecision()
+        recorded = RecordDraws(precision)
+        whole = self._run(step, whole_batch, size, recorded, precision)
+        for sizes in splits_of(size // unit):
+            sizes = [unit * one for one in sizes]  # noqa: PLW2901
+            batches = [
+                self._split(batch, start + first, start + first + one, rows=rows)
+                for first, one in zip(starts_of(sizes), sizes, strict=True)
+            ]
+            runs = []
+            for part, first, one in zip(batches, starts_of(sizes), sizes, strict=True):
+                replay = ReplayDraws(
+                    recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
+                )
+                runs.append(self._run(step, part, one, replay, precision))
+            self._learn(whole, runs, batches, sizes, whole_batch, likely)
+
+    def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
+        own = copied(batch)
+        with aside(self._trainer, self._trainer._results, draws, precision) as gather:
+            return gather(rows, step(own))
+
+    def _learn(
+        self,
+        whole: Results,
+        runs: Sequence[Results],
+        batches: Sequence[Any],
+        sizes: Sequence[int],
+        batch: Any,
+        likely: LossRule,
+    ) -> None:
+        """Learn from one split, by the first rule of weighting under which most of what is logged fits."""
+        tolerance = Tolerance.of(whole.formats).relative
+        best: tuple[int, LossRule, Parts] | None = None
+        for rule in self._weights(batch, sum(sizes), likely):
+            try:
+                terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
+            except Exception:  # noqa: S112  # a count declared for training batches need not know these
+                continue
+            parts = Parts(sizes, terms)
+            trial = Tables.of(self._rules.merge)
+            learn_results(trial, whole, runs, parts, tolerance=tolerance)
+            lacking = len(trial.logs.unmergeable) + len(trial.outputs.unmergeable)
+            if best is None or lacking < best[0]:
+                best = (lacking, rule, parts)
+            if not lacking:
+                break
+        assert best is not None, "rows can always be counted"
+        self.rule = best[1]
+        trouble = learn_results(self.tables, whole, runs, best[2], tolerance=tolerance)
+        if trouble:
+            raise SplitError(refusal_of_state(type(self._module).__name__, trouble))
+
+    def _weights(self, batch: Any, rows: int, likely: LossRule) -> list[LossRule]:
+        if self._predicts:
+            return [LossRule("rows")]
+        own = declared(self._rules)
+        first = [rule for rule in (own, likely) if rule is not None and not rule.adds]
+        return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
+
+
+def _is_certain(rules: frozenset[str]) -> bool:
+    """Return whether a value is rows one after another in one way only, or always the same."""
+    concatenations = [rule for rule in rules if rule.startswith("concatenate")]
+    return rules == {"equal"} or (len(concatenations) == 1 and "equal" not in rules)

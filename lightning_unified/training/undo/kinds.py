@@ -1,0 +1,111 @@
+"""What a value is to the walk: immutable, a tensor, a module, a container, an object to look into, or a generator."""
+
+import array
+import enum
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["Kind", "is_ours", "kind_of"]
+
+
+class Kind(enum.Enum):
+    """How a value is noted and put back."""
+
+    INERT = enum.auto()  # cannot change, or is not looked into
+    TENSOR = enum.auto()
+    ARRAY = enum.auto()
+    MODULE = enum.auto()
+    MAPPING = enum.auto()
+    LIST = enum.auto()
+    SET = enum.auto()
+    DEQUE = enum.auto()
+    TUPLE = enum.auto()
+    OBJECT = enum.auto()  # its attributes
+    STATE = enum.auto()  # has a state that can be read and set: generators, bytearrays
+    ITERATOR = enum.auto()
+
+
+_STATES = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+    bytearray,
+    array.array,
+)
+_ITERATORS: tuple[type, ...] = (
+    itertools.count,
+    itertools.cycle,
+    itertools.repeat,
+    itertools.chain,
+    itertools.islice,
+    enumerate,
+    zip,
+    map,
+    type(iter([])),
+    type(iter(())),
+    type(iter("")),
+    type(iter(range(0))),
+    type(iter(range(1 << 70))),
+)
+_NEVER = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    enum.Enum,
+    np.generic,
+)
+_ENGINES = frozenset(
+    {"torch", "lightning", "lightning_unified", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
+)
+# Of the standard library only these hold state that a step changes and that can be put back through attributes.
+_OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "__main__"}
+# Classes that users derive from, and whose objects a step does not change: data, loggers, and the Trainer's own parts.
+_NOT_OF_STEPS = (Trainer, Strategy, Logger, LightningDataModule, Optimizer, DataLoader, Dataset, Sampler)
+_BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
+    (_NEVER, Kind.INERT),
+    ((random.SystemRandom, np.memmap), Kind.INERT),
+    (Tensor, Kind.TENSOR),
+    (nn.Module, Kind.MODULE),
+    (np.ndarray, Kind.ARRAY),
+    (_STATES, Kind.STATE),
+    (dict, Kind.MAPPING),
+    (list, Kind.LIST),
+    (set, Kind.SET),
+    (deque, Kind.DEQUE),
+    (tuple, Kind.TUPLE),
+    (_ITERATORS, Kind.ITERATOR),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def kind_of(kind: type) -> Kind:
+    """Return how values of the type `kind` are noted."""
+    for base, found in _BY_BASE:
+        if issubclass(kind, base):
+            return found
+    if is_ours(kind) or issubclass(kind, _NOT_OF_STEPS):
+        return Kind.INERT
+    has_attributes = kind.__dictoffset__ != 0 or any(vars(base).get("__slots__") for base in kind.__mro__)
+    return Kind.OBJECT if has_attributes else Kind.INERT
+
+
+def is_ours(kind: type) -> bool:
+    """Return whether `kind` is a class of the standard library, torch, Lightning or this package, whose objects are not looked into."""
+    return kind.__module__.partition(".")[0] in _OPAQUE

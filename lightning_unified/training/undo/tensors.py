@@ -1,0 +1,264 @@
+"""Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_unified.errors import RunError
+from lightning_unified.training.undo.cells import path_text
+from lightning_unified.training.undo.checksums import Checksum, checksum, differing
+from lightning_unified.training.undo.walk import FoundTensor
+from lightning_unified.units import KIB, MIB, format_bytes
+
+__all__ = ["NotedTensors", "TensorKeeper"]
+
+_SMALL = 64 * KIB  # a tensor of at most so many bytes is copied before every step
+_ROOM = (
+    256 * MIB
+)  # judgement: bytes of larger ones that are copied at most; buffers before the first step are not counted
+_SPARE = 64  # rooms of places that are gone: of tensors in a dict that the module makes anew in every step
+
+
+class TensorKeeper:
+    """Notes the tensors that a walk found, and learns which of the large ones a step changes.
+
+    Small tensors are copied before every step, in one call. So are running statistics, states of metrics, and large tensors that an
+    earlier step changed; before the first step all are. Other large tensors are held against their version counters, and against
+    checksums, for `tensor.data.mul_()` and fused kernels move no counter. Checksums read the whole tensor, so they are taken after
+    the successful steps 1, 2, 4, 8, … only. A tensor that a failed step changed and that was not copied cannot be put back: the
+    run is refused, with the tensor's name.
+
+    One note is valid at a time: the next one writes over its copies.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[int, Any], Tensor] = {}
+        self._changing: set[tuple[int, Any]] = set()
+        self._unseen: set[tuple[int, Any]] = set()  # that change and move no version counter
+        self._checksums: dict[tuple[int, Any], Checksum] = {}
+        self._successes = 0
+        self._fixed: Sequence[FoundTensor] | None = None
+        self._plan: _Plan | None = None
+
+    def note(self, fixed: Sequence[FoundTensor], moving: Sequence[FoundTensor]) -> "NotedTensors":
+        """Copy what is to be copied, and read the version counters of the rest.
+
+        Args:
+            fixed: The same object as long as the same tensors are in the same places.
+            moving: Tensors whose places may hold others by now.
+        """
+        if fixed is not self._fixed or self._plan is None or not self._plan.fits():
+            self._plan, self._fixed = self._planned(fixed, room=_ROOM), fixed
+        plans = [self._plan]
+        if moving:
+            plans.append(self._planned(moving, room=_ROOM - self._plan.large_bytes))
+        for plan in plans:
+            plan.copy()
+        if len(self._rooms) > 2 * sum(len(plan.copied) for plan in plans) + _SPARE:
+            used = {entry.slot for plan in plans for entry in plan.copied}
+            self._rooms = {slot: room for slot, room in self._rooms.items() if slot in used}
+        fresh = {
+            entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
+            for plan in plans
+            for entry in plan.held
+            if entry.slot in self._unseen and _can_be_summed(entry.tensor)
+        }
+        return NotedTensors(plans, {**self._checksums, **fresh})
+
+    def learn(self, noted: "NotedTensors") -> None:
+        """After a step that went well: remember which of the large tensors it changed, and let go of copies that are not needed."""
+        changed = noted.moved()
+        if self._successes == 0:
+            changed |= noted.copies_that_differ()
+        self._successes += 1
+        if self._successes & (self._successes - 1) == 0:
+            changed |= self._refresh(noted)
+        if self._successes == 1 or not changed <= self._changing:
+            self._changing |= changed
+            self._plan = None
+            self._rooms = {
+                slot: room for slot, room in self._rooms.items() if _bytes(room) <= _SMALL or slot in self._changing
+            }
+
+    def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
+        """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
+        held = [entry for entry in noted.held if _can_be_summed(entry.tensor)]
+        sums = {entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor)) for entry in held}
+        pairs = {slot: (self._checksums[slot], new) for slot, new in sums.items() if slot in self._checksums}
+        unmoved = {slot: pair for slot, pair in pairs.items() if pair[0].version == pair[1].version}
+        changed = set(differing({slot: (old.value, new.value) for slot, (old, new) in unmoved.items()}))
+        self._checksums = sums
+        self._unseen |= changed
+        return changed
+
+    def _planned(self, entries: Sequence[FoundTensor], *, room: int) -> "_Plan":
+        """Decide for each tensor whether it is copied, and make room for the copies."""
+        plan, in_fake_mode = _Plan(), detect_fake_mode() is not None
+        for entry in entries:
+            if in_fake_mode and not isinstance(entry.tensor, FakeTensor):
+                continue  # a dry run cannot write it; what surrounds the dry run keeps it
+            size = _bytes(entry.tensor)
+            is_needed = (
+                entry.copied or (entry.copied is None and size <= _SMALL) or (entry.is_buffer and not self._successes)
+            )
+            may_change = entry.copied is not False and (not self._successes or entry.slot in self._changing)
+            if is_plain(entry.tensor) and (is_needed or (may_change and plan.large_bytes + size <= room)):
+                plan.large_bytes += 0 if is_needed else size
+                plan.add(entry, self._room(entry))
+            else:
+                plan.held.append(entry)
+        return plan
+
+    def _room(self, entry: FoundTensor) -> Tensor:
+        found = self._rooms.get(entry.slot)
+        if found is None or _kind(found) != _kind(entry.tensor):
+            with torch.inference_mode(mode=False), torch.no_grad():
+                found = torch.empty_like(entry.tensor, requires_grad=False, memory_format=torch.preserve_format)
+            self._rooms[entry.slot] = found
+        return found
+
+
+class _Plan:
+    """Tensors with the room for their copies, and tensors that are held without a copy."""
+
+    def __init__(self) -> None:
+        self.copied: list[FoundTensor] = []
+        self.rooms: list[Tensor] = []
+        self.held: list[FoundTensor] = []
+        self.large_bytes = 0
+        self._tensors: list[Tensor] = []
+        self._kinds: list[Any] = []
+        self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, entry: FoundTensor, room: Tensor) -> None:
+        """Have `entry` copied into `room`."""
+        kind = _kind(entry.tensor)
+        self.copied.append(entry)
+        self.rooms.append(room)
+        self._tensors.append(entry.tensor)
+        self._kinds.append(kind)
+        rooms, tensors = self._groups.setdefault(kind[1:], ([], []))
+        rooms.append(room)
+        tensors.append(entry.tensor)
+
+    def fits(self) -> bool:
+        """Return whether the tensors have the shapes and dtypes that room was made for."""
+        return list(map(_kind, self._tensors)) == self._kinds
+
+    def copy(self) -> None:
+        """Copy every tensor, in one call for each dtype: a clone each would take several times as long."""
+        with torch.no_grad():
+            for rooms, tensors in self._groups.values():
+                torch._foreach_copy_(rooms, tensors)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class NotedTensors:
+    """Tensors as they were when a step began.
+
+    Args:
+        plans: What was copied, and what is held.
+        checksums: Of some that are held.
+    """
+
+    def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
+        self._copied = [pair for plan in plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        self.held = [entry for plan in plans for entry in plan.held]
+        self._versions = list(map(_version_of, self.held))
+        self._checksums = checksums
+
+    @property
+    def copied(self) -> list[tuple[FoundTensor, Tensor]]:
+        """The tensors that were copied, each with its copy, which the next note writes over."""
+        return self._copied
+
+    def moved(self) -> set[tuple[int, Any]]:
+        """Return the slots of tensors without a copy whose version counters have moved."""
+        now = map(_version_of, self.held)
+        return {entry.slot for entry, old, new in zip(self.held, self._versions, now, strict=True) if old != new}
+
+    def copies_that_differ(self) -> set[tuple[int, Any]]:
+        """Return the slots of large tensors that are not what their copies are."""
+        large = [pair for pair in self._copied if _bytes(pair[1]) > _SMALL]
+        return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
+
+    def restore(self) -> None:
+        """Write every copy back.
+
+        Raises:
+            RunError: If a tensor without a copy has changed.
+        """
+        for entry, room in self._copied:
+            if not _is_equal(entry.tensor, room):
+                _write(entry.tensor, room)
+        changed = self._changed()
+        if changed:
+            raise RunError(_refusal(changed))
+
+    def _changed(self) -> list[FoundTensor]:
+        """Return tensors without a copy that are not what they were."""
+        sums = {
+            entry.slot: (self._checksums[entry.slot].value, checksum(entry.tensor))
+            for entry, version in zip(self.held, self._versions, strict=True)
+            if entry.slot in self._checksums and self._checksums[entry.slot].version == version
+        }
+        differ, moved = set(differing(sums)), self.moved()
+        return [
+            entry for entry in self.held if entry.slot in differ or (entry.slot in moved and entry.slot not in sums)
+        ]
+
+
+def _write(tensor: Tensor, room: Tensor) -> None:
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        if _kind(tensor) == _kind(room):
+            tensor.copy_(room)
+        else:  # its data was exchanged: `tensor.data = other`
+            tensor.data = room.clone()
+
+
+def _refusal(changed: list[FoundTensor]) -> str:
+    names = ", ".join(f"{path_text(entry.path)} ({format_bytes(_bytes(entry.tensor))})" for entry in changed[:3])
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return (
+        f"a step that is undone had written {names}{more} in place, for the first time or beyond what is copied before a step "
+        f"({format_bytes(_ROOM)}), so it cannot be repeated exactly. Resume from the last checkpoint, and write such tensors in "
+        "on_train_batch_end, which runs once a batch after the step, or assign a new tensor instead of writing in place."
+    )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether `tensor` has entries of its own that can be copied: dense, on a device, of no class that stands for others."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and (type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor))
+    )
+
+
+_kind = operator.attrgetter("shape", "dtype", "device")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _version_of(entry: FoundTensor) -> int:
+    return _version(entry.tensor)
+
+
+def _can_be_summed(tensor: Tensor) -> bool:
+    return is_plain(tensor) and not (isinstance(tensor, FakeTensor) or tensor.is_conj() or tensor.is_neg())
+
+
+def _is_equal(tensor: Tensor, room: Tensor) -> bool:
+    return _kind(tensor) == _kind(room) and torch.equal(tensor, room)

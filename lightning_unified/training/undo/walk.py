@@ -1,0 +1,216 @@
+"""A walk over everything that a step may change, from a few roots: modules, containers, plain objects, tensors, generators."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
+
+from lightning_unified.training.undo.cells import Cell, MappingCell, Path, cells_of
+from lightning_unified.training.undo.kinds import Kind, kind_of
+
+__all__ = ["Found", "FoundTensor", "Walk", "metrics_in"]
+
+_DEEPEST = 12  # containers and objects inside one another that are looked into
+_WIDEST = (
+    1000  # entries of a container that are looked into; of a longer one the entries are noted, and not what these hold
+)
+_MANY = 64  # tensors in one container from which on they are not copied: such a list gathers results, which nobody writes again
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
+_TENSOR_DICTS = ("_parameters", "_buffers")
+
+
+@dataclass(slots=True, eq=False)
+class FoundTensor:
+    """A tensor that a step may change in place, and where it is.
+
+    Attributes:
+        tensor: The tensor.
+        path: Where it was found first.
+        slot: What holds it and under which name: stays the same when the tensor is exchanged for another.
+        copied: True if it must be copied before every step, False if it need not be, None if its size decides.
+        is_buffer: Whether it is a module's buffer.
+    """
+
+    tensor: Tensor
+    path: Path
+    slot: tuple[int, Any]
+    copied: bool | None = None
+    is_buffer: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """What a walk found: cells with their contents, the values in them that have a state, and tensors.
+
+    Attributes:
+        cells: Each with a copy of its contents.
+        states: Generators and the like.
+        iterators: Each with the cell that holds it and its name there.
+        arrays: NumPy arrays, with their paths.
+        tensors: That are not trained.
+        modules: Of which attributes and tensors were noted, or are to be.
+        deferred: Cells that were not looked into.
+    """
+
+    cells: list[tuple[Cell, Any]] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    iterators: list[tuple[Cell, Any, Any]] = field(default_factory=list)
+    arrays: list[tuple[Any, Path, tuple[int, Any]]] = field(default_factory=list)
+    tensors: list[FoundTensor] = field(default_factory=list)
+    modules: list[tuple[nn.Module, Path]] = field(default_factory=list)
+    deferred: list[Cell] = field(default_factory=list)
+
+
+class Walk:
+    """Visits each thing once.
+
+    Attributes:
+        found: What has been found so far.
+        seen: Ids of all that was visited.
+
+    Args:
+        trained: Ids of the tensors that others keep: trained parameters.
+        known: Ids of what is not visited: found by another walk.
+        defers: Tells, of a cell and its entries that can change, whether to leave it for another walk; None to leave none.
+    """
+
+    def __init__(
+        self,
+        *,
+        trained: Collection[int] = (),
+        known: Collection[int] = (),
+        defers: Callable[[Cell, "list[_Entry]"], bool] | None = None,
+    ) -> None:
+        self.found = Found()
+        self._trained, self._known, self._defers = trained, known, defers
+        self.seen: set[int] = set()
+        self._queue: list[tuple[Cell, int, bool]] = []
+
+    def cells(self, cells: Iterable[Cell]) -> "Walk":
+        """Visit what is in `cells`."""
+        for cell in cells:
+            self._add(cell, 0, is_metric=False)
+        return self._finish()
+
+    def value(self, value: Any, path: Path) -> "Walk":
+        """Visit `value`."""
+        self._take(None, path[1], value, kind_of(type(value)), path, 0, is_metric=False)
+        return self._finish()
+
+    def module(self, module: nn.Module, path: Path) -> "Walk":
+        """Visit the attributes and tensors of `module`; modules in it are only met."""
+        is_metric = isinstance(module, Metric)
+        skip = _OF_METRICS if is_metric else _OF_MODULES
+        self._add(MappingCell(vars(module), path, style="attribute", skip=skip), 0, is_metric=is_metric)
+        for name in ("_modules", *_TENSOR_DICTS):
+            entries = vars(module).get(name)
+            if entries:
+                cell = MappingCell(entries, path, style="attribute")
+                if name == "_modules":
+                    self._add(cell, 0, is_metric=False)
+                else:
+                    self._tensors(cell, is_norm=isinstance(module, _NormBase), is_buffer=name == "_buffers")
+        return self._finish()
+
+    def _tensors(self, cell: Cell, *, is_norm: bool, is_buffer: bool) -> None:
+        if self._is_seen(cell.target):
+            return
+        noted = cell.copy()
+        self.found.cells.append((cell, noted))
+        for name, tensor in noted.items():
+            if tensor is None or id(tensor) in self._trained or self._is_seen(tensor) or is_lazy(tensor):
+                continue
+            # the kernels of normalisation layers write running statistics past version counters (torch 2.13)
+            copied = True if is_norm and is_buffer else None
+            path = (cell.path, name, "attribute")
+            self.found.tensors.append(FoundTensor(tensor, path, (id(cell.target), name), copied, is_buffer))
+
+    def _finish(self) -> "Walk":
+        while self._queue:
+            self._open(*self._queue.pop())
+        return self
+
+    def _is_seen(self, value: Any) -> bool:
+        identity = id(value)
+        if identity in self._known or identity in self.seen:
+            return True
+        self.seen.add(identity)
+        return False
+
+    def _add(self, cell: Cell, depth: int, *, is_metric: bool) -> None:
+        if not self._is_seen(cell.target):
+            self._queue.append((cell, depth, is_metric))
+
+    def _open(self, cell: Cell, depth: int, is_metric: bool) -> None:
+        noted = cell.copy()
+        entries = _changeable(cell, noted)
+        if self._defers is not None and self._defers(cell, entries):
+            self.seen.discard(id(cell.target))
+            self.found.deferred.append(cell)
+            return
+        self.found.cells.append((cell, noted))
+        if depth >= _DEEPEST or len(entries) > _WIDEST:
+            return
+        many = len(entries) > _MANY and sum(kind is Kind.TENSOR for _, _, kind in entries) > _MANY
+        for name, value, kind in entries:
+            if kind is Kind.TENSOR and many:
+                self._tensor(cell, name, value, (cell.path, name, cell.style), copied=False)
+            else:
+                self._take(cell, name, value, kind, (cell.path, name, cell.style), depth, is_metric=is_metric)
+
+    def _take(
+        self, cell: Cell | None, name: Any, value: Any, kind: Kind, path: Path, depth: int, *, is_metric: bool
+    ) -> None:
+        found = self.found
+        if kind is Kind.INERT:
+            return
+        if kind is Kind.TENSOR:
+            self._tensor(cell, name, value, path, copied=True if is_metric and cell is not None else None)
+        elif kind is Kind.TUPLE:
+            if not self._is_seen(value) and depth < _DEEPEST:
+                for index, entry in enumerate(value):
+                    self._take(
+                        None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1, is_metric=False
+                    )
+        elif kind is Kind.ITERATOR:
+            if cell is not None:
+                found.iterators.append((cell, name, value))
+        elif self._is_seen(value):
+            return
+        elif kind is Kind.MODULE:
+            found.modules.append((value, path))
+        elif kind is Kind.STATE:
+            found.states.append(value)
+        elif kind is Kind.ARRAY:
+            found.arrays.append((value, path, (id(value) if cell is None else id(cell.target), name)))
+        else:
+            for one in cells_of(value, kind, path):
+                if one.target is value:
+                    self._queue.append((one, depth + 1, False))
+                else:
+                    self._add(one, depth + 1, is_metric=False)
+
+    def _tensor(self, cell: Cell | None, name: Any, tensor: Tensor, path: Path, *, copied: bool | None) -> None:
+        if id(tensor) not in self._trained and not self._is_seen(tensor) and not is_lazy(tensor):
+            slot = (id(cell.target) if cell is not None else id(tensor), name)
+            self.found.tensors.append(FoundTensor(tensor, path, slot, copied))
+
+
+_Entry = tuple[Any, Any, Kind]
+
+
+def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
+    """Return the entries of a cell that can change themselves, with their names and kinds."""
+    inert = Kind.INERT
+    return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not inert]
+
+
+def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
+    """Return those of `modules` that are torchmetrics objects with a state."""
+    return [module for module in modules if isinstance(module, Metric) and module._defaults]
