@@ -236,3 +236,16 @@ def test_a_failing_count_is_raised_only_when_rows_are_needed():
     assert one.shape([1, 2]) is None
     with pytest.raises(TypeError, match="list indices"):
         one.require_shape([1, 2])
+
+
+def test_a_list_of_sub_batches_is_never_a_list_of_rows():
+    one = splitter([of(2), of(2)])
+    batch = [[torch.zeros(2, 6), torch.zeros(2)], [torch.zeros(2, 6), torch.zeros(2)]]
+    (x, y), (other, _) = one.split(batch, 0, 1, rows=2)
+    assert (x.shape, y.shape, other.shape) == ((1, 6), (1,), (1, 6))
+
+
+def test_an_ambiguous_list_is_named_with_the_sizes_of_its_entries():
+    graph = (torch.zeros(31, 6), torch.zeros(2, 40), torch.zeros(31))
+    with pytest.raises(SplitError, match="ambiguous: 0 has 31, 1 has 2, 2 has 31"):
+        splitter(DataLoader([graph], batch_size=None)).split(graph, 0, 1, rows=31)

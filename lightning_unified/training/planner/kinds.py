@@ -32,6 +32,6 @@ class Kinds:
 
     def _of(self, batch: Any) -> tuple[str, ...]:
         """Return what tells this kind from others, the type and the names of what a mapping holds; the last one's if there are many."""
-        names = sorted(map(str, batch)) if isinstance(batch, Mapping) else []
+        names = sorted(map(str, batch.keys())) if isinstance(batch, Mapping) else []
         kind = (type(batch).__name__, *names)
         return kind if kind in self._longest or len(self._longest) < _MOST else next(reversed(self._longest))

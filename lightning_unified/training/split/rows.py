@@ -101,6 +101,7 @@ class RowFinder:
 
     def _find(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int | None:
         """Return the rows of `batch`, or of its sub-batch at `path`, and record new roles; None if they cannot be told."""
+        self.roles.update({(above, "list"): Role.COLUMNS for above in _above(path)})
         places = self._places(batch, path)
         self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
         known = [one for one in places if self.roles.get(one.key) is Role.ROWS and one.size is not None]
@@ -203,8 +204,10 @@ class RowFinder:
         )
 
     def _ambiguity(self, batch: Any) -> SplitError:
+        entered = {one.key: Role.COLUMNS for one in self._places(batch) if (one.size or _MOST_NAMED) < _MOST_NAMED}
+        places = list(places_in(batch, "", {**self.roles, **entered}, shared=self._shared))
         return SplitError(
-            f"the rows of a batch of {self._name} are ambiguous: {_listed(self._places(batch))}. In MicroBatchRules, give "
+            f"the rows of a batch of {self._name} are ambiguous: {_listed(places)}. In MicroBatchRules, give "
             "rows=RowRules(count=…, shared=(…)), a function that returns the number of rows and the paths of entries without a row "
             f"dimension; else {_WAYS_OUT}."
         )
@@ -224,6 +227,12 @@ class RowFinder:
         return SplitError(
             f"a batch of {self._name}, of type {type(batch).__name__}, has no entry with a row dimension, so it cannot be split; {_WAYS_OUT}."
         )
+
+
+def _above(path: str) -> list[str]:
+    """Return the paths of the containers that a sub-batch lies in."""
+    keys = path.split(".") if path else []
+    return [".".join(keys[:index]) for index in range(len(keys))]
 
 
 def _is_row_of_tensors(value: Sequence[Any]) -> bool:
