@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -99,6 +100,10 @@ def raise_out_of_memory(text: str) -> None:
     raise (torch.OutOfMemoryError if text in _TORCH_OWN else RuntimeError)(TEXTS[text])
 
 
+# Beside the callbacks: the strategy puts a callback's own attributes back when it undoes a step, and the faults would happen for ever.
+_LEDGERS: "WeakKeyDictionary[Disturbance, tuple[dict[Fault, int], dict[Fault, int]]]" = WeakKeyDictionary()
+
+
 class Disturbance(L.Callback):
     """Lets faults happen in one fit.
 
@@ -118,13 +123,22 @@ class Disturbance(L.Callback):
         limit: int | None = None,
     ) -> None:
         self._faults, self._wall, self._text, self._limit = faults, wall, text, limit
-        self._passed: dict[Fault, int] = dict.fromkeys(faults, 0)
-        self.struck: dict[Fault, int] = dict.fromkeys(faults, 0)
+        _LEDGERS[self] = (dict.fromkeys(faults, 0), dict.fromkeys(faults, 0))
         self._batch = -1
         self._undo: list[Callable[[], Any]] = []
         for point in STEP_POINTS:
             if point.startswith("on_"):
                 setattr(self, point, lambda *_, point=point: self._pass(point))
+
+    @property
+    def _passed(self) -> dict[Fault, int]:
+        """How often each fault's point has been passed."""
+        return _LEDGERS[self][0]
+
+    @property
+    def struck(self) -> dict[Fault, int]:
+        """How often each fault has happened."""
+        return _LEDGERS[self][1]
 
     def setup(self, trainer, pl_module, stage):
         path = Path(trainer.default_root_dir) / STRIKES

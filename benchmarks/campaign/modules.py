@@ -44,7 +44,7 @@ class Counted(L.LightningModule):
         self.net = self.build_net()
         self.tally = nn.Parameter(torch.zeros(recipe.rows))
         self.seen = Seen(recipe.rows)
-        self.parts: list[int] = []  # rows of each training_step, failed attempts among them
+        self.parts: list[int] = []  # rows of each training_step
         self.prepares_itself = False  # plain Lightning does not know the rule `prepare`
 
     def build_net(self) -> nn.Module:

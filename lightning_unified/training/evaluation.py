@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 
+from lightning_unified.training.encoders import Encoders, encoders_of
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import all_paths
@@ -41,6 +42,7 @@ class EvaluationSteps:
         self._trainer, self._policy, self._foresight = trainer, policy, foresight
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
+        self._encoders: dict[str, Encoders | None] = {}
         self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
 
@@ -62,9 +64,9 @@ class EvaluationSteps:
         if not self._policy.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
-        snapshot = self._snapshot()
-        watch, attempt = BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
             if reason is None:
                 if shape is not None:
@@ -73,7 +75,9 @@ class EvaluationSteps:
                 return output
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
@@ -87,6 +91,8 @@ class EvaluationSteps:
     ) -> Any:
         if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
             return step(batch, *rest)
+        if (encoders := self._encoders_of(phase)) is not None:
+            return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
         if self._policy.checks(_STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
@@ -122,6 +128,11 @@ class EvaluationSteps:
                 if not (check.tables.logs.knows(path) or check.tables.outputs.knows(path)):
                     check.tables.logs.reject(path)
         self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+
+    def _encoders_of(self, phase: str) -> Encoders | None:
+        if phase not in self._encoders:
+            self._encoders[phase] = encoders_of(self._trainer, self._policy, _STAGES[phase])
+        return self._encoders[phase]
 
     def _extent(self, shape: BatchShape) -> dict[str, Any]:
         sizes = self._policy.evaluation_sizes

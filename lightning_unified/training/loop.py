@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
@@ -54,6 +55,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy, self._foresight = policy, foresight
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
+        self._encoders = encoders_of(trainer, policy, "fit")
         self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
@@ -134,8 +136,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-        while True:
+        while (
+            True
+        ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
+            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
@@ -143,6 +147,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             attempt += 1
             self._step_back(snapshot)
             kwargs[key] = batch.again()
+            del snapshot, batch
             self._policy.out_of_memory(
                 phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
             )
@@ -172,6 +177,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self._gradients.restore()
         self._gradients = None
         snapshot.restore()
+        self._state.forget()
 
     def _prepared(self, batch: Any) -> Any:
         """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
@@ -185,14 +191,17 @@ class UnifiedOptimization(_AutomaticOptimization):
 
         if not self._policy.recover:
             return call(batch)
-        snapshot, watch, attempt = self._snapshot(), BatchWatch(batch), 0
+        attempt = 0
         while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
             prepared, reason = caught(partial(call, batch))
             if reason is None:
                 return prepared
             attempt += 1
             snapshot.restore()
+            self._state.forget()
             batch = watch.again()
+            del snapshot, watch
             self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
     def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
@@ -207,8 +216,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if shape is None and not declared:
             return 1.0
         rows = 1 if shape is None else shape.rows
-        can_be_split = shape is not None and rows >= 2 * self._policy.sizes.unit and rules.splittable
-        if can_be_split and shape is not None and not declared and self._splitter.refusal(batch, rows) is None:
+        splits = self._encoders is None and rules.splittable and not declared
+        splits = splits and rows >= 2 * self._policy.sizes.unit and self._splitter.refusal(batch, rows) is None
+        if shape is not None and splits:
             self._checked(kwargs, shape)
         rule = replace(self._policy.loss_rule, adds=False)
         return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
@@ -233,6 +243,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         if len(sizes) == 1:
             return whole
         self._policy.allow_split(shape)
+        if self._encoders is not None:
+            most = self._policy.most_chunks
+            return WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
         try:
             self._splitter.require_rows(batch, shape.rows)
             self._checked(kwargs, shape)

@@ -11,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_unified.training.exactness.gradients import Tolerance
+from lightning_unified.training.exactness.gradients import tolerance_in_training
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
@@ -106,11 +106,7 @@ class GradientParity:
 
     @property
     def _limit(self) -> float:
-        formats = {one.dtype for one in self._module.parameters()}
-        halves = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
-            str(self._trainer.precision_plugin.precision)
-        )
-        return _LIMIT if Tolerance.of({*formats, halves or torch.float32}).of_all < 1 else _LIMIT_HALF
+        return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""

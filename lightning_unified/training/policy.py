@@ -57,6 +57,7 @@ class MemoryPolicy:
         effective_batch_size: Rows of the largest batch so far.
         known_roles: Roles of the batches' entries by stage, where another run has found them: that of a dry run.
         recoveries: How many steps were repeated.
+        most_chunks: Chunks of an encoder's call that a dry run executes; None for all of them.
         events: What was decided on the way, for people.
 
     Raises:
@@ -101,6 +102,7 @@ class MemoryPolicy:
         self._check_split = check_split
         self.mean_of_terms = window_mean == "terms"
         self.recoveries = 0
+        self.most_chunks: int | None = None
         self.events: list[str] = []
         self._file = SizesFile(remember)
         self._asked_size = micro_batch_size
@@ -222,6 +224,8 @@ class MemoryPolicy:
         """By what micro-batches are weighted, and how that is known."""
         if self._verdict is not None:
             return self._verdict.reason
+        if self._module is not None and self.rules("fit").encoders:
+            return "the loss is the whole batch's own; encoders run in chunks of rows"
         return "no batch has been cut" if self.check_split else "as declared, else rows; unchecked (check_split=False)"
 
     @property
@@ -248,7 +252,7 @@ class MemoryPolicy:
                 f"{self.sizes.at_once(shape)}; raise the budget or the micro-batch size, or use a smaller batch."
             )
         if (rules.batch_norm or self._batch_norm) == "refuse":
-            refuse_batch_norm(module, rows=shape.rows)
+            refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lasting import Lasting
 from lightning.pytorch.plugins import precision as stock
 from scaled_run import Scales, fit, fresh, live, weights
 
@@ -46,8 +47,10 @@ class RunsOut(L.Callback):
     Where the scaler skips that step, it is the next one; `batch` then says which it was.
     """
 
+    batch, raised = Lasting(), Lasting()
+
     def __init__(self, where, batch, monkeypatch):
-        self.where, self.batch, self.patch, self.raised = where, batch, monkeypatch, 0
+        self.where, self.batch, self.patch = where, batch, monkeypatch
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.module = module

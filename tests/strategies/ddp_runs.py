@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
+from lasting import Lasting
 from torch.utils.data import DataLoader
 
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
@@ -26,6 +27,8 @@ RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e
 
 class Fails(L.Callback):
     """Raises an out-of-memory error once, on one rank, in the given phase of the given batch, after work has been done."""
+
+    left = Lasting()
 
     def __init__(self, phase: str, *, on: int = 1, batch: int = 2, times: int = 1) -> None:
         self.phase, self.on, self.batch, self.seen, self.left = phase, on, batch, -1, times

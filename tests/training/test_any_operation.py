@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lasting import Lasting
 from lightning.pytorch.callbacks import Callback
 from modules import MLP, weights
 from test_recovery import BATCH, TEXT, ShrinksAt, run
@@ -13,9 +14,11 @@ from lightning_unified.training.oom import insist
 class Operations(TorchDispatchMode):
     """Fails at the given ones of the operations that make a tensor, counted from 1."""
 
+    count = Lasting()
+
     def __init__(self, *fails):
         super().__init__()
-        self.fails, self.count = set(fails), 0
+        self.fails = set(fails)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(result.alias_info is None for result in func._schema.returns):

@@ -5,6 +5,7 @@ import json
 import lightning as L
 import pytest
 import torch
+from lasting import Lasting
 from modules import MLP, weights
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
@@ -153,7 +154,7 @@ def test_more_memory_is_tried_again(monkeypatch):
 class Prepares(MLP):
     """Runs out of memory in `prepare`, after it has drawn a number, as often as `times`."""
 
-    times, noise = 1, ()
+    times, noise = Lasting(1), ()
 
     def configure_micro_batches(self, stage):
         return MicroBatchRules(prepare=self.with_noise)

@@ -2,6 +2,7 @@
 
 import lightning as L
 import torch
+from lasting import Lasting
 from modules import fit
 from torch.utils.data import DataLoader
 
@@ -18,6 +19,7 @@ class Keeps(L.LightningModule):
     """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
 
     kept_bytes = 0
+    fails_at = Lasting(None)
 
     def __init__(self, wanted, *, fails_at=None, phase="forward"):
         super().__init__()

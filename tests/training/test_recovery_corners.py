@@ -6,6 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lasting import Lasting
 from lightning.pytorch.plugins import MixedPrecision
 from modules import MLP, weights
 from test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
@@ -20,9 +21,11 @@ from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunErro
 class FailsIn(L.Callback):
     """Runs out of memory in the given hook of the given batch: at its `first` call there, and `times` attempts in a row."""
 
+    calls, raised = Lasting(), Lasting()
+
     def __init__(self, hook: str, batch: int = 4, *, first: int = 1, times: int = 1) -> None:
         self.batch, self.first, self.times = batch, first, times
-        self.seen, self.calls, self.raised = -1, 0, 0
+        self.seen = -1
         setattr(self, hook, self._maybe_fail)
 
     def on_train_batch_start(self, *_):

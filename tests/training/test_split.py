@@ -1,15 +1,21 @@
-"""Cutting a batch loses nothing, copies nothing and gives what was one row to one micro-batch."""
+"""Splitting a batch loses nothing, copies nothing and gives each row to one micro-batch."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
-import pytest
+import lightning as L
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_unified.errors import SplitError
-from lightning_unified.training.split import containers_copied, cut, merge, num_rows, part_sizes, tensors_in
+from lightning_unified import MicroBatchRules, RowRules
+from lightning_unified.training.split import BatchSplitter, containers_copied, merge, part_sizes, tensors_in
+
+
+def split(batch, start, stop, *, rows):
+    rules = MicroBatchRules(rows=RowRules(count=lambda _: rows))
+    return BatchSplitter(L.LightningModule(), rules).split(batch, start, stop, rows=rows)
+
 
 Pair = namedtuple("Pair", "left right")
 
@@ -70,12 +76,12 @@ def same(left, right) -> bool:
 
 
 @given(trees, st.integers(5, 12), st.integers(3, 12))
-def test_cutting_and_putting_together_is_the_identity(tree, rows, limit):
+def test_splitting_and_merging_is_the_identity(tree, rows, limit):
     """Lists of the tree are shorter than any part, so that none can be taken for a list of one entry a row."""
     batch = {"anchor": torch.arange(rows), "tree": build(tree, rows)}
     sizes = part_sizes(rows, limit=limit)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    parts = [cut(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
+    parts = [split(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
     joined = merge(parts, sizes=sizes, average=lambda values: values[0])
 
     assert same(joined, batch)
@@ -84,7 +90,7 @@ def test_cutting_and_putting_together_is_the_identity(tree, rows, limit):
 def test_tensors_are_views():
     batch = torch.arange(8.0)
 
-    assert cut(batch, 2, 5, rows=8).data_ptr() == batch[2:].data_ptr()
+    assert split(batch, 2, 5, rows=8).data_ptr() == batch[2:].data_ptr()
 
 
 def test_containers_keep_their_kind():
@@ -93,7 +99,7 @@ def test_containers_keep_their_kind():
         record=Record(torch.ones(4, 2), [1, 2, 3, 4], 0.5),
         both=(torch.zeros(4), 7),
     )
-    part = cut(batch, 1, 3, rows=4)
+    part = split(batch, 1, 3, rows=4)
 
     assert type(part) is OrderedDict
     assert isinstance(part["pair"], Pair) and part["pair"].right == ["b", "c"]
@@ -102,32 +108,15 @@ def test_containers_keep_their_kind():
     assert batch["record"].names == [1, 2, 3, 4]
 
 
-def test_a_list_of_one_entry_a_row_is_cut_though_its_entries_hold_tensors():
+def test_a_list_of_one_entry_a_row_is_split_though_its_entries_hold_tensors():
     boxes = [{"boxes": torch.zeros(count, 4)} for count in (1, 2, 7)]
-    part = cut((torch.zeros(3, 5), boxes), 1, 3, rows=3)
+    part = split((torch.zeros(3, 5), boxes), 1, 3, rows=3)
 
     assert [len(entry["boxes"]) for entry in part[1]] == [2, 7]
 
 
-def test_rows_are_those_of_the_first_tensor_or_of_a_list_of_samples():
-    assert num_rows({"text": ["a", "b", "c"], "x": torch.zeros(5, 2)}) == 5
-    assert num_rows({"text": ["a", "b", "c"]}) == 3
-    assert num_rows([["a", "b"], ["c", "d"]]) == 2
-
-
-def test_a_batch_without_rows_says_what_to_do():
-    with pytest.raises(SplitError, match=r"MicroBatchRules\(splittable=False\)"):
-        num_rows({"scale": 3.0})
-
-
-def test_the_rows_are_what_most_entries_agree_on():
-    assert num_rows({"weights": torch.zeros(10), "x": torch.zeros(8, 2), "y": torch.zeros(8)}) == 8
-    assert num_rows(([torch.zeros(3, 4, 4)] * 8, torch.zeros(8))) == 8
-    assert num_rows([[torch.zeros(8), torch.zeros(8, 2)], torch.zeros(8)]) == 8
-
-
 def test_a_short_tuple_with_a_tensor_between_numbers_is_no_list_of_samples():
-    part = cut({"x": torch.zeros(3, 2), "more": (1, torch.arange(3), 2)}, 0, 2, rows=3)
+    part = split({"x": torch.zeros(3, 2), "more": (1, torch.arange(3), 2)}, 0, 2, rows=3)
 
     assert part["more"][0] == 1 and part["more"][1].tolist() == [0, 1] and part["more"][2] == 2
 

@@ -22,11 +22,14 @@ records what sound modules differ by.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import lightning as L
 import torch
 from torch import Tensor
 
-__all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients"]
+__all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
 
+_DOUBLE = 1e-6
+_TF32 = 2e-3  # what ten bits of mantissa round to over a deep model
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 
 
@@ -45,7 +48,15 @@ class Tolerance:
             return cls(2e-2, 1.0)
         if torch.float16 in formats:
             return cls(4e-3, 1.0)
-        return cls(1e-6, 0.1) if formats == {torch.float64} else cls(1e-4, 0.1)
+        return cls(_DOUBLE, 0.1) if formats == {torch.float64} else cls(1e-4, 0.1)
+
+
+def tolerance_in_training(trainer: L.Trainer) -> float:
+    """Return up to which relative difference two results of the step as it trains, with autocast and TF32, are the same but for rounding."""
+    formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
+    found = Tolerance.of({*formats, mixed} if mixed else formats).relative
+    return max(found, _TF32) if trainer.strategy.root_device.type == "cuda" and found > _DOUBLE else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What the exactness check has found, and what it need not look at: modules whose layers mix rows by themselves."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lightning as L
@@ -30,9 +31,16 @@ class Verdict:
     unmergeable: tuple[str, ...] = ()
 
 
-def refuse_batch_norm(module: L.LightningModule, *, rows: int) -> None:
-    """Raise `SplitError` if `module` has BatchNorm in train mode, whose statistics are of the rows run at once."""
+def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[str] = ()) -> None:
+    """Raise `SplitError` if `module` has BatchNorm in train mode, whose statistics are of the rows run at once.
+
+    Args:
+        module: The module.
+        rows: Of the batch.
+        within: Names of the submodules that alone do not run whole batches; none for all of the module.
+    """
     norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
+    norms = [name for name in norms if not within or any(f"{name}.".startswith(f"{one}.") for one in within)]
     if norms:
         raise SplitError(
             f"{type(module).__name__} has BatchNorm in train mode ({norms[0]} and {len(norms) - 1} more): its statistics are of the rows run "

@@ -82,6 +82,7 @@ class Planner:
         self._module = module
         self._unit = self.rows if whole else unit or rules.unit
         self._least, self._most = least, most
+        self._has_encoders = bool(rules.encoders)
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
         self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer, shadows={})
         self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
@@ -246,6 +247,7 @@ class Planner:
                 row_bytes=self._row_bytes,
                 workspaces=self._workspaces,
                 least=None if bounds is None else bounds.bytes(setting),
+                holds_batch=self._has_encoders,
             )
         return self._sizes[setting]
 

@@ -36,6 +36,7 @@ class RehearsedSizes:
         row_bytes: What a row of the batch takes.
         workspaces: Whether what libraries take for themselves is counted.
         least: What a step of so many rows takes at least, as is known of another setting.
+        holds_batch: Whether a trace of several parts holds the whole batch, as one of a module with encoders does.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class RehearsedSizes:
         row_bytes: int,
         workspaces: bool = True,
         least: Callable[[int], int] | None = None,
+        holds_batch: bool = False,
     ) -> None:
-        self._rehearse, self._least = rehearse, least
+        self._rehearse, self._least, self._holds_batch = rehearse, least, holds_batch
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
         self._second = {cut[0]: cut[1] for cut in cuts(rows, unit=unit) if len(cut) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
@@ -153,7 +155,7 @@ class RehearsedSizes:
     def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
         """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
         missing = (self._rows - rows) * self._row_bytes
-        if missing <= 0:
+        if missing <= 0 or (self._holds_batch and trace.parts > 1):
             return trace
         taken = {event.storage for event in trace.events if isinstance(event, Take)}
         waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -13,7 +14,7 @@ from lightning_unified.errors import RehearsalError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planning.shadow import fake_tensor, shadow
 from lightning_unified.planning.values import set_value
-from lightning_unified.training.split import BatchSplitter, tensors_in
+from lightning_unified.training.split import BatchSplitter, planning_splitter, tensors_in
 from lightning_unified.training.split.containers import (
     PLAIN,
     entries_of,
@@ -52,7 +53,7 @@ class Template:
         self, module: L.LightningModule, batch: Any, rules: MicroBatchRules, *, splitter: BatchSplitter | None = None
     ) -> None:
         self._batch, self._name = batch, type(module).__name__
-        self._splitter = splitter or BatchSplitter(module, rules)
+        self._splitter = splitter or planning_splitter(module, rules)
         self._splits_itself = rules.rows.split is not None
         shape = self._splitter.shape(batch)
         known = shape is not None and self._splitter.refusal(batch, shape.rows) is None
@@ -106,10 +107,12 @@ class _Resize:
     def __call__(self, value: Any, path: str = "") -> Any:
         if isinstance(value, Tensor) and kind_of(value) is TENSOR:
             return self._tensor(value, batched=self._roles.get((path, "leaf")) is Role.ROWS)
+        if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
+            return value[np.arange(self._rows) % self._had]
         if isinstance(value, PackedSequence):
             return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
         if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
-            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))
+            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))  # pyright: ignore[reportArgumentType]
         entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
         if entries is not None:
             return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
@@ -176,5 +179,5 @@ def _holds_special_kinds(value: Any) -> bool:
         return False
     kind = kind_of(value)
     if kind is not None:
-        return kind is not TENSOR
+        return kind is not TENSOR and not isinstance(value, np.ndarray)
     return any(_holds_special_kinds(entry) for _, entry in entries_of(value) or ())

@@ -77,7 +77,9 @@ class Rehearsal:
         self._module, self._live, self._length = module, live, length
         self._backend, self._precision, self._validates = backend, precision, validates
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
-        self._template = self._before = _template(module, batch, "validate" if validates else "fit", live=live)
+        stage = "validate" if validates else "fit"
+        self._template = self._before = _template(module, batch, stage, live=live)
+        self._has_encoders = bool(rules_of(module, "fit", given=given_to(live)).encoders) and not validates
         if train_batch is not None:
             self._before = _template(module, train_batch, "fit", live=live)
         self._settings = self._settings_of(accumulate, clip)
@@ -176,7 +178,7 @@ class Rehearsal:
         with fake_world(stage.world):
             stage.conductor.go_on()
             self._recompute_as_asked(stage.copy)
-            stage.strategy.cut(None if parts == 1 else rows)
+            stage.strategy.cut(None if parts == 1 else rows, parts=parts)
             with self._followed(stage):
                 stage.trainer.go_on()
         return self._trace(stage)
@@ -201,6 +203,7 @@ class Rehearsal:
             micro_batches=given_to(self._live),
             roles={"fit": self._before.roles, "validate": self._template.roles},
         )
+        strategy.policy.most_chunks = parts
         conductor = Conductor(
             recorder,
             world.answers,
@@ -269,6 +272,8 @@ class Rehearsal:
         """Return the next batch: whole until weights have been written once."""
         template = self._template if validation or not self._validates else self._before
         parts = stage.parts if stage.strategy.steps else 1
+        if parts > 1 and self._has_encoders:  # runs whole, its encoders in chunks
+            return template.of(template.rows or 1, length=self._length, device=_DEVICE)
         return template.of(stage.rows + (parts - 1) * stage.later_rows, length=self._length, device=_DEVICE)
 
     def _shared(self) -> list[Any]:

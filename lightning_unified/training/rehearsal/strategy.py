@@ -96,9 +96,15 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
         loop.automatic_optimization.optim_progress = progress
 
-    def cut(self, micro_batch_size: int | None) -> None:
-        """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches."""
+    def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
+        """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches.
+
+        Args:
+            micro_batch_size: Rows.
+            parts: Micro-batches that are rehearsed; of a call of an encoder, as many chunks.
+        """
         assert self.lightning_module is not None
+        self.policy.most_chunks = parts
         self.policy.sizes = MicroBatchSize(micro_batch_size or "auto")
         self.policy.begin(self.lightning_module, self.optimizers, precision="")
 

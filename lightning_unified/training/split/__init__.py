@@ -3,7 +3,7 @@
 from lightning_unified.training.split.containers import containers_copied, tensors_in
 from lightning_unified.training.split.merging import merge
 from lightning_unified.training.split.sizes import BatchShape, elements_per_row, part_sizes, positions
-from lightning_unified.training.split.splitting import BatchSplitter, splitter_of
+from lightning_unified.training.split.splitting import BatchSplitter, planning_splitter, splitter_of
 
 __all__ = [
     "BatchShape",
@@ -12,6 +12,7 @@ __all__ = [
     "elements_per_row",
     "merge",
     "part_sizes",
+    "planning_splitter",
     "positions",
     "splitter_of",
     "tensors_in",

@@ -13,7 +13,7 @@ from lightning_unified.training.split.containers import PLAIN, entries_of, is_se
 from lightning_unified.training.split.kinds import Kind, kind_of
 from lightning_unified.training.split.samples import LoaderSamples
 
-__all__ = ["Place", "Role", "Roles", "Trial", "may_hold_rows", "places_in", "tried"]
+__all__ = ["Place", "Role", "Roles", "Tag", "Trial", "may_hold_rows", "places_in", "tried"]
 
 
 class Role(Enum):

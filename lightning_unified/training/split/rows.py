@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import RowRules
 from lightning_unified.training.split.containers import PLAIN, is_sequence, tensors_in
-from lightning_unified.training.split.roles import Place, Role, Roles, Trial, may_hold_rows, places_in, tried
+from lightning_unified.training.split.roles import Place, Role, Roles, Tag, Trial, may_hold_rows, places_in, tried
 from lightning_unified.training.split.samples import LoaderSamples, SubBatch
 from lightning_unified.training.split.sizes import BatchShape
 
@@ -41,6 +41,7 @@ class RowFinder:
         self._name, self._shared, self._is_prepared = name, rules.shared, is_prepared
         self.roles: Roles = dict(roles or {})
         self.has_split = False
+        self._lengths: dict[tuple[str, Tag], int | None] = {}  # of lists without a role
         self._rows: dict[str, int] = {}  # of the batch before, by sub-batch
         self._varies: set[str] = set()
 
@@ -101,6 +102,7 @@ class RowFinder:
     def _find(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int | None:
         """Return the rows of `batch`, or of its sub-batch at `path`, and record new roles; None if they cannot be told."""
         places = self._places(batch, path)
+        self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
         known = [one for one in places if self.roles.get(one.key) is Role.ROWS and one.size is not None]
         fresh = [one for one in places if self._is_unknown(one)]
         rows = self._agreed(known, path) if known else self._guess(fresh, path, samples())
@@ -113,6 +115,12 @@ class RowFinder:
             self._varies.add(path)
         self._rows[path] = rows
         return rows
+
+    def _compare_lengths(self, lists: Sequence[Place]) -> None:
+        """Make undecided lists rows whose length is another one than in an earlier batch: columns do not change their number."""
+        for one in lists:
+            if self._lengths.setdefault(one.key, one.size) != one.size:
+                self.roles[one.key] = Role.ROWS
 
     def _largest(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int:
         """Return the largest number of rows that a batch may have which contradicts its roles or has none; 0 if nothing tells."""

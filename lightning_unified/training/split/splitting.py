@@ -1,6 +1,9 @@
 """Splitting the batches of one module, by its own rules where it has them."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -8,14 +11,14 @@ import lightning as L
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.rules import given_to, rules_of
-from lightning_unified.training.split.containers import PLAIN, entries_of, is_sequence, joined, with_entries
+from lightning_unified.training.split.containers import PLAIN, entries_of, is_sequence, joined, tensors_in, with_entries
 from lightning_unified.training.split.kinds import kind_of
 from lightning_unified.training.split.roles import Role, Roles
 from lightning_unified.training.split.rows import RowFinder
-from lightning_unified.training.split.samples import LoaderSamples, SubBatch, samples_by_path
+from lightning_unified.training.split.samples import UNKNOWN, LoaderSamples, SubBatch, samples_by_path
 from lightning_unified.training.split.sizes import BatchShape, elements_per_row
 
-__all__ = ["BatchSplitter", "splitter_of"]
+__all__ = ["BatchSplitter", "planning_splitter", "splitter_of"]
 
 
 class BatchSplitter:
@@ -153,7 +156,29 @@ def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | N
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     if policy is not None and policy.runs(module):
         return policy.splitter(stage)
-    return BatchSplitter(module, rules_of(module, stage, given=given_to(trainer)), stage=stage)
+    return planning_splitter(module, rules_of(module, stage, given=given_to(trainer)), stage=stage)
+
+
+def planning_splitter(module: L.LightningModule, rules: MicroBatchRules, *, stage: str = "fit") -> BatchSplitter:
+    """Return a splitter for a prediction from one batch, without loaders: most entries decide where its rows are ambiguous.
+
+    Args:
+        module: The module whose batches they are.
+        rules: Its rules.
+        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+    """
+    rows = rules.rows
+    if rows.count is None and rows.split is None:
+        rows = replace(rows, count=partial(_likeliest_rows, RowFinder(type(module).__name__, rows)))
+    return BatchSplitter(module, replace(rules, rows=rows), stage=stage)
+
+
+def _likeliest_rows(finder: RowFinder, batch: Any) -> int | None:
+    rows = finder.rows(batch, [("", lambda: UNKNOWN)])
+    if rows is not None:
+        return rows
+    votes = Counter(tensor.size(0) for tensor in tensors_in(batch) if tensor.dim())
+    return votes.most_common(1)[0][0] if votes else None
 
 
 def _rows_of(value: Any, path: str, start: int, stop: int, *, roles: Roles) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_unified.training.undo.cells import Cell, MappingCell, are_same
 
-__all__ = ["StillCells"]
+__all__ = ["StillCells", "holds"]
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -59,7 +59,11 @@ class StillCells:
 
     def changed(self) -> list[Cell]:
         """Return the cells that do not hold what they held."""
-        return [cell for cell, noted in self._cells if not _holds(cell.copy(), noted)]
+        return [cell for cell, noted in self._cells if not holds(cell.copy(), noted)]
+
+    def moved(self) -> list[tuple[Cell, Any]]:
+        """Return the cells that do not hold what they held, each with what it held."""
+        return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
 
     def restore(self) -> None:
         """Put every cell back."""
@@ -73,7 +77,8 @@ class StillCells:
         return ctypes.string_at(id(held) + tuple.__basicsize__, _POINTER * len(held))
 
 
-def _holds(now: Any, noted: Any) -> bool:
+def holds(now: Any, noted: Any) -> bool:
+    """Return whether two copies of a cell's contents hold the same objects in the same order."""
     if isinstance(noted, dict):
         return are_same(now, noted) and are_same(now.values(), noted.values())
     return are_same(now, noted)

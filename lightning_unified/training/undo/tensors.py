@@ -171,6 +171,11 @@ class NotedTensors:
         self._versions = list(map(_version_of, self.held))
         self._checksums = checksums
 
+    @property
+    def copied(self) -> list[tuple[FoundTensor, Tensor]]:
+        """The tensors that were copied, each with its copy, which the next note writes over."""
+        return self._copied
+
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
         now = map(_version_of, self.held)

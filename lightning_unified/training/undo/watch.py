@@ -1,6 +1,6 @@
 """The state that a step may change: noted before the step, and put back if it is to be repeated or was only a trial."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,11 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
-from lightning_unified.training.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell
+from lightning_unified.training.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
 from lightning_unified.training.undo.kinds import Kind
 from lightning_unified.training.undo.roots import Roots
 from lightning_unified.training.undo.states import iterator_copied, set_state, state_of
-from lightning_unified.training.undo.still import StillCells
+from lightning_unified.training.undo.still import StillCells, holds
 from lightning_unified.training.undo.tensors import NotedTensors, TensorKeeper
 from lightning_unified.training.undo.walk import Found, FoundTensor, Walk, metrics_in
 
@@ -44,6 +44,7 @@ class StateWatch:
         self._modules: dict[int, nn.Module] = {}
         self._known: set[int] = set()
         self._trained: set[int] = set()
+        self._metric_paths: frozenset[str] = frozenset()
 
     @property
     def metrics(self) -> list[Metric]:
@@ -59,7 +60,7 @@ class StateWatch:
             changing = self._of_changing()
         tensors = [*changing.tensors, *_tensors_of(changing), *_tensors_of(self._found)]
         noted = None if self._tensors is None else self._tensors.note(self._found.tensors, tensors)
-        return Noted(still, self._found, changing, noted)
+        return Noted(still, self._found, changing, noted, metric_paths=self._metric_paths)
 
     def look(self) -> None:
         """Find out what there is, without noting it."""
@@ -76,6 +77,10 @@ class StateWatch:
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 
+    def forget(self) -> None:
+        """Let go of what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
+        self._still, self._found, self._known, self._modules = None, Found(), set(), {}
+
     def _looked_at(self) -> StillCells:
         if self._still is not None:
             if self._still.are_same():
@@ -90,6 +95,7 @@ class StateWatch:
         """Walk through everything, and tell apart what is copied once and what is copied before every step."""
         roots = self._roots()
         self._trained, self._modules = roots.trained, {}
+        metric_paths: set[str] = set()
         walk = Walk(trained=self._trained, defers=self._is_copied_always).cells(roots.cells)
         met = [*((module, (None, name, "global")) for module, name in roots.modules), *walk.found.modules]
         while met:
@@ -97,6 +103,8 @@ class StateWatch:
             walk.found.modules.clear()
             if id(module) not in self._modules:
                 self._modules[id(module)] = module
+                if isinstance(module, Metric):
+                    metric_paths.add(path_text(path))
                 walk.module(module, path)
             met += walk.found.modules
             if not met:  # modules that only changing things lead to
@@ -105,6 +113,7 @@ class StateWatch:
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
         empty = [entries for entries in owned if entries is not None and not entries]
+        self._metric_paths = frozenset(metric_paths)
         self._still = StillCells(self._found.cells, empty=empty, counted=roots.parameters)
         return self._still
 
@@ -127,15 +136,42 @@ class Noted:
         scanned: What the scan found in it.
         changing: What is found before every step.
         tensors: The tensors' values; None where they are not noted.
+        metric_paths: Where torchmetrics objects are.
     """
 
-    def __init__(self, still: StillCells, scanned: Found, changing: Found, tensors: NotedTensors | None) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        still: StillCells,
+        scanned: Found,
+        changing: Found,
+        tensors: NotedTensors | None,
+        *,
+        metric_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
         self._states = [(value, state_of(value)) for value in (*scanned.states, *changing.states)]
         self._iterators = [(cell, name, iterator_copied(value)) for cell, name, value in changing.iterators]
         small = (array for array, _, _ in (*scanned.arrays, *changing.arrays) if array.nbytes <= _SMALL_ARRAY)
         self._arrays = [(array, array.copy()) for array in small]
+
+    @property
+    def states(self) -> list[tuple[Any, Any]]:
+        """Generators and the like, each with its state."""
+        return self._states
+
+    @property
+    def arrays(self) -> list[tuple[Any, Any]]:
+        """Small NumPy arrays, each with a copy."""
+        return self._arrays
+
+    def moved_cells(self) -> Iterator[tuple[Cell, Any]]:
+        """Yield the cells that do not hold the very objects they held, each with what it held."""
+        if not self._still.are_same():
+            yield from self._still.moved()
+        for cell, contents in self._cells:
+            if not holds(cell.copy(), contents):
+                yield cell, contents
 
     def restore(self) -> None:
         """Put everything back; may be called again.

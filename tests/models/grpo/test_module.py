@@ -7,6 +7,7 @@ import pytest
 import torch
 from grpo_parts import VOCABULARY, Dice, Gradients, Plain, Task, decode, fit, grpo, policy, prompts, traces
 from grpo_rival import train
+from lasting import Lasting
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -27,8 +28,10 @@ class _Logged(Callback):
 class _Fails(Callback):
     """Runs out of memory once, in the forward pass of a step that has prepared its batch."""
 
+    raised = Lasting()
+
     def __init__(self, step):
-        self.step, self.raised = step, 0
+        self.step = step
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == self.step:

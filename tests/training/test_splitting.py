@@ -1,8 +1,9 @@
-"""Batches of other kinds are cut: mappings of their own class, packed sequences, graphs through the module's rules."""
+"""Batches of other kinds are split: mappings of their own class, packed sequences, graphs, TensorDicts, nested tensors."""
 
 from collections import UserDict
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from modules import fit, weights
@@ -12,8 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.training.cutter import Cutter
-from lightning_unified.training.split import BatchShape, cut, elements_per_row, merge, num_rows, positions
+from lightning_unified.training.split import BatchShape, BatchSplitter, elements_per_row, merge, positions
+
+
+def splitter(rows=None, **rules):
+    count = None if rows is None else lambda _: rows
+    return BatchSplitter(L.LightningModule(), MicroBatchRules(rows=RowRules(count=count, **rules)))
 
 
 class Encoding(UserDict):
@@ -109,7 +114,7 @@ def packed(rows):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", [GraphNet, Recurrent])
-def test_a_cut_batch_of_another_kind_trains_as_the_whole(kind, size):
+def test_a_split_batch_of_another_kind_trains_as_the_whole(kind, size):
     torch.manual_seed(0)
     whole = kind().double()
     fit(whole, whole.loader())
@@ -122,12 +127,13 @@ def test_a_cut_batch_of_another_kind_trains_as_the_whole(kind, size):
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_packed_sequences_are_cut_and_merged_without_loss(in_order):
+def test_packed_sequences_are_split_and_merged_without_loss(in_order):
     lengths = [5, 4, 2, 1] if in_order else [2, 5, 1, 4]
     rows = [torch.randn(length, 3) for length in lengths]
     batch = {"x": pack_sequence(rows, enforce_sorted=in_order), "y": torch.arange(4)}
-    assert num_rows(batch) == 4
-    parts = [cut(batch, 0, 3, rows=4), cut(batch, 3, 4, rows=4)]
+    one = splitter()
+    assert one.shape(batch).rows == 4
+    parts = [one.split(batch, 0, 3, rows=4), one.split(batch, 3, 4, rows=4)]
     again = merge(parts, sizes=[3, 1], average=lambda values: values[0])
 
     assert all(isinstance(part["x"], PackedSequence) for part in parts)
@@ -138,7 +144,7 @@ def test_packed_sequences_are_cut_and_merged_without_loss(in_order):
 
 def test_a_mapping_of_its_own_class_stays_one_and_the_whole_is_unchanged():
     batch = Encoding({"input_ids": torch.arange(12).reshape(4, 3), "names": list("abcd")}, encodings="kept")
-    part = cut(batch, 1, 3, rows=4)
+    part = splitter().split(batch, 1, 3, rows=4)
 
     assert type(part) is Encoding
     assert part.encodings == "kept"
@@ -147,10 +153,10 @@ def test_a_mapping_of_its_own_class_stays_one_and_the_whole_is_unchanged():
     assert len(batch["input_ids"]) == 4
 
 
-def test_the_encodings_of_transformers_are_cut():
+def test_the_encodings_of_transformers_are_split():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)})
-    part = cut(batch, 0, 2, rows=num_rows(batch))
+    part = splitter().split(batch, 0, 2, rows=4)
 
     assert isinstance(part, transformers.BatchEncoding)
     assert part.input_ids.shape == (2, 3)
@@ -160,10 +166,18 @@ def test_the_encodings_of_transformers_are_cut():
 def test_rows_that_cannot_be_seen_are_counted_by_the_rules():
     module, counts = L.LightningModule(), MicroBatchRules(rows=RowRules(count=lambda batch: batch))
 
-    assert Cutter(module, counts).shape(6) == BatchShape(6, 0)
+    assert BatchSplitter(module, counts).shape(6) == BatchShape(6, 0)
+    assert BatchSplitter(module, counts).shape(0) is None
     with pytest.raises(SplitError, match=r"RowRules\(count=…\) of LightningModule returned 0"):
-        Cutter(module, counts).shape(0)
-    assert Cutter(module, MicroBatchRules()).shape(object()) is None
+        BatchSplitter(module, counts).require_shape(0)
+    assert BatchSplitter(module, MicroBatchRules()).shape(object()) is None
+
+
+def test_a_batch_without_rows_says_what_to_do():
+    with pytest.raises(
+        SplitError, match=r"no entry with a row dimension.*RowRules\(split=…, count=…\).*splittable=False"
+    ):
+        splitter().require_shape({"scale": 3.0})
 
 
 def test_longer_rows_have_more_elements():
@@ -174,20 +188,103 @@ def test_longer_rows_have_more_elements():
     assert elements_per_row(pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)]), 2) >= 4
 
 
-def test_batches_of_torch_geometric_are_split_by_the_rule():
+class Listed(Graphs):
+    """Graphs that can be listed and put together again, as torch_geometric's `Batch`."""
+
+    def to_data_list(self):
+        return [self.graph(index) for index in range(self.num_graphs)]
+
+    @classmethod
+    def from_data_list(cls, graphs):
+        return cls(graphs)
+
+
+def test_graphs_that_can_be_listed_are_split_by_that():
+    batch = Listed([(torch.full((1 + index, 3), float(index)), torch.tensor([index])) for index in range(5)])
+    one = splitter()
+
+    assert one.shape((batch, torch.arange(5))).rows == 5
+    part, labels = one.split((batch, torch.arange(5)), 1, 3, rows=5)
+    assert type(part) is Listed and part.num_graphs == 2
+    assert part.y.flatten().tolist() == [1, 2] == labels.tolist()
+
+
+def test_graphs_that_cannot_be_listed_are_refused_and_count_their_rows():
+    batch, one = Graphs([(torch.zeros(2, 3), torch.zeros(1))] * 4), splitter()
+
+    assert one.shape(batch).rows == 4
+    with pytest.raises(SplitError, match=r"Graphs counts its rows \(num_graphs=4\).*to_data_list"):
+        one.split(batch, 0, 2, rows=4)
+
+
+def test_batches_of_torch_geometric_are_split_without_a_rule():
     data = pytest.importorskip("torch_geometric.data")
-
-    def split(batch, start, stop):
-        return data.Batch.from_data_list(batch.to_data_list()[start:stop])
-
     graphs = [data.Data(x=torch.full((1 + index, 3), float(index)), y=torch.tensor([index])) for index in range(5)]
-    rules = MicroBatchRules(rows=RowRules(split=split))
-    batch, cutter = data.Batch.from_data_list(graphs), Cutter(L.LightningModule(), rules)
-    part = cutter.cut(batch, 1, 3, rows=5)
+    batch, one = data.Batch.from_data_list(graphs), splitter()
 
-    assert cutter.shape(batch).rows == 5
+    assert one.shape(batch).rows == 5
+    part = one.split(batch, 1, 3, rows=5)
     assert part.num_graphs == 2
     assert part.y.tolist() == [1, 2]
+
+
+def test_tensor_dicts_are_split_and_merged_by_their_batch_size():
+    tensordict = pytest.importorskip("tensordict")
+    inner = tensordict.TensorDict({"z": torch.arange(8).reshape(4, 2)}, [4])
+    batch = {"data": tensordict.TensorDict({"x": torch.arange(4), "inner": inner}, [4]), "y": torch.arange(4)}
+    one = splitter()
+    assert one.shape(batch).rows == 4
+    parts = [one.split(batch, 0, 3, rows=4), one.split(batch, 3, 4, rows=4)]
+    again = merge(parts, sizes=[3, 1], average=lambda values: values[0])
+
+    assert [part["data"].batch_size[0] for part in parts] == [3, 1]
+    assert again["data"].batch_size == batch["data"].batch_size
+    assert torch.equal(again["data"]["inner", "z"], inner["z"])
+
+
+def test_a_tensor_dict_without_a_batch_size_is_split_entry_by_entry():
+    tensordict = pytest.importorskip("tensordict")
+    batch = tensordict.TensorDict({"x": torch.arange(8).reshape(4, 2), "w": torch.zeros(3)}, [])
+    part = splitter(4).split(batch, 1, 3, rows=4)
+
+    assert isinstance(part, tensordict.TensorDict)
+    assert part["x"].shape == (2, 2) and part["w"].shape == (3,)
+    assert batch["x"].shape == (4, 2)
+
+
+def test_tensor_classes_are_split():
+    tensordict = pytest.importorskip("tensordict")
+
+    @tensordict.tensorclass
+    class Rows:
+        x: torch.Tensor
+        name: str
+
+    part = splitter().split(Rows(x=torch.arange(4), name="a", batch_size=[4]), 1, 3, rows=4)
+    assert isinstance(part, Rows)
+    assert part.x.tolist() == [1, 2] and part.name == "a"
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_split_by_their_components(layout):
+    rows = [torch.randn(length, 3) for length in (2, 4, 1)]
+    batch, one = {"x": torch.nested.nested_tensor(rows, layout=layout), "y": torch.arange(3)}, splitter()
+
+    assert one.shape(batch).rows == 3
+    part = one.split(batch, 1, 3, rows=3)
+    assert part["x"].layout == layout
+    assert all(torch.equal(*pair) for pair in zip(part["x"].unbind(), rows[1:], strict=True))
+
+
+def test_arrays_and_sparse_matrices_are_split():
+    eye = torch.eye(4)
+    part = splitter().split({"ids": np.arange(4), "edges": eye.to_sparse()}, 1, 3, rows=4)
+
+    assert part["ids"].tolist() == [1, 2]
+    assert torch.equal(part["edges"].to_dense(), eye[1:3])
+    with pytest.raises(SplitError, match=r"layout torch.sparse_csr cannot be split"):
+        splitter().split({"x": torch.zeros(4), "edges": eye.to_sparse_csr()}, 1, 3, rows=4)
 
 
 def test_positions_of_a_row_are_told_with_and_without_its_features():
