@@ -214,7 +214,7 @@ class Runner:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "ieee"
