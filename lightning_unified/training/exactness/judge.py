@@ -236,7 +236,7 @@ class Judge:
             if trial.is_whole:
                 raise
             own = self._runner.failure(kwargs)
-            if type(own) is type(error):  # it fails on the whole batch too: not ours to refuse
+            if own is not None and type(own) is type(error):  # it fails on the whole batch too: not ours to refuse
                 raise own from None
             raise SplitError(self._does_not_run(error, trial.rows)) from error
 
