@@ -30,9 +30,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 _UNTAGGED = frozenset({"random", "random_", "binomial", "_fused_dropout"})  # torch 2.11 and 2.13 do not tag these
 _PERMUTES = frozenset({"randperm"})
 _INDICES = frozenset({"multinomial"})  # its entries are indices of columns, so rows of it can be placed
-_BY_INPUT = frozenset(
-    {"rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
-)  # draws into an argument
+_RRELU = "rrelu_with_noise"  # writes the slopes that it draws into its second argument
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -78,11 +76,21 @@ class _Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         args, kwargs = _without_inner_dropout(func, args, kwargs)
+        if name.startswith(_RRELU):
+            return self._rrelu(func, name, args, kwargs)
         if is_random(func, name) and not _is_inner(name):
             return self.draw(func, name, args, kwargs)
         result = func(*args, **kwargs)
         self._precision.look(result)
         return result
+
+    def _rrelu(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Draw the slopes of a leaky ReLU only where it trains; one in place is run beside its input, which it would overwrite."""
+        trains = len(args) > 4 and args[4]
+        if not trains or name not in (_RRELU, f"{_RRELU}_"):
+            return func(*args, **kwargs)
+        result = self.draw(torch.ops.aten.rrelu_with_noise.default, _RRELU, args, kwargs)
+        return args[0].copy_(result) if name.endswith("_") else result
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the random operator is to return."""
@@ -103,7 +111,7 @@ class RecordDraws(_Draws):
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and note what was drawn."""
         result = func(*args, **kwargs)
-        drawn = result[1] if name in ("native_dropout", "_fused_dropout") else result
+        drawn = _drawn(name, result, args)
         self.draws.append(
             Draw(name, drawn.detach().to("cpu", copy=True) if isinstance(drawn, Tensor) else torch.empty(0))
         )
@@ -146,10 +154,10 @@ class ReplayDraws(_Draws):
         result = func(*args, **kwargs)
         index, self._next = self._next, self._next + 1
         known = self._draws[index] if index < len(self._draws) else None
-        if known is None or known.name != name or name in _BY_INPUT or not isinstance(_drawn(name, result), Tensor):
+        drawn = _drawn(name, result, args)
+        if known is None or known.name != name or not isinstance(drawn, Tensor):
             self.troubles.append(f"another random draw ({name})")
             return result
-        drawn = _drawn(name, result)
         placed = self._placed(known.value, tuple(drawn.shape), permutes=name in _PERMUTES)
         if placed is None:
             self.troubles.append(f"{name} of shape {tuple(known.value.shape)} has no entries of its own for each row")
@@ -187,7 +195,7 @@ class ConstantDraws(_Draws):
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the operator and overwrite what it drew."""
         result = func(*args, **kwargs)
-        drawn = _drawn(name, result)
+        drawn = _drawn(name, result, args)
         if not isinstance(drawn, Tensor):
             return result
         return _with_draw(name, result, _constant(name, func, drawn, args, kwargs), args)
@@ -219,8 +227,10 @@ def _without_inner_dropout(
     return args, kwargs
 
 
-def _drawn(name: str, result: Any) -> Any:
-    """Return what was drawn, of what a random operator returned."""
+def _drawn(name: str, result: Any, args: Sequence[Any]) -> Any:
+    """Return what a random operator drew: what it returned, the mask beside that, or an argument that it has written."""
+    if name == _RRELU:
+        return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
 
 
@@ -230,6 +240,9 @@ def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> An
         kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
         mask = value.to(result[1].dtype)
         return args[0] * mask / kept if kept else torch.zeros_like(args[0]), mask
+    if name == _RRELU:
+        args[1].copy_(value)
+        value = args[0] * args[1]
     result.copy_(value)
     return result
 
@@ -237,6 +250,11 @@ def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> An
 def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     base = name.rstrip("_").removesuffix("_like")
     like = torch.empty_like(drawn)
+    if base == _RRELU:
+        low, high = (
+            _argument(func, args, kwargs, (which,), value) for which, value in (("lower", 1 / 8), ("upper", 1 / 3))
+        )
+        return like.fill_(1.0).masked_fill_(args[0] <= 0, (low + high) / 2)
     if base == "randperm" or base in _INDICES:
         return torch.arange(drawn.shape[-1], device=drawn.device).to(drawn.dtype).expand_as(drawn)
     if base in ("randint", "random"):
