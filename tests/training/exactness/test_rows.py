@@ -72,7 +72,7 @@ def test_the_window_keeps_units_together(name):
 
 
 def test_the_window_takes_in_rows_of_several_kinds():
-    batch = columns(y={row: 2 for row in range(12)})
+    batch = columns(y=dict.fromkeys(range(12), 2))
 
     start = window(batch, rows=32, size=4, unit=1)
 
