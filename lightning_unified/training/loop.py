@@ -31,7 +31,7 @@ from lightning_unified.training.logs import LogRecorder, MetricsOverParts
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
-from lightning_unified.training.snapshot import HeldGradients, StepSnapshot
+from lightning_unified.training.snapshot import HeldGradients, StepSnapshot, gradients_aside
 from lightning_unified.training.split import BatchShape
 from lightning_unified.training.splittability import SplittabilityCheck
 from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
@@ -119,7 +119,9 @@ class UnifiedOptimization(_AutomaticOptimization):
             True
         ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-            self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
+            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
+            self._gradients = HeldGradients(optimizer, within_window=continues)
+            self._weights, self._phase = None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
@@ -388,7 +390,11 @@ class _MicroBatchClosure(Closure):
         scaled: Tensor | None = None
         batch.begin()
         for index in range(batch.parts):
-            output = batch.step(index)
+            if index == 0 or self._zero_grad_fn is None:
+                output = batch.step(index)
+            else:
+                with gradients_aside(self._optimizer):
+                    output = batch.step(index)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
