@@ -9,7 +9,7 @@ import lightning as L
 from lightning_unified.training.encoders import Encoders, encoders_of
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
 from lightning_unified.training.exactness.merging import Parts
-from lightning_unified.training.exactness.results import all_paths
+from lightning_unified.training.exactness.trees import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.logs import named_metrics
@@ -44,6 +44,7 @@ class EvaluationSteps:
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
         self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._written = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
@@ -102,6 +103,7 @@ class EvaluationSteps:
             check.tables,
             results=self._trainer._results,
             metrics=named_metrics(self._module, self._state.metrics),
+            state=self._written,
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
         outputs = []

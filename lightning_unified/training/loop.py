@@ -57,6 +57,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._splitter = policy.splitter("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
         self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._written = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._check = ExactnessCheck(
             trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
@@ -140,7 +141,9 @@ class UnifiedOptimization(_AutomaticOptimization):
             True
         ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-            self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
+            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
+            self._gradients = HeldGradients(optimizer, within_window=continues)
+            self._weights, self._phase = None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
@@ -261,6 +264,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
                 metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
+                state=self._written,
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),
@@ -366,7 +370,7 @@ class _MicroBatchClosure(Closure):
         scaled: Tensor | None = None
         batch.begin()
         for index in range(batch.parts):
-            output = batch.step(index, keeps_gradients=index > 0 or self._zero_grad_fn is None)
+            output = batch.step(index, in_window=self._zero_grad_fn is None)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():

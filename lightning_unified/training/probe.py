@@ -18,7 +18,7 @@ from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import StepSnapshot
-from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
+from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout"]
 
@@ -74,6 +74,11 @@ class Undone:
             if self._in_eval(child):
                 child.training = False
         return self
+
+    @property
+    def noted(self) -> Noted:
+        """The state as it was when the block began."""
+        return self._snapshot.state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

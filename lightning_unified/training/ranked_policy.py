@@ -37,6 +37,13 @@ class RankedPolicy(MemoryPolicy):
     elsewhere: str | None = None
     _differ = False
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        state = super().__getstate__()
+        state.pop("ranks", None)
+        return state
+
     @property
     def digest(self) -> int:
         """What this rank's sizes come to; 0 where its module's batches turned out to be no matter of size."""

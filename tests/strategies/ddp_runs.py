@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import warnings
 from typing import Any
 
@@ -271,6 +272,23 @@ def sizes() -> dict[str, Any]:
     """What becomes of a size that all are asked to give up, and of one that fails on one rank only."""
     presses = Presses()
     return {**fit(net(), unplanned(), presses), "pressed": presses.pressed, "after": presses.after}
+
+
+class Pickles(L.Callback):
+    """Sends the Trainer through pickle before each optimizer step, as spawned loader workers do."""
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        copy = pickle.loads(pickle.dumps(trainer))
+        self.steps.append(copy.global_step == trainer.global_step)
+
+
+def pickled() -> list[bool]:
+    callback = Pickles()
+    fit(net(), unplanned(micro_batch_size=3), callback)
+    return callback.steps
 
 
 def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:

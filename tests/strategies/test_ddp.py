@@ -290,6 +290,11 @@ def test_it_can_be_sent_to_a_process_that_is_spawned():
     assert pickle.loads(pickle.dumps(strategy)).policy.sizes.limit == 3
 
 
+def test_a_trainer_of_two_ranks_pickles_while_it_trains():
+    for steps in on_ranks(ddp_runs.pickled):
+        assert steps and all(steps)
+
+
 def test_a_start_method_that_is_none_is_refused():
     with pytest.raises(ConfigurationError, match=r'start_method=.threads.: give "popen"'):
         UnifiedDDPStrategy(start_method="threads")

@@ -21,6 +21,7 @@ from contrastive_modules import (
     is_as_plain,
     run,
 )
+from lasting import Lasting
 from modules import fit, weights
 from torch import nn
 
@@ -33,6 +34,8 @@ TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocat
 
 class Fails(L.Callback):
     """Raises an out-of-memory error in the forward or backward pass of one batch, as often as told."""
+
+    left = Lasting()
 
     def __init__(self, phase, *, times=1, batch=1):
         self.phase, self.left, self.batch, self.seen = phase, times, batch, -1
@@ -249,6 +252,8 @@ def test_a_check_leaves_generators_buffers_and_attributes_as_they_were():
 
 
 class EvaluationFails(L.Callback):
+    left, rows = Lasting(), Lasting()
+
     def __init__(self):
         self.left, self.rows = 1, []
 
@@ -259,7 +264,7 @@ class EvaluationFails(L.Callback):
         self.handle.remove()
 
     def fail(self, _, args, __):
-        self.rows.append(len(args[0]))
+        self.rows = [*self.rows, len(args[0])]
         if self.left:
             self.left -= 1
             raise RuntimeError(TEXT)

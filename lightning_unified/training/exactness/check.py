@@ -209,9 +209,9 @@ class ExactnessCheck:
         finally:
             blocks.undo()
 
-    def _on_host(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: int) -> Findings | str | None:
+    def _on_host(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any) -> Findings | str | None:
         with on_host(self._trainer):
-            return self._tried(kwargs, rules, **sizes, moves=True)
+            return self._tried(kwargs, rules, moves=True, **sizes)
 
     def _tried(
         self,

@@ -166,9 +166,9 @@ class EvaluationCheck:
                 break
         assert best is not None, "rows can always be counted"
         self.rule = best[1]
-        trouble = learn_results(self.tables, whole, runs, best[2], tolerance=tolerance)
-        if trouble:
-            raise SplitError(refusal_of_state(type(self._module).__name__, trouble))
+        troubles = learn_results(self.tables, whole, runs, best[2], tolerance=tolerance)
+        if troubles:
+            raise SplitError(refusal_of_state(type(self._module).__name__, troubles))
 
     def _weights(self, batch: Any, rows: int, likely: LossRule) -> list[LossRule]:
         if self._predicts:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_unified.errors import SplitError
@@ -13,6 +14,7 @@ from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
+from lightning_unified.training.exactness.written import differing
 from lightning_unified.training.oom import is_out_of_memory
 
 __all__ = ["Findings", "Judge", "Trial"]
@@ -171,7 +173,9 @@ class Judge:
         agreeing = [
             rule for rule in rules if off[rule.name].excess <= max(2 * best, 0.05) and off[rule.name].excess <= 1
         ]
-        self._learn(comparison, agreeing[0], since=since)
+        precision = WatchPrecision()
+        repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
+        self._learn(comparison, agreeing[0], repeat=repeat, since=since)
         return Findings(
             agreeing=agreeing,
             rejected={name for name, one in off.items() if one.excess > 1},
@@ -232,7 +236,7 @@ class Judge:
             if trial.is_whole:
                 raise
             own = self._runner.failure(kwargs)
-            if type(own) is type(error):  # it fails on the whole batch too: not ours to refuse
+            if own is not None and type(own) is type(error):  # it fails on the whole batch too: not ours to refuse
                 raise own from None
             raise SplitError(self._does_not_run(error, trial.rows)) from error
 
@@ -252,16 +256,19 @@ class Judge:
                 raise
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
-    def _learn(self, comparison: _Comparison, rule: LossRule, *, since: str) -> None:
-        """Learn how results are put together; refuse state that nothing puts together."""
-        tolerance = comparison.tolerance.relative
+    def _learn(self, comparison: _Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
+        """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""
+        tolerance, again = comparison.tolerance.relative, None
         for split in comparison.splits:
             parts = split.parts(rule)
-            trouble = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
+            troubles = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
             losses = [run.loss for run in split.runs]
             self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
-            if trouble:
-                raise SplitError(refusal_of_state(self._whose, trouble) + since)
+            if troubles and again is None:
+                again = differing(comparison.whole.written, repeat().written)
+            troubles = [path for path in troubles if again is None or path not in again]
+            if troubles:
+                raise SplitError(refusal_of_state(self._whose, troubles) + since)
 
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())

@@ -6,7 +6,7 @@ score fits a mean by luck.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.micro_batches import MergeRule
 
 __all__ = ["MergeTable", "Parts", "fitting", "merged", "same"]
+
+Rule = str | Callable[[list[Any], list[int]], Any]
 
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
@@ -37,7 +38,7 @@ class Parts:
     terms: Sequence[float]
 
 
-def merged(rule: MergeRule, values: Sequence[Any], parts: Parts) -> Any:
+def merged(rule: Rule, values: Sequence[Any], parts: Parts) -> Any:
     """Return the whole batch's value by one rule.
 
     Args:
@@ -48,7 +49,7 @@ def merged(rule: MergeRule, values: Sequence[Any], parts: Parts) -> Any:
     Raises:
         SplitError: If the rule is `"equal"` and the values differ, or it does not apply to such values.
     """
-    if callable(rule):
+    if not isinstance(rule, str):
         return rule(list(values), list(parts.rows))
     if rule == "equal":
         if not all(same(value, values[0]) for value in values[1:]):
@@ -203,7 +204,7 @@ class MergeTable:
         unmergeable: Paths whose values fit no rule.
     """
 
-    given: Mapping[str, MergeRule] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
     allowed: Callable[[str], bool] = _every
     unmergeable: set[str] = field(default_factory=set)
     _fits: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -223,11 +224,16 @@ class MergeTable:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
 
+    @property
+    def paths(self) -> Collection[str]:
+        """All paths of which something is known."""
+        return {*self.given, *self._fits}
+
     def knows(self, path: str) -> bool:
         """Return whether a rule was given, or values at `path` have been in a check."""
         return path in self.given or path in self._fits
 
-    def rule(self, path: str) -> MergeRule | None:
+    def rule(self, path: str) -> Rule | None:
         """Return the rule for `path`; None where none fits, or nothing is known."""
         if path in self.given:
             return self.given[path]

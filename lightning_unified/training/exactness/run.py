@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
-from lightning_unified.training.exactness.written import Written, written_by
+from lightning_unified.training.exactness.written import Written, written_since
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_join, metrics_of, named_metrics
 from lightning_unified.training.oom import is_out_of_memory
@@ -85,12 +85,11 @@ def aside(
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
+        undone = stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
         stack.enter_context(logs.recording(results))
         for metric in metrics_of(module):
             metric.reset()
         before = _host_generators()
-        look = stack.enter_context(written_by(trainer))
         stack.enter_context(draws)
 
         def gather(rows: int, returned: Any) -> Results:
@@ -100,7 +99,7 @@ def aside(
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
                 logs=logs.logged,
                 metrics=_metric_states(module),
-                written=look(),
+                written=written_since(undone.noted),
                 generators=after,
                 draws_on_host=after != before,
                 formats={*precision.dtypes, *(one.dtype for one in module.parameters() if one.is_floating_point())},
@@ -215,7 +214,7 @@ class Runner:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
     before = [place.fp32_precision for place in places]
     for place in places:
         place.fp32_precision = "ieee"

@@ -146,7 +146,7 @@ def _changed_values(noted: Noted) -> Iterator[Change]:
         if not _is_same(before, after):
             yield Change(f"{type(value).__name__} {id(value):#x}", "state", before, after, partial(set_state, value))
     for array, before in noted.arrays:
-        if not (array == before).all() and not ((array != array) & (before != before)).any():
+        if not _is_same(before, array):
             yield Change(f"an array of shape {array.shape}", "entry", before, array.copy(), partial(_put_array, array))
 
 

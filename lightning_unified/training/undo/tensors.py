@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.errors import RunError
 from lightning_unified.training.undo.cells import path_text
@@ -237,7 +238,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_nested
         and not tensor.is_quantized
-        and (type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor))
+        and (isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor))
     )
 
 
