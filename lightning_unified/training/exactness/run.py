@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_join, metrics_of, named_metrics
@@ -114,6 +115,10 @@ class Runner:
     Args:
         trainer: In `fit`.
         step: Runs `training_step` as the loop does.
+
+    Attributes:
+        keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
+        counters: Which counters of the run's progress the step reads.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class Runner:
         self._trainer, self._step = trainer, step
         self._module = trainer.lightning_module
         self.keeps_autocast = False
+        self.counters = Counters()
 
     def run(
         self,
@@ -153,7 +159,11 @@ class Runner:
 
     def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         key = next(iter(kwargs))
-        result = self._step(OrderedDict(kwargs, **{key: batch}))
+        own = OrderedDict(kwargs, **{key: batch})
+        if "batch_idx" in own:
+            own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
+        with self.counters.watching():
+            result = self._step(own)
         for parameter in self._parameters:  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss

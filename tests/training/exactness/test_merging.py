@@ -255,7 +255,7 @@ def test_rounding_is_forgiven_and_more_is_not():
         ({"a": 1}, {"a": 1}, True),
         ({"a": 1}, {"b": 1}, False),
         (1, True, False),
-        (True),
+        (None, None, True),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unified.training.exactness.profile import BatchProfiles
+from lightning_unified.training.exactness.profile import BatchProfiles, facts_of
 
 SEEN = {
     "x": torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),
@@ -55,8 +55,8 @@ ORDINARY = {
 
 def news_after(batch, *, checked=SEEN):
     profiles = BatchProfiles()
-    profiles.add(profiles.news(checked, 8))
-    return profiles.news(batch, len(batch["x"]))
+    profiles.add(facts_of(checked, 8))
+    return profiles.news(facts_of(batch, len(batch["x"])))
 
 
 @pytest.mark.parametrize("name", NEWS)
@@ -73,15 +73,15 @@ def test_this_is_no_news(name):
 def test_news_once_checked_is_none(name):
     profiles = BatchProfiles()
     for batch in (SEEN, NEWS[name]):
-        profiles.add(profiles.news(batch, 8))
+        profiles.add(facts_of(batch, 8))
 
-    assert not profiles.news(NEWS[name], 8)
+    assert not profiles.news(facts_of(NEWS[name], 8))
 
 
 def test_news_that_was_not_checked_stays_news():
     profiles = BatchProfiles()
 
-    assert profiles.news(SEEN, 8) == profiles.news(SEEN, 8) != frozenset()
+    assert profiles.news(facts_of(SEEN, 8)) == profiles.news(facts_of(SEEN, 8)) != frozenset()
 
 
 def test_random_batches_bring_news_ever_more_rarely():
@@ -95,7 +95,7 @@ def test_random_batches_bring_news_ever_more_rarely():
             "mask": mask,
             "y": torch.randint(5, (16,), generator=generator),
         }
-        if news := profiles.news(batch, 16):
+        if news := profiles.news(facts_of(batch, 16)):
             checks.append(number)
             profiles.add(news)
 
@@ -104,9 +104,5 @@ def test_random_batches_bring_news_ever_more_rarely():
 
 
 def test_batches_of_other_kinds_have_no_facts():
-    profiles = BatchProfiles()
-
-    assert profiles.news(["a", "b"], 2) == frozenset()
-    assert (
-        profiles.news({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()
-    )
+    assert facts_of(["a", "b"], 2) == frozenset()
+    assert facts_of({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()
