@@ -147,7 +147,7 @@ class ReplayDraws(_Draws):
     def finish(self) -> None:
         """Note if the part has drawn fewer times than the whole."""
         if self._next < len(self._draws) and not self.troubles:
-            self.troubles.append(f"{self._next} random draws where the whole made {len(self._draws)}")
+            self.troubles.append("fewer random draws for fewer rows")
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and overwrite what was drawn with the rows' own entries."""
@@ -160,7 +160,7 @@ class ReplayDraws(_Draws):
             return result
         placed = self._placed(known.value, tuple(drawn.shape), permutes=name in _PERMUTES)
         if placed is None:
-            self.troubles.append(f"{name} of shape {tuple(known.value.shape)} has no entries of its own for each row")
+            self.troubles.append(f"{name} has no entries of its own for each row")
             return result
         return _with_draw(name, result, placed.to(drawn.device), args)
 
