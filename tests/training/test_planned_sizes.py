@@ -3,13 +3,13 @@
 from functools import partial
 
 import torch
+from lightning_unified.training.splittability import Verdict
 from rehearsal_zoo import Perceptron
 
 from lightning_unified.planning.trace import Take, Trace, Work
 from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.rehearsal import rehearse
-from lightning_unified.training.splittability import Verdict
 
 
 def made(asked, rows, parts, second):

@@ -138,7 +138,7 @@ def drawn_for_many(x):
 INVALID = {
     "a permutation of rows (mixup)": (lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))], "no entries of its own"),
     "more draws in a part": (drawn_twice_for_few, "another random draw"),
-    "fewer draws in a part": (drawn_for_many, "0 random draws where the whole made 1"),
+    "fewer draws in a part": (drawn_for_many, "fewer random draws for fewer rows"),
     "another operator in a part": (
         lambda x: x * (torch.rand_like(x) if len(x) > 4 else torch.randn_like(x)),
         "another random draw (randn_like)",
