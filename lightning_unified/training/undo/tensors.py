@@ -1,7 +1,7 @@
 """Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,10 +180,14 @@ class NotedTensors:
     """
 
     def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
-        self._copied = [pair for plan in plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        self._plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
         self._versions = list(map(_version_of, self.held))
         self._checksums = checksums
+
+    def _copied(self) -> Iterator[tuple[FoundTensor, Tensor]]:
+        for plan in self._plans:
+            yield from zip(plan.copied, plan.rooms, strict=True)
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
@@ -192,7 +196,7 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that are not what their copies are."""
-        large = [pair for pair in self._copied if _bytes(pair[1]) > _SMALL]
+        large = [pair for pair in self._copied() if _bytes(pair[1]) > _SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
 
     def restore(self) -> None:
@@ -201,7 +205,7 @@ class NotedTensors:
         Raises:
             RunError: If a tensor without a copy has changed.
         """
-        for entry, room in self._copied:
+        for entry, room in self._copied():
             if not _is_equal(entry.tensor, room):
                 _write(entry.tensor, room)
         changed = self._changed()
