@@ -41,7 +41,7 @@ class Still(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
@@ -61,7 +61,7 @@ class Moving(Still):
         self.mean.update(loss.detach())
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 1e-3)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=1000)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
