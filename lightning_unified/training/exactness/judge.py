@@ -162,13 +162,13 @@ class Judge:
             found = {rule.name: other.off(rule) for rule in rules}
             if not _none_agrees(found):
                 comparison, off = other, found
-        troubles = comparison.troubles
-        if _none_agrees(off) and troubles:
-            comparison = self._without_noise(kwargs, trial)
+        if _none_agrees(off) and comparison.troubles:
+            why = comparison.troubles[0]
+            comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
-            noise = f"{_DRAWN}; gradients were compared without them ({troubles[0]})"
+            noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
-            raise SplitError(self._refusal(off, trial, troubles=troubles) + since)
+            raise SplitError(self._refusal(off, trial, troubles=comparison.troubles) + since)
         best = min(one.excess for one in off.values())
         agreeing = [
             rule for rule in rules if off[rule.name].excess <= max(2 * best, 0.05) and off[rule.name].excess <= 1
@@ -212,7 +212,7 @@ class Judge:
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
-    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> _Comparison:
+    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, why: str) -> _Comparison:
         precision, splits = WatchPrecision(), []
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
         for sizes in trial.splits:
@@ -222,7 +222,7 @@ class Judge:
                 for batch, size in zip(batches, sizes, strict=True)
             ]
             splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=[], is_by_row=True, is_ordered=False)
+        return _Comparison(whole=whole, splits=splits, troubles=[why], is_by_row=True, is_ordered=False)
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:
@@ -273,11 +273,7 @@ class Judge:
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())
         closest = min(off.values(), key=lambda one: one.excess)
-        drawn = (
-            f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too."
-            if troubles
-            else ""
-        )
+        drawn = f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too." if troubles else ""
         return (
             f"{self._whose} cannot be split exactly: the gradient of {trial.rows} rows differs from that of their micro-batches "
             f"({tried}, relative, at {self._runner.name_of(closest.parameter)}).{drawn} The ways out, in MicroBatchRules from "

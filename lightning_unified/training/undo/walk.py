@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_unified.training.undo.cells import Cell, MappingCell, Path, cells_of
 from lightning_unified.training.undo.kinds import Kind, kind_of
 
-__all__ = ["Found", "FoundTensor", "Walk", "metrics_in"]
+__all__ = ["Found", "FoundTensor", "Walk"]
 
 _DEEPEST = 12  # containers and objects inside one another that are looked into
 _WIDEST = (
@@ -211,8 +211,3 @@ def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
     """Return the entries of a cell that can change themselves, with their names and kinds."""
     inert = Kind.INERT
     return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not inert]
-
-
-def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
-    """Return those of `modules` that are torchmetrics objects with a state."""
-    return [module for module in modules if isinstance(module, Metric) and module._defaults]
