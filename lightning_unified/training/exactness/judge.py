@@ -9,7 +9,7 @@ from typing import Any
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.training.exactness.losses import LossRule, shares
+from lightning_unified.training.exactness.losses import LossRule, likeliest, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
@@ -151,10 +151,11 @@ class Judge:
             BaseException: Whatever the step itself raises on whole rows, untouched.
         """
         comparison = self._compared(kwargs, trial, order="interleaved")
-        if not comparison.whole.gradient.is_finite:
-            return "its gradient is not finite"
-        if comparison.whole.gradient.is_zero:
-            return "its gradient is zero on the rows looked at"
+        precision = WatchPrecision()
+        repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
+        if undecided := comparison.whole.gradient.says_nothing:
+            self._learn(comparison, self._closest(comparison, rules), repeat=repeat, since=since)
+            return undecided
         off = {rule.name: comparison.off(rule) for rule in rules}
         noise = _DRAWN if comparison.is_by_row else ""
         if _none_agrees(off) and comparison.is_ordered:
@@ -173,8 +174,6 @@ class Judge:
         agreeing = [
             rule for rule in rules if off[rule.name].excess <= max(2 * best, 0.05) and off[rule.name].excess <= 1
         ]
-        precision = WatchPrecision()
-        repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
         self._learn(comparison, agreeing[0], repeat=repeat, since=since)
         return Findings(
             agreeing=agreeing,
@@ -256,6 +255,23 @@ class Judge:
                 raise
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
+    def _closest(self, comparison: _Comparison, rules: Sequence[LossRule]) -> LossRule:
+        """Return the rule under which most of what is logged and returned can be put together, where gradients say nothing."""
+
+        def lacking(rule: LossRule) -> int:
+            tables = Tables()
+            for split in comparison.splits:
+                learn_results(
+                    tables,
+                    comparison.whole,
+                    split.runs,
+                    split.parts(rule),
+                    tolerance=comparison.tolerance.relative,
+                )
+            return len(tables.outputs.unmergeable) + len(tables.logs.unmergeable)
+
+        return min([likeliest(rules), *rules], key=lacking)
+
     def _learn(self, comparison: _Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
         """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""
         tolerance, again = comparison.tolerance.relative, None
@@ -273,7 +289,11 @@ class Judge:
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())
         closest = min(off.values(), key=lambda one: one.excess)
-        drawn = f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too." if troubles else ""
+        drawn = (
+            f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too."
+            if troubles
+            else ""
+        )
         return (
             f"{self._whose} cannot be split exactly: the gradient of {trial.rows} rows differs from that of their micro-batches "
             f"({tried}, relative, at {self._runner.name_of(closest.parameter)}).{drawn} The ways out, in MicroBatchRules from "

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.leaves import leaf_at, named_tensors
 
-__all__ = ["LossRule", "candidates", "declared", "shares"]
+__all__ = ["LossRule", "candidates", "declared", "likeliest", "shares"]
 
 IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
@@ -62,6 +62,11 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
             later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
     return [*found, *later, LossRule("sum", adds=True)]
+
+
+def likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
 def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
