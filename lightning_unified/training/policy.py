@@ -1,4 +1,4 @@
-"""What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
+"""What one run does about memory: how its batches are split, and what follows when memory runs out or is about to."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -40,11 +40,11 @@ class MemoryPolicy:
         watch: The budget and what is used of it.
         micro_batch_size: The largest number of rows run at once, or `"auto"`.
         evaluation_micro_batch_size: The same for validation, test and predict.
-        recover: Whether a step is repeated after an out-of-memory error.
+        recover: Whether a step that ran out of memory is undone and repeated.
         optimizer_rollback: Whether weights and optimizer state are copied around each optimizer step.
         micro_batches: Rules for the module's batches, in place of those that it declares; None for its own.
-        batch_norm: Whether a module with BatchNorm in train mode may be cut: `"refuse"` or `"micro"`.
-        check_split: Whether gradients are compared before the first cut.
+        batch_norm: What to do with BatchNorm in train mode when a batch must be split, unless the rules say: `"refuse"` or `"micro"`.
+        check_split: Whether the exactness check compares whole and split rows, unless the rules say.
         window_mean: Over what an accumulation window's gradient is a mean: its `"batches"` or their loss `"terms"`.
         remember: File for the sizes found, or None.
 
