@@ -25,7 +25,6 @@ from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
@@ -263,7 +262,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             merging=SplitResults(
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
+                metrics=self._state.named_metrics,
                 state=self._written,
                 learn=partial(self._learn_more, kwargs, shape),
             ),

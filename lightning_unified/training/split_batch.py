@@ -16,7 +16,8 @@ from lightning_unified.training.exactness.merging import Parts, merged
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.trees import merge_tree, unknown_paths
 from lightning_unified.training.exactness.written import WrittenOverParts
-from lightning_unified.training.logs import Logged, LogKey, LogRecorder, MetricsOverParts, path_of_log
+from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.training.metrics import MetricsOverParts
 from lightning_unified.training.split import merge
 from lightning_unified.training.undo import StateWatch
 from lightning_unified.training.weighting import Weighting
@@ -79,7 +80,7 @@ class SplitResults:
     def begin(self) -> None:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs = LogRecorder()
-        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics)
+        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
         self._written = WrittenOverParts(self._state, self._tables.written, self._learn)
 
     @contextmanager

@@ -108,7 +108,7 @@ def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()
-    fits = {"equal"} if all(same(value, whole, tolerance=tolerance) for value in values) else set()
+    fits = {"equal"} if all(same(value, whole) for value in values) else set()
     for rule in (*_concatenations(values, whole), *_figures(whole)):
         try:
             result = merged(rule, values, parts)
