@@ -41,7 +41,7 @@ class Still(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
@@ -61,7 +61,7 @@ class Moving(Still):
         self.mean.update(loss.detach())
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 1e-3)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=1000)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -95,7 +95,7 @@ class Turns(L.Callback):
         self.steps: dict[bool, list[float]] = {True: [], False: []}
 
     def on_train_start(self, trainer, pl_module):
-        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimization, self._watch, self._batches = optimization, optimization._state, loop.BatchWatch
         for name in ("note", "learn"):
             setattr(self._watch, name, self._timed(getattr(self._watch, name)))
@@ -142,7 +142,8 @@ def measured(kind: type[Still], submodules: int, steps: int) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(kind(submodules), torch.utils.data.DataLoader(torch.randn(4 * (steps + 20), 4), batch_size=4))
+    rows: Any = torch.randn(4 * (steps + 20), 4)
+    trainer.fit(kind(submodules), torch.utils.data.DataLoader(rows, batch_size=4))
     pairs = zip(turns.steps[True], turns.steps[False], strict=False)
     return {
         "module": kind.__name__,

@@ -180,7 +180,7 @@ class NotedTensors:
     """
 
     def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
-        self._copied = [pair for plan in plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        self._plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
         self._versions = list(map(_version_of, self.held))
         self._checksums = checksums
@@ -188,7 +188,7 @@ class NotedTensors:
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
         """The tensors that were copied, each with its copy, which the next note writes over."""
-        return self._copied
+        return [pair for plan in self._plans for pair in zip(plan.copied, plan.rooms, strict=True)]
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
@@ -197,7 +197,7 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that are not what their copies are."""
-        large = [pair for pair in self._copied if _bytes(pair[1]) > _SMALL]
+        large = [pair for pair in self.copied if _bytes(pair[1]) > _SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
 
     def restore(self) -> None:
@@ -206,7 +206,7 @@ class NotedTensors:
         Raises:
             RunError: If a tensor without a copy has changed.
         """
-        for entry, room in self._copied:
+        for entry, room in self.copied:
             if not _is_equal(entry.tensor, room):
                 _write(entry.tensor, room)
         changed = self._changed()
