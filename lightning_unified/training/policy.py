@@ -14,7 +14,7 @@ from lightning_unified.planning import describe_bytes, describe_shortage, metal_
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.training.exactness.losses import LossRule, declared
-from lightning_unified.training.exactness.verdict import Verdict, refuse_batch_norm
+from lightning_unified.training.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
 from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
@@ -253,6 +253,11 @@ class MemoryPolicy:
             )
         if (rules.batch_norm or self._batch_norm) == "refuse":
             refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
+        elif batch_norms_of(module):
+            self._say(
+                'BatchNorm\'s statistics are those of micro-batches where a batch is split, as batch_norm="micro" accepts.',
+                log.info,
+            )
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,
@@ -274,6 +279,8 @@ class MemoryPolicy:
         if verdict.noise:
             self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
         self.say_unmergeable(verdict.unmergeable, phase="training")
+        for path in verdict.left:
+            self._say(f"{path} is written once a micro-batch of a split batch, not once a batch.", log.warning)
         self._verdict = verdict
 
     def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
