@@ -257,17 +257,12 @@ class Judge:
 
     def _closest(self, comparison: _Comparison, rules: Sequence[LossRule]) -> LossRule:
         """Return the rule under which most of what is logged and returned can be put together, where gradients say nothing."""
+        tolerance = comparison.tolerance.relative
 
         def lacking(rule: LossRule) -> int:
             tables = Tables()
             for split in comparison.splits:
-                learn_results(
-                    tables,
-                    comparison.whole,
-                    split.runs,
-                    split.parts(rule),
-                    tolerance=comparison.tolerance.relative,
-                )
+                learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
             return len(tables.outputs.unmergeable) + len(tables.logs.unmergeable)
 
         return min([likeliest(rules), *rules], key=lacking)
@@ -279,7 +274,8 @@ class Judge:
             parts = split.parts(rule)
             troubles = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
             losses = [run.loss for run in split.runs]
-            self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
+            if comparison.whole.loss is not None:
+                self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
             if troubles and again is None:
                 again = differing(comparison.whole.written, repeat().written)
             troubles = [path for path in troubles if again is None or path not in again]
