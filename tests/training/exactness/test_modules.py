@@ -53,11 +53,17 @@ def test_the_rule_that_agrees_is_found_and_named(kind, precision):
     assert found(run(kind, precision=precision)[2]).startswith(f"{EXPECTED[kind]}: gradients of ")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        (kind, precision)
+        for kind in REFUSED
+        for precision in PRECISIONS
+        if (kind, precision) != (Miscounted, "bf16-true")  # its weights are 1 % off, which is what bfloat16 rounds to
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
+)
 def test_a_module_that_no_rule_fits_is_refused_by_name_with_the_ways_out(kind, precision):
-    if (kind, precision) == (Miscounted, "bf16-true"):
-        pytest.skip("its weights are 1 % off, which is what bfloat16 rounds to")
     ways = "loss_weight.*loss_is_sum.*unit=n.*encoders.*splittable=False.*check=False"
     with pytest.raises(SplitError, match=rf"^{kind.__name__} cannot be split exactly.*{ways}"):
         run(kind, precision=precision)
