@@ -12,7 +12,6 @@ from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.trees import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.snapshot import StepSnapshot
@@ -102,7 +101,7 @@ class EvaluationSteps:
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
-            metrics=named_metrics(self._module, self._state.metrics),
+            metrics=self._state.named_metrics,
             state=self._written,
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )

@@ -25,7 +25,6 @@ from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
-from lightning_unified.training.logs import named_metrics
 from lightning_unified.training.oom import caught, insist
 from lightning_unified.training.parity import GradientParity
 from lightning_unified.training.policy import MemoryPolicy
@@ -141,7 +140,9 @@ class UnifiedOptimization(_AutomaticOptimization):
             True
         ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-            self._gradients, self._weights, self._phase = HeldGradients(optimizer), None, "forward"
+            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
+            self._gradients = HeldGradients(optimizer, within_window=continues)
+            self._weights, self._phase = None, "forward"
             outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
             if reason is None:
                 break
@@ -261,7 +262,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             merging=SplitResults(
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=named_metrics(self.trainer.lightning_module, self._state.metrics),
+                metrics=self._state.named_metrics,
                 state=self._written,
                 learn=partial(self._learn_more, kwargs, shape),
             ),
@@ -368,7 +369,7 @@ class _MicroBatchClosure(Closure):
         scaled: Tensor | None = None
         batch.begin()
         for index in range(batch.parts):
-            output = batch.step(index, keeps_gradients=index > 0 or self._zero_grad_fn is None)
+            output = batch.step(index, in_window=self._zero_grad_fn is None)
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():

@@ -12,6 +12,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torchmetrics import Metric
 
 from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.training.generators import GeneratorWatch
@@ -54,9 +55,10 @@ class Undone:
 
     def __enter__(self) -> Self:
         trainer, module = self._trainer, self._module
+        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._snapshot = StepSnapshot(
             trainer,
-            state=StateWatch(partial(roots_of, module, trainer, TRAINING_STEP)),
+            state=self._state,
             generators=GeneratorWatch(trainer.strategy.root_device),
             results=self._results,
         )
@@ -74,6 +76,12 @@ class Undone:
             if self._in_eval(child):
                 child.training = False
         return self
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The torchmetrics objects that a step may update, by path; those that it has made are among them."""
+        self._state.look()
+        return self._state.named_metrics
 
     @property
     def noted(self) -> Noted:

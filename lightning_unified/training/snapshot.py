@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_unified.errors import RunError
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import insist
 from lightning_unified.training.undo import StateWatch
@@ -95,18 +96,21 @@ class HeldGradients:
 
     Args:
         optimizer: The optimizer whose parameters are trained.
+        within_window: Whether there are gradients of earlier batches, which no `zero_grad` drops.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._parameters: list[Tensor] = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+    def __init__(self, optimizer: Optimizer, *, within_window: bool) -> None:
+        self._parameters = _parameters_of(optimizer)
         self._held: list[tuple[Tensor, Tensor]] | None = None
         self._before: list[tuple[Tensor, Tensor]] | None = None
+        self._versions: list[int] = []
+        if within_window:  # a training_step may run backward or zero_grad itself, before anything is set aside
+            self._before = self._now()
+            self._versions = [gradient._version for _, gradient in self._before]
 
     def hold(self) -> None:
         """Set aside what is there now; called after `zero_grad` and before the first backward of a batch."""
-        self._held = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        self._held = self._now()
         for parameter, _ in self._held:
             parameter.grad = None
         if self._before is None:  # an optimizer that runs its closure again finds its first run's gradients here
@@ -118,13 +122,30 @@ class HeldGradients:
             parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
 
     def restore(self) -> None:
-        """Drop what this batch made and put back what was held, if the batch had got so far."""
+        """Drop what this batch made and put back what was held, if the batch had got so far.
+
+        Raises:
+            RunError: If the step itself added to gradients of earlier batches.
+        """
         if self._before is None:
             return
         for parameter in self._parameters:
             parameter.grad = None
         for parameter, earlier in self._before:
             parameter.grad = earlier
+        if any(one._version != version for (_, one), version in zip(self._before, self._versions, strict=False)):
+            raise RunError(
+                "memory ran out in a training_step that had run a backward pass of its own, and so changed the gradients of earlier batches "
+                "of an accumulation window; the step cannot be repeated exactly. Resume from the last checkpoint, and use "
+                "torch.autograd.grad(...) in the step, or backward(inputs=...), which leave parameters' gradients alone."
+            )
+
+    def _now(self) -> list[tuple[Tensor, Tensor]]:
+        return [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")

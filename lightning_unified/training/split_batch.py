@@ -16,7 +16,8 @@ from lightning_unified.training.exactness.merging import Parts, merged
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.trees import merge_tree, unknown_paths
 from lightning_unified.training.exactness.written import WrittenOverParts
-from lightning_unified.training.logs import Logged, LogKey, LogRecorder, MetricsOverParts, path_of_log
+from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.training.metrics import MetricsOverParts
 from lightning_unified.training.split import merge
 from lightning_unified.training.undo import StateWatch
 from lightning_unified.training.weighting import Weighting
@@ -35,7 +36,7 @@ class WholeBatch:
     def begin(self) -> None:
         """Nothing is gathered over parts."""
 
-    def step(self, _index: int, *, keeps_gradients: bool = False) -> ClosureResult:  # noqa: ARG002  # Lightning's own order
+    def step(self, _index: int, *, in_window: bool) -> ClosureResult:  # noqa: ARG002  # Lightning's own order
         """Run `training_step`."""
         return self._step()
 
@@ -79,7 +80,7 @@ class SplitResults:
     def begin(self) -> None:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs = LogRecorder()
-        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics)
+        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
         self._written = WrittenOverParts(self._state, self._tables.written, self._learn)
 
     @contextmanager
@@ -171,15 +172,18 @@ class SplitBatch:
         """Start afresh."""
         self._merging.begin()
 
-    def step(self, index: int, *, keeps_gradients: bool = False) -> ClosureResult:
+    def step(self, index: int, *, in_window: bool) -> ClosureResult:
         """Run `training_step` on one micro-batch; without a loss term in it there is no loss, and no backward.
 
         Args:
             index: Of the micro-batch.
-            keeps_gradients: Whether the gradients there are belong to earlier micro-batches or batches, so that nothing that the step
-                does to gradients itself may reach them. Otherwise Lightning zeroes them after the step.
+            in_window: Whether there are gradients of earlier batches of an accumulation window. Otherwise Lightning zeroes gradients
+                after the whole batch's step, whatever the step itself did to them.
+
+        Raises:
+            SplitError: If the step changes gradients of earlier batches.
         """
-        with self._merging.part(index), self._gradients_aside() if keeps_gradients else nullcontext():
+        with self._merging.part(index), self._gradients_aside(index, in_window=in_window):
             output = self._steps[index]()
         output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
         if self.share(index) == 0:
@@ -187,8 +191,22 @@ class SplitBatch:
         return output
 
     @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
+    def _gradients_aside(self, index: int, *, in_window: bool) -> Iterator[None]:
+        """Keep a step that runs backward or `zero_grad` itself from the gradients of earlier micro-batches."""
         held = [parameter.grad for parameter in self._parameters]
+        if index == 0:
+            versions = [None if gradient is None else gradient._version for gradient in held]
+            yield
+            now = [parameter.grad for parameter in self._parameters]
+            changed = any(one is not other for one, other in zip(now, held, strict=True)) or versions != [
+                None if gradient is None else gradient._version for gradient in now
+            ]
+            if in_window and changed:
+                raise SplitError(
+                    "training_step changes gradients itself (backward or zero_grad) in an accumulation window, where a split batch would do so "
+                    "once a micro-batch. Use torch.autograd.grad in the step, accumulate_grad_batches=1, or MicroBatchRules(splittable=False)."
+                )
+            return
         for parameter in self._parameters:
             parameter.grad = None
         try:

@@ -333,5 +333,5 @@ def test_a_batch_that_is_no_multiple_of_the_unit_is_refused():
     module = MLP().double()
     strategy = UnifiedStrategy(micro_batch_size=6, micro_batches=MicroBatchRules(unit=3))
 
-    with pytest.raises(SplitError, match="8 rows cannot be cut into units of 3"):
+    with pytest.raises(SplitError, match="8 rows cannot be split into units of 3"):
         fit(module, module.loader(), strategy=strategy)

@@ -25,7 +25,8 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.exactness.judge import Findings, Judge, Trial
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
-from lightning_unified.training.exactness.profile import BatchProfiles, Fact
+from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
+from lightning_unified.training.exactness.progress import facts_of_module
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.rows import splits_of, starts_of, window
 from lightning_unified.training.exactness.run import Runner
@@ -93,12 +94,20 @@ class ExactnessCheck:
         batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
-        news = self._profiles.news(batch, rows)
+        news = self._profiles.news(self._facts(batch, rows))
         if self._is_due(news, batch, rows=rows, unit=unit, at_once=at_once):
             self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
-            self._profiles.add(news)
+            self._profiles.add(self._facts(batch, rows))  # the check may have found that the step reads counters
         assert self._verdict is not None
         return self._verdict
+
+    def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
+        """Return all that may decide how a step computes on this batch."""
+        trainer = self._trainer
+        counters = self._runner.counters.facts(
+            epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
+        )
+        return facts_of(batch, rows) | counters | facts_of_module(trainer.lightning_module)
 
     def learn_more(
         self, kwargs: "OrderedDict[str, Any]", paths: Sequence[str], *, rows: int, unit: int, at_once: int

@@ -180,8 +180,8 @@ class ReplayDraws(_Draws):
 class ConstantDraws(_Draws):
     """Lets random operators return constants, the same for each row: a step without its noise.
 
-    Uniform numbers are the middle of their range, normal ones lie half a deviation above the mean, dropout keeps everything, permutations
-    leave everything in place, and whole numbers are the lowest ones.
+    Uniform numbers are the middle of their range, normal ones lie half a deviation above the mean, dropout keeps everything, and whole
+    numbers are the lowest ones. Permutations move everything by one place, so that a step that mixes rows by them still mixes rows.
     """
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -237,8 +237,9 @@ def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> An
 def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     base = name.rstrip("_").removesuffix("_like")
     like = torch.empty_like(drawn)
-    if base == "randperm" or base in _INDICES:
-        return torch.arange(drawn.shape[-1], device=drawn.device).to(drawn.dtype).expand_as(drawn)
+    if base in _PERMUTES or base in _INDICES:
+        places = torch.arange(drawn.shape[-1], device=drawn.device).to(drawn.dtype).expand_as(drawn)
+        return places.roll(1, -1) if base in _PERMUTES else places
     if base in ("randint", "random"):
         return like.fill_(_argument(func, args, kwargs, ("low", "from"), 0.0))
     if base == "uniform":

@@ -17,7 +17,7 @@ from lightning_unified.training.exactness.draws import RecordDraws, ReplayDraws,
 from lightning_unified.training.exactness.gradients import Tolerance
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
 from lightning_unified.training.exactness.merging import Parts
-from lightning_unified.training.exactness.profile import BatchProfiles
+from lightning_unified.training.exactness.profile import BatchProfiles, facts_of
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import splits_of, starts_of, window
 from lightning_unified.training.exactness.run import Results, aside, copied
@@ -71,7 +71,7 @@ class EvaluationCheck:
             SplitError: If predictions cannot be put together, or the step writes what nothing puts together.
         """
         self._batches += 1
-        news = self._profiles.news(batch, rows)
+        news = self._profiles.news(facts_of(batch, rows))
         if news or self._batches & (self._batches - 1) == 0:
             self.learn(step, batch, rows=rows, unit=unit, at_once=at_once, likely=likely)
             self._profiles.add(news)

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_unified.training.logs import metrics_of
+from lightning_unified.training.metrics import metrics_of
 
 __all__ = ["on_host", "to_host"]
 

@@ -164,7 +164,7 @@ class Judge:
                 comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            comparison = self._without_noise(kwargs, trial)
+            comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
@@ -212,7 +212,7 @@ class Judge:
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
-    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> _Comparison:
+    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, why: str) -> _Comparison:
         precision, splits = WatchPrecision(), []
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
         for sizes in trial.splits:
@@ -222,7 +222,7 @@ class Judge:
                 for batch, size in zip(batches, sizes, strict=True)
             ]
             splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=["noise"], is_by_row=True, is_ordered=False)
+        return _Comparison(whole=whole, splits=splits, troubles=[why], is_by_row=True, is_ordered=False)
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:

@@ -22,7 +22,7 @@ Rule = str | Callable[[list[Any], list[int]], Any]
 
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
-_ORDER = ("equal", *CONCATENATIONS, *FIGURES)  # of rules that fit alike the first is used
+_ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of rules that fit alike the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()
-    fits = {"equal"} if all(same(value, whole, tolerance=tolerance) for value in values) else set()
+    fits = {"equal"} if all(same(value, whole) for value in values) else set()
     for rule in (*_concatenations(values, whole), *_figures(whole)):
         try:
             result = merged(rule, values, parts)
@@ -217,6 +217,10 @@ class MergeTable:
         self._fits[path] = self._fits.get(path, fits) & fits
         if not self._fits[path]:
             self.unmergeable.add(path)
+
+    def note(self, path: str, rule: str) -> None:
+        """Keep one rule for `path` that is not among those inferred from values."""
+        self._fits[path] = frozenset({rule})
 
     def reject(self, path: str) -> None:
         """Note that nothing puts the values at `path` together: it is there in some of the runs only."""

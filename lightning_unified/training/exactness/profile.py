@@ -113,9 +113,9 @@ class BatchProfiles:
     def __init__(self) -> None:
         self._known: set[Fact] = set()
 
-    def news(self, batch: Any, rows: int) -> frozenset[Fact]:
-        """Return the facts about `batch` that no checked batch had."""
-        return facts_of(batch, rows) - self._known
+    def news(self, facts: frozenset[Fact]) -> frozenset[Fact]:
+        """Return those of `facts` that no checked batch had."""
+        return facts - self._known
 
     def add(self, facts: frozenset[Fact]) -> None:
         """Note that batches with these facts have been checked."""

@@ -25,6 +25,7 @@ class Tables:
         sized_logs: For what it logs with a `batch_size`, weighted by that.
         metrics: For the states of torchmetrics objects.
         written: For buffers, frozen parameters and attributes that the step writes.
+        joins: Whether states of torchmetrics objects that do not say so add up over batches, by path.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -32,6 +33,7 @@ class Tables:
     sized_logs: MergeTable = field(default_factory=MergeTable)
     metrics: MergeTable = field(default_factory=MergeTable)
     written: MergeTable = field(default_factory=MergeTable)
+    joins: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
@@ -58,11 +60,21 @@ def learn_results(
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
         calls = [run.logs.get(key) for run in runs]
         _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
+    _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
+    return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
+
+
+def _learn_metrics(tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
             values = [run.metrics.get(path, {}).get(name) for run in runs]
             tables.metrics.learn(f"{path}.{name}", values, value, parts, tolerance=tolerance)
-    return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
+    for path, joins in whole.joins.items():
+        tables.joins[path] = joins and tables.joins.get(path, True)
+    for name, path in whole.logged_metrics.items():
+        lacks_rule = any(f"{path}.{state}" in tables.metrics.unmergeable for state in whole.metrics.get(path, {}))
+        if lacks_rule or tables.joins.get(path) is False:
+            tables.logs.unmergeable.add(name)
 
 
 def _learn_log(

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
+from torchmetrics import Metric
 
 from lightning_unified.training.exactness.draws import WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
 from lightning_unified.training.hooks import inside_hook
-from lightning_unified.training.logs import Logged, LogKey, LogRecorder, can_join, metrics_of, named_metrics
+from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.training.metrics import UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone
 from lightning_unified.training.snapshot import metric_state
@@ -30,6 +33,7 @@ from lightning_unified.training.split.containers import entries_of, with_entries
 
 __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
+_JOINED = 1e-4  # relative; a state that does not add up is off by far more
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
 
 
@@ -42,6 +46,8 @@ class Results:
         returned: What the step returned; of a training step, what it returned besides the loss.
         logs: What was logged, by hook, name and occurrence.
         metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
+        joins: Whether states of those that do not say so add up over batches, by path.
+        logged_metrics: The paths of the torchmetrics objects that were logged, by the path of the log.
         written: Buffers, frozen parameters and attributes that the step wrote, by path.
         generators: The states of Python's and numpy's global generators after the run.
         draws_on_host: Whether the run moved these generators.
@@ -52,6 +58,8 @@ class Results:
     returned: Any
     logs: dict[LogKey, Logged]
     metrics: dict[str, dict[str, Any]]
+    joins: dict[str, bool]
+    logged_metrics: dict[str, str]
     written: Written
     generators: tuple[Any, Any]
     draws_on_host: bool
@@ -87,8 +95,12 @@ def aside(
     with ExitStack() as stack:
         undone = stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
         stack.enter_context(logs.recording(results))
-        for metric in metrics_of(module):
+        metrics = undone.metrics
+        for metric in metrics.values():
             metric.reset()
+        records = {path: UpdateRecord(metric) for path, metric in metrics.items() if not can_join(metric)}
+        for record in records.values():
+            stack.enter_context(record.watching())
         before = _host_generators()
         stack.enter_context(draws)
 
@@ -98,7 +110,9 @@ def aside(
                 rows=rows,
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
                 logs=logs.logged,
-                metrics=_metric_states(module),
+                metrics=_states_of(undone.metrics),
+                joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
+                logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
                 written=written_since(undone.noted),
                 generators=after,
                 draws_on_host=after != before,
@@ -114,6 +128,10 @@ class Runner:
     Args:
         trainer: In `fit`.
         step: Runs `training_step` as the loop does.
+
+    Attributes:
+        keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
+        counters: Which counters of the run's progress the step reads.
     """
 
     def __init__(
@@ -125,6 +143,7 @@ class Runner:
         self._trainer, self._step = trainer, step
         self._module = trainer.lightning_module
         self.keeps_autocast = False
+        self.counters = Counters()
 
     def run(
         self,
@@ -153,7 +172,11 @@ class Runner:
 
     def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         key = next(iter(kwargs))
-        result = self._step(OrderedDict(kwargs, **{key: batch}))
+        own = OrderedDict(kwargs, **{key: batch})
+        if "batch_idx" in own:
+            own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
+        with self.counters.watching():
+            result = self._step(own)
         for parameter in self._parameters:  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
@@ -254,15 +277,16 @@ def copied(batch: Any) -> Any:
     return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
 
 
-def _metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the states of metrics that were updated, and can be joined with those from before."""
-    found = {
-        path: metric
-        for path, metric in named_metrics(module, metrics_of(module)).items()
-        if can_join(metric) and metric._update_count
-    }
-    states = {path: metric_state(metric) for path, metric in found.items()}
-    return {path: {name: state[name] for name in found[path]._defaults} for path, state in states.items()}
+def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
+    """Return the states of metrics that were updated."""
+    states = {path: metric_state(metric) for path, metric in metrics.items() if metric._update_count}
+    return {path: {name: state[name] for name in metrics[path]._defaults} for path, state in states.items()}
+
+
+def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metric]) -> dict[str, str]:
+    by_identity = {id(metric): path for path, metric in metrics.items()}
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name: by_identity[id(value)] for name, value in values.items() if id(value) in by_identity}
 
 
 def _host_generators() -> tuple[Any, Any]:

@@ -9,6 +9,8 @@ rule that the exactness check has found, as outputs are:
 | what each micro-batch writes | a teacher moved towards the weights, `self.calls += 1`, spectral norm | `"equal"`: once a batch |
 | the mean of what micro-batches write | running statistics of InstanceNorm, a moving average of the loss | `"mean"`, `"mean of rows"` |
 | the sum of what micro-batches add | `self.seen += len(batch)` | `"sum"` of changes |
+| an entry that one micro-batch writes, others not | `self.losses[sample] = loss` | as written |
+| what micro-batches add to a set | `self.seen.update(samples)` | all of it |
 | what micro-batches append, merged | `self.outputs.append(loss)` | a rule for each entry |
 
 Where nothing fits, the batch cannot be split exactly. Two kinds of writes are left as they come: states of random generators of the
@@ -20,11 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.merging import MergeTable, Parts
+from lightning_unified.training.exactness.merging import MergeTable, Parts, merged, same
 from lightning_unified.training.exactness.trees import learn_tree, merge_tree
 from lightning_unified.training.undo import Noted, StateWatch
 from lightning_unified.training.undo.changes import (
@@ -35,6 +38,9 @@ from lightning_unified.training.undo.changes import (
 )
 
 __all__ = ["Write", "Written", "WrittenOverParts", "differing", "learn_written", "written_since"]
+
+
+_AS_WRITTEN = "as written"  # by the one micro-batch that writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,15 @@ def learn_written(
         writes = [one.get(path) for one in (whole, *runs)]
         known = next(one for one in writes if one is not None)
         after, *values = [known.before if one is None else one.after for one in writes]
+        writers = [one.after for one in writes[1:] if one is not None]
+        if known.kind == "members":
+            if after != set().union(known.before, *values):
+                troubles.append(path)
+            continue
+        is_one_of = writes[0] is not None and 0 < len(writers) < len(runs)
+        if is_one_of and all(same(one, after, tolerance=tolerance) for one in writers):
+            table.note(_family(path), _AS_WRITTEN)
+            continue
         if known.kind == "state":
             table.learn(path, values, after, parts, tolerance=0.0)
             table.unmergeable.discard(path)
@@ -103,15 +118,23 @@ def differing(one: Written, other: Written) -> set[str]:
     return paths
 
 
+def _family(path: str) -> str:
+    """Return one path for all entries of a dict: of a dict by sample, each batch writes other ones."""
+    return f"{path.rsplit('[', 1)[0]}[*]" if path.endswith("]") else path
+
+
 def _added(path: str) -> str:
     return f"{path} (change)"
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return the difference of two numbers or tensors of one shape; None of anything else."""
+    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else."""
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (before, after))
     tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
-    if numbers or (tensors and before.shape == after.shape and before.dtype not in (torch.bool, torch.uint8)):
+    arrays = (
+        isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
+    )
+    if numbers or arrays or (tensors and before.shape == after.shape and before.dtype not in (torch.bool, torch.uint8)):
         return after - before
     return None
 
@@ -165,11 +188,15 @@ class WrittenOverParts:
                 _put_back(one)
 
     def _knows(self, change: Change) -> bool:
+        if change.kind == "members" or self._table.knows(_family(change.path)):
+            return True
         return any(path == change.path or path.startswith(f"{change.path}.") for path in self._table.paths)
 
     def _merges(self, change: Change) -> bool:
         """Return whether some rule puts together what is written there."""
         path = change.path
+        if change.kind == "members" or self._table.rule(_family(path)) == _AS_WRITTEN:
+            return True
         added = "sum" in self._table.all_rules(_added(path))
         return added or any(
             self._table.rule(one) is not None for one in self._table.paths if one == path or one.startswith(f"{path}.")
@@ -186,8 +213,13 @@ class WrittenOverParts:
             known = next(one for one in changes if one is not None)
             if not self._merges(known):
                 continue
-            values = [known.before if one is None else one.after for one in changes]
-            known.put(self._merged(path, known, values, parts))
+            if known.kind == "members":
+                known.put(set().union(known.before, *(one.after for one in changes if one is not None)))
+            elif self._table.rule(_family(path)) == _AS_WRITTEN and None in changes:
+                known.put(merged("equal", [one.after for one in changes if one is not None], parts))
+            else:
+                values = [known.before if one is None else one.after for one in changes]
+                known.put(self._merged(path, known, values, parts))
         if self._noted is not None:
             self._watch.learn(self._noted)
         self._noted, self._writes = None, []

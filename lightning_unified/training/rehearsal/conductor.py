@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_unified.planning.recorder import Lives, Recorder, alike
 from lightning_unified.planning.trace import Event
 from lightning_unified.planning.values import Answers
-from lightning_unified.training.logs import metrics_of
+from lightning_unified.training.metrics import metrics_of
 from lightning_unified.training.rehearsal.counters import Counters
 from lightning_unified.training.rehearsal.strategy import RehearsalStrategy
 

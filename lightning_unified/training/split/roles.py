@@ -163,7 +163,12 @@ def _holds_samples(place: Place) -> bool:
 
 def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"] | None) -> Role | None:
     """Return the role of a list in a batch of `rows` rows; None if its entries may be rows as well as columns."""
-    if len(value) != rows or not _is_of_one_sort(value):
+    if len(value) != rows:
+        return Role.COLUMNS
+    types = {*map(type, value)} - {type(None)}
+    if len(types) == 1 and issubclass(next(iter(types)), PLAIN):
+        return Role.ROWS  # without a look at each of perhaps many names
+    if not _is_of_one_sort(value):
         return Role.COLUMNS
     spans = [one for one in (_spans(entry, rows) for entry in value) if one is not None]
     if not spans or not all(spans):

@@ -68,7 +68,7 @@ class RowFinder:
         rows = self.rows(batch, sub_batches)
         if rows is None:
             rows = max(self._largest(batch, path, samples) for path, samples in sub_batches)
-        return BatchShape(rows, self._elements(batch) // rows) if rows else None
+        return BatchShape(rows, _elements(self._split_places(batch)) // rows) if rows else None
 
     def refusal(self, batch: Any, rows: int, sub_batches: Sequence[SubBatch]) -> SplitError | None:
         """Return why `batch` cannot be split as a batch of `rows` rows; None if it can."""
@@ -95,6 +95,9 @@ class RowFinder:
     def _places(self, batch: Any, path: str = "") -> list[Place]:
         found = places_in(batch, "", self.roles, shared=self._shared)
         return [one for one in found if not path or one.path == path or one.path.startswith(f"{path}.")]
+
+    def _split_places(self, batch: Any) -> list[Place]:
+        return [one for one in self._places(batch) if self.roles.get(one.key) is Role.ROWS]
 
     def _is_unknown(self, place: Place) -> bool:
         return place.tag != "object" and place.key not in self.roles
@@ -181,20 +184,8 @@ class RowFinder:
                 return larger[0] if len(larger) == 1 else None
         return None
 
-    def _elements(self, batch: Any) -> int:
-        """Return the number of values in everything that is split by rows."""
-        total = 0
-        for place in self._places(batch):
-            if self.roles.get(place.key) is not Role.ROWS:
-                continue
-            if place.kind is not None:
-                total += place.kind.elements(place.value)
-            elif is_sequence(place.value) and not isinstance(next(iter(place.value), None), PLAIN):
-                total += sum(tensor.numel() for tensor in tensors_in(place.value))
-        return total
-
     def _contradiction(self, batch: Any, off: Sequence[Place]) -> SplitError:
-        places = [one for one in self._places(batch) if self.roles.get(one.key) is Role.ROWS]
+        places = self._split_places(batch)
         suspect = (self._stuck(places, "") or off)[0]
         late = "; earlier batches were split along it" if self.has_split and suspect not in off else ""
         return SplitError(
@@ -227,6 +218,17 @@ class RowFinder:
         return SplitError(
             f"a batch of {self._name}, of type {type(batch).__name__}, has no entry with a row dimension, so it cannot be split; {_WAYS_OUT}."
         )
+
+
+def _elements(places: Sequence[Place]) -> int:
+    """Return the number of values in places that are split by rows."""
+    total = 0
+    for place in places:
+        if place.kind is not None:
+            total += place.kind.elements(place.value)
+        elif not isinstance(next(iter(place.value), None), PLAIN):
+            total += sum(tensor.numel() for tensor in tensors_in(place.value))
+    return total
 
 
 def _above(path: str) -> list[str]:

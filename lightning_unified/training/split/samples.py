@@ -82,15 +82,14 @@ def samples_by_path(trainer: L.Trainer | None, stage: str, loader: int, batch: A
     Args:
         trainer: That runs; None if none does.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        loader: The index of the loader that the batch comes from, where several run one after another.
+        loader: The index of the loader that the batch comes from, where an evaluation runs several one after another.
         batch: As its step gets it.
     """
     combined = None if trainer is None else _combined(trainer, stage)
     if combined is None or not combined.flattened:
         return [("", _unknown)]
     if combined._mode == "sequential":
-        known = combined.flattened if stage == "fit" else combined.flattened[loader : loader + 1]
-        return [("", partial(_any_of, known))]
+        return [("", partial(samples_of, combined.flattened[loader]))]
     found = list(_with_paths(combined.iterables, ()))
     if len(found) == 1 and not found[0][0]:
         return [("", partial(samples_of, found[0][1]))]
@@ -130,18 +129,6 @@ def _has(batch: Any, keys: tuple[str, ...]) -> bool:
             return False
         batch = entries[key]
     return True
-
-
-def _any_of(loaders: list[Any]) -> LoaderSamples:
-    """Return what holds for a batch of any of `loaders`."""
-    known = [samples_of(one) for one in loaders]
-    if len(known) == 1:
-        return known[0]
-    if not known or not all(one.counts for one in known):
-        return UNKNOWN
-    counts = tuple(dict.fromkeys(count for one in known for count in one.counts))
-    constants = tuple(one for samples in known for one in samples.constants)
-    return LoaderSamples(counts=counts, constants=constants)
 
 
 def _length(sampler: Any) -> int | None:

@@ -12,9 +12,9 @@ Put back are, with the identity of every object kept:
 
 Trained parameters, their gradients and the optimizer's state have their own keepers.
 
-Not put back are: state that only functions reach which the step calls, attributes of classes, objects of Lightning, torch and the
-standard library, Python generators and iterators over files, files, sockets, and what other processes hold. Entries of containers with
-more than 1,000 entries are put back, but not what these entries hold.
+Not put back are: trained parameters that a step exchanges for other objects, state that only functions reach which the step calls,
+attributes of classes, objects of Lightning, torch and the standard library, Python generators and iterators over files, files, sockets,
+and what other processes hold. Entries of containers with more than 1,000 entries are put back, but not what these entries hold.
 
 A large tensor that a failed step wrote for the first time cannot be put back. Version counters and checksums tell; the run is then
 refused by the tensor's name.

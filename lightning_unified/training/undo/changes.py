@@ -27,7 +27,7 @@ class Change:
 
     Args:
         path: Where, as Python writes it.
-        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"tensor"` written in place, or `"state"` of a
+        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"members"` of a set, `"tensor"` written in place, or `"state"` of a
             generator.
         before: The value; for a tail nothing; `ABSENT` where there was none, None for a tensor too large to keep.
         after: The value, or what was appended.
@@ -35,7 +35,7 @@ class Change:
     """
 
     path: str
-    kind: Literal["entry", "tail", "tensor", "state"]
+    kind: Literal["entry", "tail", "members", "tensor", "state"]
     before: Any
     after: Any
     put: Callable[[Any], None]
@@ -107,8 +107,16 @@ def _changes_in(cell: Cell, before: Any, after: Any) -> Iterator[Change]:
             if old is not new and not is_ours and not (isinstance(old, _PLAIN) and _is_same(old, new)):
                 path = path_text((cell.path, name, cell.style))
                 yield Change(path, "entry", old, new, partial(_put_entry, cell, name))
+    elif isinstance(cell.target, set):
+        if set(before) != set(after):
+            yield Change(path_text(cell.path), "members", set(before), set(after), partial(_put_members, cell.target))
     elif not _is_same(before, after):
         yield Change(path_text(cell.path), "entry", before, after, cell.restore)
+
+
+def _put_members(target: set[Any], value: set[Any]) -> None:
+    target.clear()
+    target.update(value)
 
 
 def _tail(cell: Cell, length: int) -> Change:

@@ -44,8 +44,15 @@ def _rebuilt(iterator: Any) -> Any:
     rebuilt = make(*map(_inner, arguments))
     for one in state:
         if one is not None:
-            rebuilt.__setstate__(_inner(one))
+            rebuilt.__setstate__(_state(one))
     return rebuilt
+
+
+def _state(state: Any) -> Any:
+    """Return the state of an iterator with its lists copied: `itertools.cycle` adds to its own."""
+    if isinstance(state, tuple):
+        return tuple(map(_state, state))
+    return list(state) if isinstance(state, list) else _inner(state)
 
 
 def _inner(value: Any) -> Any:
@@ -72,7 +79,7 @@ def _set_entries(value: Any, entries: Any) -> None:
     value[:] = entries
 
 
-_ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
+_ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
     (random.Random, random.Random.getstate, random.Random.setstate),
     (np.random.Generator, lambda value: value.bit_generator.state, _set_generator),
     (np.random.RandomState, lambda value: value.get_state(legacy=False), np.random.RandomState.set_state),
@@ -82,5 +89,5 @@ _ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[An
 )
 
 
-def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
     return next((read, write) for base, read, write in _ACCESS if isinstance(value, base))

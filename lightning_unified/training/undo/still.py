@@ -73,7 +73,8 @@ class StillCells:
 
     def _read(self) -> bytes:
         """Return the addresses of all entries; what is at an address cannot be another object, for the copies keep the objects alive."""
-        held = tuple(chain.from_iterable(chain(map(operator.call, self._getters, self._attributes), self._entries)))
+        call: Any = operator.call
+        held = tuple(chain.from_iterable(chain(map(call, self._getters, self._attributes), self._entries)))
         return ctypes.string_at(id(held) + tuple.__basicsize__, _POINTER * len(held))
 
 

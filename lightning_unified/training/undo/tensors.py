@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.errors import RunError
 from lightning_unified.training.undo.cells import path_text
@@ -21,7 +22,7 @@ _SMALL = 64 * KIB  # a tensor of at most so many bytes is copied before every st
 _ROOM = (
     256 * MIB
 )  # judgement: bytes of larger ones that are copied at most; buffers before the first step are not counted
-_SPARE = 64  # rooms of places that are gone: of tensors in a dict that the module makes anew in every step
+_SPARE = 64  # rooms that may lie unused: of shapes that come and go
 
 
 class TensorKeeper:
@@ -37,7 +38,7 @@ class TensorKeeper:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, Any], Tensor] = {}
+        self._rooms, self._moving_rooms = _Rooms(), _Rooms()
         self._changing: set[tuple[int, Any]] = set()
         self._unseen: set[tuple[int, Any]] = set()  # that change and move no version counter
         self._checksums: dict[tuple[int, Any], Checksum] = {}
@@ -53,15 +54,12 @@ class TensorKeeper:
             moving: Tensors whose places may hold others by now.
         """
         if fixed is not self._fixed or self._plan is None or not self._plan.fits():
-            self._plan, self._fixed = self._planned(fixed, room=_ROOM), fixed
+            self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
         plans = [self._plan]
         if moving:
-            plans.append(self._planned(moving, room=_ROOM - self._plan.large_bytes))
+            plans.append(self._planned(moving, self._moving_rooms, room=_ROOM - self._plan.large_bytes))
         for plan in plans:
             plan.copy()
-        if len(self._rooms) > 2 * sum(len(plan.copied) for plan in plans) + _SPARE:
-            used = {entry.slot for plan in plans for entry in plan.copied}
-            self._rooms = {slot: room for slot, room in self._rooms.items() if slot in used}
         fresh = {
             entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
             for plan in plans
@@ -81,9 +79,7 @@ class TensorKeeper:
         if self._successes == 1 or not changed <= self._changing:
             self._changing |= changed
             self._plan = None
-            self._rooms = {
-                slot: room for slot, room in self._rooms.items() if _bytes(room) <= _SMALL or slot in self._changing
-            }
+            self._rooms, self._moving_rooms = _Rooms(), _Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
         """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
@@ -96,8 +92,9 @@ class TensorKeeper:
         self._unseen |= changed
         return changed
 
-    def _planned(self, entries: Sequence[FoundTensor], *, room: int) -> "_Plan":
+    def _planned(self, entries: Sequence[FoundTensor], rooms: "_Rooms", *, room: int) -> "_Plan":
         """Decide for each tensor whether it is copied, and make room for the copies."""
+        rooms.begin()
         plan, in_fake_mode = _Plan(), detect_fake_mode() is not None
         for entry in entries:
             if in_fake_mode and not isinstance(entry.tensor, FakeTensor):
@@ -109,18 +106,35 @@ class TensorKeeper:
             may_change = entry.copied is not False and (not self._successes or entry.slot in self._changing)
             if is_plain(entry.tensor) and (is_needed or (may_change and plan.large_bytes + size <= room)):
                 plan.large_bytes += 0 if is_needed else size
-                plan.add(entry, self._room(entry))
+                plan.add(entry, rooms.take(entry.tensor))
             else:
                 plan.held.append(entry)
         return plan
 
-    def _room(self, entry: FoundTensor) -> Tensor:
-        found = self._rooms.get(entry.slot)
-        if found is None or _kind(found) != _kind(entry.tensor):
+
+class _Rooms:
+    """Tensors to copy others into, used again by whatever has the same shape, dtype and device."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[Any, list[Tensor]] = {}
+        self._used: dict[Any, int] = {}
+
+    def begin(self) -> None:
+        """Let all rooms be used again; drop those that the last note had no use for, once they are many."""
+        total, used = sum(map(len, self._rooms.values())), sum(self._used.values())
+        if total > 2 * used + _SPARE:
+            self._rooms = {kind: self._rooms[kind][:count] for kind, count in self._used.items()}
+        self._used = {}
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a room for `tensor`."""
+        kind = _kind(tensor)
+        rooms, index = self._rooms.setdefault(kind, []), self._used.get(kind, 0)
+        self._used[kind] = index + 1
+        if index == len(rooms):
             with torch.inference_mode(mode=False), torch.no_grad():
-                found = torch.empty_like(entry.tensor, requires_grad=False, memory_format=torch.preserve_format)
-            self._rooms[entry.slot] = found
-        return found
+                rooms.append(torch.empty_like(tensor, requires_grad=False))
+        return rooms[index]
 
 
 class _Plan:
@@ -166,7 +180,7 @@ class NotedTensors:
     """
 
     def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
-        self._copied = [pair for plan in plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        self._plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
         self._versions = list(map(_version_of, self.held))
         self._checksums = checksums
@@ -174,7 +188,7 @@ class NotedTensors:
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
         """The tensors that were copied, each with its copy, which the next note writes over."""
-        return self._copied
+        return [pair for plan in self._plans for pair in zip(plan.copied, plan.rooms, strict=True)]
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
@@ -183,7 +197,7 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that are not what their copies are."""
-        large = [pair for pair in self._copied if _bytes(pair[1]) > _SMALL]
+        large = [pair for pair in self.copied if _bytes(pair[1]) > _SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
 
     def restore(self) -> None:
@@ -192,7 +206,7 @@ class NotedTensors:
         Raises:
             RunError: If a tensor without a copy has changed.
         """
-        for entry, room in self._copied:
+        for entry, room in self.copied:
             if not _is_equal(entry.tensor, room):
                 _write(entry.tensor, room)
         changed = self._changed()
@@ -237,7 +251,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_nested
         and not tensor.is_quantized
-        and (type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, FakeTensor))
+        and (isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor))
     )
 
 

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_unified.training.undo.cells import Cell, MappingCell, Path, cells_of
 from lightning_unified.training.undo.kinds import Kind, kind_of
 
-__all__ = ["Found", "FoundTensor", "Walk", "metrics_in"]
+__all__ = ["Found", "FoundTensor", "Walk"]
 
 _DEEPEST = 12  # containers and objects inside one another that are looked into
 _WIDEST = (
@@ -122,6 +122,8 @@ class Walk:
         if self._is_seen(cell.target):
             return
         noted = cell.copy()
+        if all(id(tensor) in self._trained for tensor in noted.values()):
+            return  # most dicts of parameters are; to look at them before every step would take a third of the time
         self.found.cells.append((cell, noted))
         for name, tensor in noted.items():
             if tensor is None or id(tensor) in self._trained or self._is_seen(tensor) or is_lazy(tensor):
@@ -209,8 +211,3 @@ def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
     """Return the entries of a cell that can change themselves, with their names and kinds."""
     inert = Kind.INERT
     return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not inert]
-
-
-def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
-    """Return those of `modules` that are torchmetrics objects with a state."""
-    return [module for module in modules if isinstance(module, Metric) and module._defaults]

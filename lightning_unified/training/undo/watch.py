@@ -1,6 +1,6 @@
 """The state that a step may change: noted before the step, and put back if it is to be repeated or was only a trial."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lightning_unified.training.undo.roots import Roots
 from lightning_unified.training.undo.states import iterator_copied, set_state, state_of
 from lightning_unified.training.undo.still import StillCells, holds
 from lightning_unified.training.undo.tensors import NotedTensors, TensorKeeper
-from lightning_unified.training.undo.walk import Found, FoundTensor, Walk, metrics_in
+from lightning_unified.training.undo.walk import Found, FoundTensor, Walk
 
 __all__ = ["Noted", "StateWatch"]
 
@@ -44,12 +44,17 @@ class StateWatch:
         self._modules: dict[int, nn.Module] = {}
         self._known: set[int] = set()
         self._trained: set[int] = set()
-        self._metric_paths: frozenset[str] = frozenset()
+        self._metrics: dict[str, Metric] = {}
 
     @property
     def metrics(self) -> list[Metric]:
         """The torchmetrics objects with a state, wherever they are held, as of the last note."""
-        return metrics_in(self._modules.values())
+        return list(self.named_metrics.values())
+
+    @property
+    def named_metrics(self) -> dict[str, Metric]:
+        """The same, by where each was found."""
+        return {path: metric for path, metric in self._metrics.items() if metric._defaults}
 
     def note(self) -> "Noted":
         """Return the state as it is now; an earlier note is good no longer."""
@@ -60,7 +65,7 @@ class StateWatch:
             changing = self._of_changing()
         tensors = [*changing.tensors, *_tensors_of(changing), *_tensors_of(self._found)]
         noted = None if self._tensors is None else self._tensors.note(self._found.tensors, tensors)
-        return Noted(still, self._found, changing, noted, metric_paths=self._metric_paths)
+        return Noted(still, self._found, changing, noted, metric_paths=self._metrics.keys())
 
     def look(self) -> None:
         """Find out what there is, without noting it."""
@@ -95,7 +100,7 @@ class StateWatch:
         """Walk through everything, and tell apart what is copied once and what is copied before every step."""
         roots = self._roots()
         self._trained, self._modules = roots.trained, {}
-        metric_paths: set[str] = set()
+        self._metrics = {}
         walk = Walk(trained=self._trained, defers=self._is_copied_always).cells(roots.cells)
         met = [*((module, (None, name, "global")) for module, name in roots.modules), *walk.found.modules]
         while met:
@@ -104,7 +109,7 @@ class StateWatch:
             if id(module) not in self._modules:
                 self._modules[id(module)] = module
                 if isinstance(module, Metric):
-                    metric_paths.add(path_text(path))
+                    self._metrics[path_text(path)] = module
                 walk.module(module, path)
             met += walk.found.modules
             if not met:  # modules that only changing things lead to
@@ -113,7 +118,6 @@ class StateWatch:
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
         owned = (vars(module).get(name) for module in self._modules.values() for name in _DICTS)
         empty = [entries for entries in owned if entries is not None and not entries]
-        self._metric_paths = frozenset(metric_paths)
         self._still = StillCells(self._found.cells, empty=empty, counted=roots.parameters)
         return self._still
 
@@ -146,7 +150,7 @@ class Noted:
         changing: Found,
         tensors: NotedTensors | None,
         *,
-        metric_paths: frozenset[str] = frozenset(),
+        metric_paths: Collection[str] = (),
     ) -> None:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells

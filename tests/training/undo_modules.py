@@ -1,0 +1,270 @@
+"""Modules whose training_step keeps state of every kind; each scales its loss by `draw`, which reads the state and moves it on."""
+
+import collections
+import copy
+import itertools
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, MetricTracker
+
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
+FAULTS = {"at": set(), "calls": 0}  # no step names it, so it is not put back
+
+
+class Fails(torch.autograd.Function):
+    """Memory runs out in the backward passes of the given numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        FAULTS["calls"] += 1
+        if FAULTS["calls"] in FAULTS["at"]:
+            raise torch.OutOfMemoryError(TEXT)
+        return gradient
+
+
+class Plain(L.LightningModule):
+    """A small classifier without state."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def draw(self):
+        return 1.0
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(Fails.apply(self.net(x)), y) * (0.5 + self.draw())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+class Holds(Plain):
+    """Keeps `make()` in its attribute `kept`, and moves it on with `move(kept)`."""
+
+    def __init__(self, make, move):
+        super().__init__()
+        self.kept, self.move = make(), move
+
+    def draw(self):
+        return float(self.move(self.kept))
+
+
+class Counts(Plain):
+    """Counts in an attribute, and in one that is not there before the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def draw(self):
+        self.count += 1
+        self.late = getattr(self, "late", 0) + 1
+        return 1 / (self.count + self.late)
+
+
+class CountsInSubmodule(Plain):
+    """Counts in a submodule."""
+
+    def draw(self):
+        self.net[1].count = getattr(self.net[1], "count", 0) + 1
+        return 1 / self.net[1].count
+
+
+class Recurs(Plain):
+    """Carries a hidden state over, in a tuple and in a dict that is made anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = (torch.zeros(2), {"cell": torch.ones(2)})
+
+    def draw(self):
+        first, rest = self.hidden
+        rest["cell"].mul_(0.9)
+        self.hidden = (first + rest["cell"], {"cell": rest["cell"] + 0.1})
+        return float(first.mean())
+
+
+class Frozen(Plain):
+    """Writes a parameter without gradient, a buffer and a plain tensor, two of them past their version counters."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(3))
+        self.plain = torch.zeros(3)
+
+    def draw(self):
+        for mine, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+        self.center.add_(0.1)
+        self.plain.data.add_(0.1)
+        return float(self.center.sum() + self.plain.sum() + self.teacher[0].weight.sum())
+
+
+class Metered(Plain):
+    """Holds metrics in a dict, in a list, in a tracker, and makes one in its second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.meters, self.made = {"a": MeanMetric()}, []
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+        self.tracker.increment()
+
+    def draw(self):
+        if self.global_step == 1 and not self.made:
+            self.made.append(MeanMetric())
+        for number, meter in enumerate([*self.meters.values(), *self.made, self.tracker]):
+            meter.update(1.0 + number + self.global_step)
+        return float(sum(meter.compute() for meter in self.meters.values()) + self.tracker.compute())
+
+
+class Schedules(Plain):
+    """Sets learning rates before the closure, and counts, in `optimizer_step`; an EMA in a hook of the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.ema = 0, torch.zeros(3, 8)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def on_before_zero_grad(self, optimizer):
+        self.ema.mul_(0.5).add_(self.net[2].weight.detach())
+
+    def draw(self):
+        return float(self.ema.sum())
+
+
+GLOBAL_COUNT, GLOBAL_LIST, GLOBAL_RNG = 0, [], random.Random(0)
+SMOOTH = SimpleNamespace(value=None)
+
+
+class NamesGlobals(Plain):
+    """Rebinds a global, and changes objects that globals name."""
+
+    def training_step(self, batch, batch_idx):
+        global GLOBAL_COUNT  # noqa: PLW0603
+        GLOBAL_COUNT += 1
+        GLOBAL_LIST.append(GLOBAL_COUNT)
+        SMOOTH.value = GLOBAL_COUNT if SMOOTH.value is None else 0.5 * (SMOOTH.value + GLOBAL_COUNT)
+        return super().training_step(batch, batch_idx) * (len(GLOBAL_LIST) + GLOBAL_RNG.random() + SMOOTH.value)
+
+
+def closes_over():
+    """Return a module whose step rebinds a variable of this function, and changes an object in another."""
+    count, seen = 0, {"sum": 0}
+
+    class ClosesOver(Plain):
+        def training_step(self, batch, batch_idx):
+            nonlocal count
+            count += 1
+            seen["sum"] += count
+            return super().training_step(batch, batch_idx) * (count + seen["sum"])
+
+    return ClosesOver()
+
+
+@dataclass
+class Record:
+    """A user's own object, with another one inside."""
+
+    count: int = 0
+    inner: SimpleNamespace | None = None
+
+
+class Slotted:
+    """A user's object without a dict."""
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+def _moves_record(record):
+    record.count += 1
+    record.inner.count += record.count
+    return record.inner.count
+
+
+def _moves_slots(slotted):
+    slotted.count += 1
+    return slotted.count
+
+
+def _moves_ordered(ordered):
+    ordered.move_to_end(next(iter(ordered)))
+    return next(iter(ordered.values()))
+
+
+def _moves_nested(nested):
+    nested["a"][-1].append(len(nested["a"]))
+    nested["a"].append([1])
+    return len(nested["a"]) + len(nested["a"][-2])
+
+
+def _moves_array(array):
+    array += 1
+    return array.sum()
+
+
+HELD = {
+    "list": (list, lambda kept: kept.append(len(kept)) or sum(kept)),
+    "nested containers": (lambda: {"a": [[]]}, _moves_nested),
+    "set": (lambda: {0}, lambda kept: kept.add(len(kept)) or len(kept)),
+    "deque": (lambda: collections.deque([1, 2, 3], maxlen=3), lambda kept: kept.append(sum(kept)) or kept[0]),
+    "ordered dict": (lambda: collections.OrderedDict(a=1, b=2, c=3), _moves_ordered),
+    "default dict": (lambda: collections.defaultdict(int), lambda kept: kept.update(a=kept["a"] + 1) or kept["a"]),
+    "counter": (collections.Counter, lambda kept: kept.update("a") or kept["a"]),
+    "bytearray": (lambda: bytearray(b"a"), lambda kept: kept.append(len(kept)) or len(kept)),
+    "array": (lambda: np.zeros(3), _moves_array),
+    "large array": (lambda: np.zeros(20_000), _moves_array),
+    "random.Random": (lambda: random.Random(0), lambda kept: kept.gauss(0, 1)),
+    "numpy generator": (lambda: np.random.default_rng(0), lambda kept: kept.random()),
+    "numpy random state": (lambda: np.random.RandomState(0), lambda kept: kept.rand()),
+    "torch generator": (lambda: torch.Generator().manual_seed(0), lambda kept: torch.rand((), generator=kept)),
+    "itertools.count": (itertools.count, next),
+    "itertools.cycle": (lambda: itertools.cycle([1, 2, 3]), next),
+    "list iterator": (lambda: iter(list(range(99))), next),
+    "own object": (lambda: Record(inner=SimpleNamespace(count=0)), _moves_record),
+    "object with slots": (Slotted, _moves_slots),
+    "module in a list": (
+        lambda: [nn.BatchNorm1d(2)],
+        lambda kept: kept[0](torch.ones(2, 2)).sum() + kept[0].running_mean.sum(),
+    ),
+}
+KINDS = {
+    **{name: lambda pair=pair: Holds(*pair) for name, pair in HELD.items()},
+    "counter attributes": Counts,
+    "attribute of a submodule": CountsInSubmodule,
+    "hidden state": Recurs,
+    "frozen tensors": Frozen,
+    "metrics": Metered,
+    "optimizer_step and hooks": Schedules,
+    "globals": NamesGlobals,
+    "closure variables": closes_over,
+}
+
+
+def forget_globals():
+    """Set what `NamesGlobals` names to what it was."""
+    globals().update(GLOBAL_COUNT=0)
+    GLOBAL_LIST.clear()
+    GLOBAL_RNG.seed(0)
+    SMOOTH.value = None
