@@ -66,7 +66,11 @@ class Transformer(Kind):
     def make_net(self):
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=self.dropout, batch_first=True)
         return nn.ModuleList(
-            [nn.Embedding(TOKENS, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, CLASSES)]
+            [
+                nn.Embedding(TOKENS, 8),
+                nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+                nn.Linear(8, CLASSES),
+            ]
         )
 
     def loss(self, batch):
@@ -313,6 +317,9 @@ class NoisyWeights(Kind):
         return F.cross_entropy(self.net[2](F.linear(batch["x"], noisy).tanh()), batch["y"])
 
 
+# what cannot be split
+
+
 class Mixup(Kind):
     """Mixes each row with another one of its batch, drawn in the step."""
 
@@ -320,9 +327,6 @@ class Mixup(Kind):
         x, y = batch["x"], F.one_hot(batch["y"], CLASSES).to(batch["x"])
         other = torch.randperm(len(x), device=x.device)
         return F.cross_entropy(self.net(0.7 * x + 0.3 * x[other]), 0.7 * y + 0.3 * y[other])
-
-
-# what cannot be split
 
 
 class MaskedInTheStep(Kind):
@@ -372,4 +376,4 @@ DRAWN = [
     LayerDrop,
     NoisyWeights,
 ]
-REFUSED = [MaskedInTheStep, NormalisedByTheBatch, CentredAtOnce]
+REFUSED = [MaskedInTheStep, Mixup, NormalisedByTheBatch, CentredAtOnce]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from modules import fit
-from step_kinds import DRAWN, REFUSED, SAME, Compiled, Kind, Mixup
+from step_kinds import DRAWN, REFUSED, SAME, Compiled, Kind, RecurrentDropout
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
@@ -53,16 +53,12 @@ def test_a_compiled_network_equals_plain_lightning():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @of_each(DRAWN)
 def test_a_step_with_draws_is_split_and_said(kind, precision):
+    if kind is RecurrentDropout and precision == "bf16-mixed":
+        pytest.skip("CPUs have no LSTM in bfloat16")
     _, _, trainer = split(kind, precision=precision)
 
     assert trainer.strategy.plan.reasons["loss_weight"].startswith("rows: gradients of")
     assert trainer.strategy.events == [SAID]
-
-
-def test_rows_mixed_by_a_drawn_order_are_said():
-    _, _, trainer = split(Mixup)
-
-    assert any(event.startswith(SAID) and "compared without" in event for event in trainer.strategy.events)
 
 
 @of_each(REFUSED)
