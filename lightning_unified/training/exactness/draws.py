@@ -115,6 +115,11 @@ class RecordDraws(_Draws):
         )
         return result
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn, or would have been inside a kernel."""
+        return bool(self.draws) or self.leaves_out
+
 
 class ReplayDraws(_Draws):
     """Gives a part of the rows its entries of the draws that were recorded.

@@ -208,7 +208,7 @@ class Judge:
             whole=whole,
             splits=splits,
             troubles=[*(trouble for replay in replays for trouble in replay.troubles), *troubles],
-            is_drawn=bool(recorded.draws) or recorded.leaves_out or whole.draws_on_host,
+            is_drawn=recorded.has_drawn or whole.draws_on_host,
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
