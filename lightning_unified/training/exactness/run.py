@@ -242,8 +242,8 @@ def _without_tf32() -> Iterator[None]:
     torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises, as
     `torch.backends.cudnn.flags` does in CTC losses. So the older ones are turned wherever they can be read.
     """
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    places: tuple[Any, ...] = (matmul, cudnn.conv, cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     with ExitStack() as undo:
         for place in places:
             undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
