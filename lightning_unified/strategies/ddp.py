@@ -30,7 +30,7 @@ __all__ = ["UnifiedDDPStrategy"]
 class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     """Trains a copy of any LightningModule on each of several devices or processes, each inside its memory budget, as `ddp` does.
 
-    Each rank runs its own batch, cut as its own memory asks for, and gradients are averaged once when the window's last batch is
+    Each rank runs its own batch, split as its own memory asks for, and gradients are averaged once when the window's last batch is
     over: what is learnt is what `strategy="ddp"` learns from undivided batches. Ranks meet before and after everything that they do
     together, so that a rank that runs out of memory, in forward, backward, reduction or optimizer step, makes all of them repeat
     the batch, and one that fails otherwise, or is gone, makes all of them end with an error that names it. See docs/several_ranks.md.
@@ -48,12 +48,12 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         precision: As for `UnifiedStrategy`.
         optimizer_kernel: As for `UnifiedStrategy`.
         predict: As for `UnifiedStrategy`; each rank rehearses its own batch, and all go on with one setting and the smallest size.
-        recover: Repeat a step in smaller parts after an out-of-memory error on any rank.
+        recover: Undo a step in which any rank ran out of memory, and repeat it in smaller micro-batches.
         optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
             takes weights and state from another one.
-        micro_batches: As for `UnifiedStrategy`.
+        micro_batches: As for `UnifiedStrategy`; with `start_method="spawn"` its functions must be picklable.
         batch_norm: As for `UnifiedStrategy`.
-        check_split: As for `UnifiedStrategy`; each rank looks at its own batch.
+        check_split: As for `UnifiedStrategy`; each rank checks its own batches, and a refusal on one ends all.
         evaluation_micro_batch_size: As for `UnifiedStrategy`; each rank recovers by itself.
         window_mean: As for `UnifiedStrategy`; `"terms"` counts those of all ranks.
         remember: As for `UnifiedStrategy`; the first rank writes the file.

@@ -21,17 +21,18 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
 
     The batch a loader gives is the batch the optimizer sees. If it does not fit, or `micro_batch_size` says so, it runs as
     micro-batches whose losses are weighted so that gradients, logs and outputs are those of the whole; if memory runs out inside a
-    step, everything the step did is undone and the step runs again in smaller parts.
+    step, everything the step did is undone and the step runs again in smaller micro-batches.
 
     A module needs no change if its loss is a mean over rows or over scored labels. Any other module describes its batches in the hook
-    `configure_micro_batches(stage) -> MicroBatchRules`; for a module you do not own, pass the same rules as `micro_batches`. Validation,
-    test and predict steps are split only after memory has run out in one. docs/splitting.md has an example of each rule.
+    `configure_micro_batches(stage) -> MicroBatchRules`; for a module you do not own, pass the same rules as `micro_batches`. A module that
+    does not split exactly is refused with `SplitError`. Validation, test and predict steps are split only after memory has run out in one.
+    docs/splitting.md has an example of each rule.
 
     A module may also have `kept_bytes` and `give_back()` for what it keeps on the device between steps while the strategy has
     `spare_bytes`.
 
-    Lists and counters that a step fills see the micro-batches of a split batch, and a metric's `compute()` inside `training_step` is that
-    of a micro-batch.
+    Attributes, lists and buffers that a step writes end as after the whole batch, or the batch is refused. A metric's `compute()` inside
+    `training_step` is that of a micro-batch.
 
     A strategy object serves one Trainer.
 
@@ -49,14 +50,16 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             rounding, what a step takes beside the state differs by up to the parameters' bytes.
         predict: Rehearse the step before the first batch runs, and choose sizes and levers by what it will take; see docs/planning.md.
             It costs a second or a few, and is left out where the budget is thousands of times what weights and batch take.
-        recover: Repeat a step in smaller parts after an out-of-memory error.
+        recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs
             out while it writes. Costs their bytes once more, and time.
-        micro_batches: How batches are split, for a module you do not own; it replaces what the module's `configure_micro_batches` returns.
-        batch_norm: What to do when a batch must be cut and the module has BatchNorm in train mode: `"refuse"`, or accept
-            statistics per `"micro"`-batch.
-        check_split: Before the first cut, compare the gradients of a few rows run whole and cut, to find by what micro-batches are
-            weighted, and refuse a module that cannot be cut exactly; see docs/splitting.md.
+        micro_batches: Rules for splitting batches, for a module you do not own. They replace all that the module's
+            `configure_micro_batches` returns. Worker processes get them only if they can be pickled.
+        batch_norm: What to do when a batch must be split and the module has BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
+            statistics of each micro-batch. `MicroBatchRules(batch_norm=…)` takes precedence.
+        check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
+            intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
+            merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/splitting.md.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
         window_mean: Over what the gradient of an accumulation window is a mean: its `"batches"`, as Lightning has it, or the loss

@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_unified.training.encoders import Encoders, encoders_of
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
-from lightning_unified.training.exactness.merging import Parts
+from lightning_unified.training.exactness.merging import MergeTable, Parts
 from lightning_unified.training.exactness.trees import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
@@ -105,6 +105,7 @@ class EvaluationSteps:
             results=self._trainer._results,
             metrics=self._state.named_metrics,
             state=self._written,
+            ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
         outputs = []
@@ -122,14 +123,15 @@ class EvaluationSteps:
         batch: Any,
         shape: BatchShape,
         phase: str,
+        table: MergeTable,
         paths: Sequence[str],
     ) -> None:
         """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
         if self._policy.checks(_STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:
-                if not (check.tables.logs.knows(path) or check.tables.outputs.knows(path)):
-                    check.tables.logs.reject(path)
+                if not table.knows(path):
+                    table.reject(path)
         self._policy.say_unmergeable(check.unmergeable(), phase=phase)
 
     def _encoders_of(self, phase: str) -> Encoders | None:

@@ -23,6 +23,8 @@ from typing_extensions import override
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
 from lightning_unified.training.encoders import encoders_of
 from lightning_unified.training.exactness.check import ExactnessCheck
+from lightning_unified.training.exactness.merging import MergeTable
+from lightning_unified.training.exactness.verdict import batch_norms_of
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import caught, insist
@@ -264,6 +266,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 results=self.trainer.fit_loop.epoch_loop._results,
                 metrics=self._state.named_metrics,
                 state=self._written,
+                ignored=batch_norms_of(self.trainer.lightning_module),
                 learn=partial(self._learn_more, kwargs, shape),
             ),
             parameters=list(self.trainer.lightning_module.parameters()),
@@ -279,12 +282,14 @@ class UnifiedOptimization(_AutomaticOptimization):
         )
         self._policy.split_checked(verdict)
 
-    def _learn_more(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, paths: Sequence[str]) -> None:
+    def _learn_more(
+        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
+    ) -> None:
         """Check a batch whose step returned or logged what no check has seen, before its update; say what nothing puts together."""
         if self._policy.check_split:
             sizes = self._policy.sizes
             verdict = self._check.learn_more(
-                kwargs, paths, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape)
+                kwargs, table, paths, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape)
             )
             self._policy.split_checked(verdict)
 

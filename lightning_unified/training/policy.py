@@ -1,4 +1,4 @@
-"""What one run does about memory: how its batches are cut, and what follows when memory runs out or is about to."""
+"""What one run does about memory: how its batches are split, and what follows when memory runs out or is about to."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from lightning_unified.planning import describe_bytes, describe_shortage, metal_
 from lightning_unified.training.budget_watch import BudgetWatch
 from lightning_unified.training.cache_care import CacheCare
 from lightning_unified.training.exactness.losses import LossRule, declared
-from lightning_unified.training.exactness.verdict import Verdict, refuse_batch_norm
+from lightning_unified.training.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
 from lightning_unified.training.kept import KeptMemory
 from lightning_unified.training.levers import Levers
 from lightning_unified.training.oom import requested_bytes
@@ -40,11 +40,11 @@ class MemoryPolicy:
         watch: The budget and what is used of it.
         micro_batch_size: The largest number of rows run at once, or `"auto"`.
         evaluation_micro_batch_size: The same for validation, test and predict.
-        recover: Whether a step is repeated after an out-of-memory error.
+        recover: Whether a step that ran out of memory is undone and repeated.
         optimizer_rollback: Whether weights and optimizer state are copied around each optimizer step.
         micro_batches: Rules for the module's batches, in place of those that it declares; None for its own.
-        batch_norm: Whether a module with BatchNorm in train mode may be cut: `"refuse"` or `"micro"`.
-        check_split: Whether gradients are compared before the first cut.
+        batch_norm: What to do with BatchNorm in train mode when a batch must be split, unless the rules say: `"refuse"` or `"micro"`.
+        check_split: Whether the exactness check compares whole and split rows, unless the rules say.
         window_mean: Over what an accumulation window's gradient is a mean: its `"batches"` or their loss `"terms"`.
         remember: File for the sizes found, or None.
 
@@ -253,6 +253,11 @@ class MemoryPolicy:
             )
         if (rules.batch_norm or self._batch_norm) == "refuse":
             refuse_batch_norm(module, rows=shape.rows, within=rules.encoders)
+        elif batch_norms_of(module):
+            self._say(
+                'BatchNorm\'s statistics are those of micro-batches where a batch is split, as batch_norm="micro" accepts.',
+                log.info,
+            )
 
     def split_checked(self, verdict: Verdict) -> None:
         """Note what the exactness check has found; say by what micro-batches are weighted where that was not declared or not checked,
@@ -274,6 +279,8 @@ class MemoryPolicy:
         if verdict.noise:
             self._say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
         self.say_unmergeable(verdict.unmergeable, phase="training")
+        for path in verdict.left:
+            self._say(f"{path} is written once a micro-batch of a split batch, not once a batch.", log.warning)
         self._verdict = verdict
 
     def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:

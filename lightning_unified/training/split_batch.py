@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.merging import Parts, merged
+from lightning_unified.training.exactness.merging import MergeTable, Parts, merged
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.trees import merge_tree, unknown_paths
 from lightning_unified.training.exactness.written import WrittenOverParts
@@ -61,7 +61,8 @@ class SplitResults:
         results: Where Lightning gathers what is logged; None where nothing can be.
         metrics: The module's torchmetrics objects, by path.
         state: The watch over what the step may write.
-        learn: `learn(paths)` has the batch checked, because its step returned or logged something new at these paths.
+        ignored: Where paths begin that are written once a micro-batch, as the user has accepted.
+        learn: `learn(table, paths)` has the batch checked, because its step gave something new at paths that this table lacks.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class SplitResults:
         results: _ResultCollection | None,
         metrics: Mapping[str, Metric],
         state: StateWatch,
-        learn: Callable[[Sequence[str]], None],
+        ignored: tuple[str, ...],
+        learn: Callable[[MergeTable, Sequence[str]], None],
     ) -> None:
         self._tables, self._results, self._learn, self._state = tables, results, learn, state
+        self._ignored = ignored
         self._all_metrics = dict(metrics)
         self.begin()
 
@@ -81,7 +84,7 @@ class SplitResults:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs = LogRecorder()
         self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
-        self._written = WrittenOverParts(self._state, self._tables.written, self._learn)
+        self._written = WrittenOverParts(self._state, self._tables.written, self._learn, ignored=self._ignored)
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
@@ -94,23 +97,22 @@ class SplitResults:
         """Hold back what is logged inside the block."""
         return self._logs.recording(self._results)
 
-    def finish(self, values: Sequence[Any], parts: Parts, *, loss: Callable[[], Tensor | None] | None = None) -> Any:
+    def finish(self, values: Sequence[Any], parts: Parts) -> Any:
         """Return what the whole batch's step would have returned, log what it would have logged, and join metrics.
 
         Args:
             values: What each micro-batch returned.
             parts: What the micro-batches weigh.
-            loss: Returns the whole batch's loss, if there is one to look up a rule for.
         """
-        new = list(unknown_paths(self._tables.outputs, values))
-        new += [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]
-        if new:
-            self._learn(new)
+        tables = self._tables
+        if new := list(unknown_paths(tables.outputs, values)):
+            self._learn(tables.outputs, new)
+        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
+            self._learn(tables.logs, new)
         self._metrics.finish(parts)
         self._written.finish(parts)
         if self._results is not None:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts))
-        del loss
         return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:

@@ -25,6 +25,7 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.host import on_host, to_host
 from lightning_unified.training.exactness.judge import Findings, Judge, Trial
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.training.exactness.progress import facts_of_module
 from lightning_unified.training.exactness.results import Tables
@@ -110,16 +111,35 @@ class ExactnessCheck:
         return facts_of(batch, rows) | counters | facts_of_module(trainer.lightning_module)
 
     def learn_more(
-        self, kwargs: "OrderedDict[str, Any]", paths: Sequence[str], *, rows: int, unit: int, at_once: int
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        table: MergeTable,
+        paths: Sequence[str],
+        *,
+        rows: int,
+        unit: int,
+        at_once: int,
     ) -> Verdict:
-        """Check a batch whose step logged or returned something at `paths` that no check has seen; what stays unknown is unmergeable."""
+        """Check a batch whose step gave something that no check has seen; what stays unknown, nothing puts together.
+
+        Args:
+            kwargs: Of `training_step`, the batch first.
+            table: The one of `tables` that lacks rules.
+            paths: Where.
+            rows: Of the batch.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+        """
+        assert self._verdict is not None
+        if not self._verdict.conclusive:  # nothing could be told of such batches, which has been said
+            return self._verdict
         self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
         for path in paths:
-            if not (self.tables.logs.knows(path) or self.tables.outputs.knows(path)):
-                self.tables.logs.reject(path)
-                self.tables.outputs.reject(path)
-        assert self._verdict is not None
-        self._verdict = replace(self._verdict, unmergeable=self._unmergeable)
+            if not table.knows(path):
+                table.reject(path)
+        self._verdict = replace(
+            self._verdict, unmergeable=self._unmergeable, left=tuple(sorted(self.tables.written.unmergeable))
+        )
         return self._verdict
 
     @property
@@ -212,7 +232,7 @@ class ExactnessCheck:
         return "memory ran out while it was checked" if found is None else found
 
     def _recomputed(
-        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: int
+        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any
     ) -> Findings | str | None:
         try:
             blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)

@@ -150,11 +150,19 @@ class WrittenOverParts:
     Args:
         watch: Over the state that the step may write; used for nothing else.
         table: The rules, by path.
-        learn: `learn(paths)` has the batch checked, because its step wrote at paths that no check has seen.
+        learn: `learn(table, paths)` has the batch checked, because its step wrote at paths that no check has seen.
+        ignored: Where paths begin that are left alone.
     """
 
-    def __init__(self, watch: StateWatch, table: MergeTable, learn: Callable[[Sequence[str]], None]) -> None:
-        self._watch, self._table, self._learn = watch, table, learn
+    def __init__(
+        self,
+        watch: StateWatch,
+        table: MergeTable,
+        learn: Callable[[MergeTable, Sequence[str]], None],
+        *,
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        self._watch, self._table, self._learn, self._ignored = watch, table, learn, ignored
         self._noted: Noted | None = None
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
@@ -169,7 +177,8 @@ class WrittenOverParts:
             self._back(self._writes[-1].values())
         yield
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
-        self._writes.append({one.path: one for one in moved_since(self._noted, self._versions, known)})
+        moved = moved_since(self._noted, self._versions, known)
+        self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
         """Take back the writes of the micro-batch before, which are put together at the end; those that nothing puts together stay."""
@@ -178,7 +187,7 @@ class WrittenOverParts:
         if new and len(self._writes) == 1:
             for one in changes:
                 _put_back(one)
-            self._learn([one.path for one in new])
+            self._learn(self._table, [one.path for one in new])
             for one in changes:
                 if not self._merges(one):
                     one.put(one.after)
