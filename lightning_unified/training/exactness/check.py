@@ -182,7 +182,7 @@ class ExactnessCheck:
     def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
         batch = next(iter(kwargs.values()))
         own = declared(self._rules)
-        rules = [own] if own else [rule for rule in candidates(batch, rows) if rule.name not in self._rejected]
+        rules = [own] if own else self._candidates(batch, rows)
         found = self._found(kwargs, rules, rows=rows, unit=unit, at_once=at_once)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
@@ -207,6 +207,11 @@ class ExactnessCheck:
             noise=found.noise,
             unmergeable=self._unmergeable,
         )
+
+    def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
+        """Return the rules that may hold: those that have agreed, for which this batch may show no reason, and those not rejected yet."""
+        known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
+        return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _found(
         self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], *, rows: int, unit: int, at_once: int

@@ -66,16 +66,22 @@ class WatchPrecision:
 
 
 class _Draws(TorchDispatchMode):
-    """Hands every random operator to `draw`; all others run as they are."""
+    """Hands every random operator to `draw`; all others run as they are.
+
+    Attributes:
+        leaves_out: Whether a kernel that draws inside has run without its dropout.
+    """
 
     def __init__(self, precision: WatchPrecision) -> None:
         super().__init__()
         self._precision = precision
+        self.leaves_out = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        args, kwargs = _without_inner_dropout(func, args, kwargs)
+        given, (args, kwargs) = (args, kwargs), _without_inner_dropout(func, args, kwargs)
+        self.leaves_out |= args is not given[0] or kwargs is not given[1]
         if name.startswith(_RRELU):
             return self._rrelu(func, name, args, kwargs)
         if is_random(func, name) and not _is_inner(name):
@@ -117,6 +123,11 @@ class RecordDraws(_Draws):
         )
         return result
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn, or would have been inside a kernel."""
+        return bool(self.draws) or self.leaves_out
+
 
 class ReplayDraws(_Draws):
     """Gives a part of the rows its entries of the draws that were recorded.
@@ -131,7 +142,6 @@ class ReplayDraws(_Draws):
 
     Attributes:
         troubles: Why the replay is not valid; empty as long as it is.
-        is_by_row: Whether a draw has been cut into rows.
         is_ordered: Whether a draw had k > 1 entries a row, so that `order` mattered.
     """
 
@@ -142,7 +152,7 @@ class ReplayDraws(_Draws):
         self._draws, self._next = draws, 0
         self._rows, self._start, self._stop, self._order = rows, start, stop, order
         self.troubles: list[str] = []
-        self.is_by_row = self.is_ordered = False
+        self.is_ordered = False
 
     def finish(self) -> None:
         """Note if the part has drawn fewer times than the whole."""
@@ -176,7 +186,6 @@ class ReplayDraws(_Draws):
         times, rest = divmod(whole.shape[dim], self._rows)
         if rest or shape[dim] != times * size:
             return None
-        self.is_by_row = True
         if times == 1:
             return whole.narrow(dim, self._start, size)
         self.is_ordered = True
@@ -220,9 +229,9 @@ def _without_inner_dropout(
         return args, kwargs
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            if argument.name in kwargs:
+            if kwargs.get(argument.name):
                 kwargs = {**kwargs, argument.name: 0.0}
-            elif index < len(args):
+            elif index < len(args) and args[index]:
                 args = (*args[:index], 0.0, *args[index + 1 :])
     return args, kwargs
 

@@ -101,7 +101,7 @@ class _Comparison:
     whole: Run
     splits: Sequence[_Split]
     troubles: Sequence[str]
-    is_by_row: bool
+    is_drawn: bool
     is_ordered: bool
 
     @property
@@ -157,7 +157,7 @@ class Judge:
             self._learn(comparison, self._closest(comparison, rules), repeat=repeat, since=since)
             return undecided
         off = {rule.name: comparison.off(rule) for rule in rules}
-        noise = _DRAWN if comparison.is_by_row else ""
+        noise = _DRAWN if comparison.is_drawn else ""
         if _none_agrees(off) and comparison.is_ordered:
             other = self._compared(kwargs, trial, order="blocks")
             found = {rule.name: other.off(rule) for rule in rules}
@@ -207,7 +207,7 @@ class Judge:
             whole=whole,
             splits=splits,
             troubles=[*(trouble for replay in replays for trouble in replay.troubles), *troubles],
-            is_by_row=any(replay.is_by_row for replay in replays) or bool(whole.draws_on_host),
+            is_drawn=recorded.has_drawn or whole.draws_on_host,
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
@@ -221,7 +221,7 @@ class Judge:
                 for batch, size in zip(batches, sizes, strict=True)
             ]
             splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=[why], is_by_row=True, is_ordered=False)
+        return _Comparison(whole=whole, splits=splits, troubles=[why], is_drawn=True, is_ordered=False)
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:

@@ -4,7 +4,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,15 +237,26 @@ class Runner:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
-    before = [place.fp32_precision for place in places]
-    for place in places:
-        place.fp32_precision = "ieee"
-    try:
+    """Compute float32 in float32 inside the block.
+
+    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises, as
+    `torch.backends.cudnn.flags` does in CTC losses. So the older ones are turned wherever they can be read.
+    """
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    with ExitStack() as undo:
+        for place in places:
+            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        with suppress(RuntimeError):
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        with suppress(RuntimeError):
+            undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = False
+        for place in places:
+            if place.fp32_precision == "tf32":
+                place.fp32_precision = "ieee"
         yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
 
 
 def _is_batch_norm(child: nn.Module) -> bool:
