@@ -9,7 +9,7 @@ from typing import Any
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.training.exactness.losses import LossRule, shares
+from lightning_unified.training.exactness.losses import LossRule, require_counts, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
@@ -91,6 +91,8 @@ class _Split:
 
     def shares(self, rule: LossRule) -> list[float]:
         """Return by what each part's loss is multiplied."""
+        if rule.count is not None:
+            require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
         return shares(rule, self.batches, self.sizes)
 
 
