@@ -273,7 +273,8 @@ class ExactnessCheck:
             start=start,
             rows=size,
             take=self._on_host_rows if moves else self._splitter.split,
-            splits=splits if not self._checks or self._checks % 2 else splits[::-1][:1],
+            splits=[splits[self._checks % len(splits)]] if self._checks else splits,
+            is_quiet=self._checks > 0 and not self._runner.draws_in_eval,
         )
         judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:

@@ -7,14 +7,22 @@ from functools import partial
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
+from lightning_unified.training.exactness.draws import (
+    ConstantDraws,
+    NoDraws,
+    Order,
+    RecordDraws,
+    ReplayDraws,
+    WatchPrecision,
+)
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.training.exactness.losses import LossRule, likeliest, shares
+from lightning_unified.training.exactness.losses import LossRule, likeliest, require_counts, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
 from lightning_unified.training.exactness.written import differing
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import is_out_of_memory
 
 __all__ = ["Findings", "Judge", "Trial"]
@@ -33,6 +41,7 @@ class Trial:
         rows: How many run.
         take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
         splits: The rows of each part, for each way to split.
+        is_quiet: Whether to run without dropout first, which takes half the time, and with it only if that cannot tell.
     """
 
     batch: Any
@@ -41,6 +50,7 @@ class Trial:
     rows: int
     take: Callable[..., Any]
     splits: Sequence[Sequence[int]]
+    is_quiet: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -91,6 +101,8 @@ class _Split:
 
     def shares(self, rule: LossRule) -> list[float]:
         """Return by what each part's loss is multiplied."""
+        if rule.count is not None:
+            require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
         return shares(rule, self.batches, self.sizes)
 
 
@@ -150,7 +162,9 @@ class Judge:
             SplitError: If the rows' results are not those of their parts.
             BaseException: Whatever the step itself raises on whole rows, untouched.
         """
-        comparison = self._compared(kwargs, trial, order="interleaved")
+        comparison = self._quiet(kwargs, trial) if trial.is_quiet else None
+        if comparison is None or _none_agrees({rule.name: comparison.off(rule) for rule in rules}):
+            comparison = self._compared(kwargs, trial, order="interleaved")
         precision = WatchPrecision()
         repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
         if undecided := comparison.whole.gradient.says_nothing:
@@ -182,6 +196,23 @@ class Judge:
             difference=off[agreeing[0].name].relative,
             noise=noise,
         )
+
+    def _quiet(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> _Comparison | None:
+        """Return the comparison without watching operators, dropout layers in eval mode; None if the step draws all the same."""
+        generators = GeneratorWatch(self._runner.device).note
+        watch, precision, splits = NoDraws(generators), WatchPrecision(), []
+        whole = self._whole(kwargs, trial, watch, precision)
+        if watch.has_drawn or whole.draws_on_host:
+            self._runner.draws_in_eval = True
+            return None
+        for sizes in trial.splits:
+            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+            runs = [
+                self._part(kwargs, batch, size, trial, NoDraws(generators), precision)
+                for batch, size in zip(batches, sizes, strict=True)
+            ]
+            splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
+        return _Comparison(whole=whole, splits=splits, troubles=[], is_drawn=False, is_ordered=False)
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order) -> _Comparison:
         precision = WatchPrecision()
