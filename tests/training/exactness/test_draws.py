@@ -122,9 +122,15 @@ def test_draws_of_several_entries_a_row_in_the_other_order_differ(order):
     assert not torch.allclose(parts, whole, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "by_row"), [("dropout", True), ("one draw for all rows", False)])
-def test_a_replay_knows_whether_draws_belong_to_rows(name, by_row):
-    assert all(replay.is_by_row is by_row for replay in compared(DRAWS[name])[2])
+@pytest.mark.parametrize(
+    ("draw", "has_drawn"),
+    [(DRAWS["dropout"], True), (DRAWS["one draw for all rows"], True), (lambda x: F.dropout(x, 0.5, False), False)],
+)
+def test_a_record_knows_whether_anything_was_drawn(draw, has_drawn):
+    with RecordDraws(WatchPrecision()) as record:
+        draw(X)
+
+    assert record.has_drawn is has_drawn
 
 
 def drawn_twice_for_few(x):
