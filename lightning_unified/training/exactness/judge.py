@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,7 @@ class _Split:
         return shares(rule, self.batches, self.sizes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Comparison:
     """The whole run, the split ones, and what made their random draws incomparable."""
 
@@ -115,6 +115,7 @@ class _Comparison:
     troubles: Sequence[str]
     is_drawn: bool
     is_ordered: bool
+    known: dict[str, Disagreement] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> Tolerance:
@@ -126,6 +127,11 @@ class _Comparison:
 
     def off(self, rule: LossRule) -> Disagreement:
         """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
+        if rule.name not in self.known:
+            self.known[rule.name] = self._worst(rule)
+        return self.known[rule.name]
+
+    def _worst(self, rule: LossRule) -> Disagreement:
         worst = [self._off(split, rule) for split in self.splits]
         return max(worst, key=lambda one: one.excess)
 
