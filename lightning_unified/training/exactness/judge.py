@@ -9,6 +9,7 @@ from typing import Any
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.training.exactness.host_draws import equal_host_draws
 from lightning_unified.training.exactness.losses import LossRule, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
@@ -164,7 +165,8 @@ class Judge:
                 comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            comparison = self._without_noise(kwargs, trial, why=why)
+            with equal_host_draws():
+                comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
