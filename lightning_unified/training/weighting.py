@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.losses import LossRule
+from lightning_unified.training.exactness.losses import LossRule, require_counts
 from lightning_unified.training.exactness.merging import Parts
 
 __all__ = ["Weighting"]
@@ -37,8 +37,7 @@ class Weighting:
         counted = list(map(float, rows))
         if rule.count is not None and not rule.adds:
             counted = _on_host([rule.count(batch) for batch in batches])
-        if not all(weight >= 0 for weight in counted):
-            raise SplitError(f"{rule.name} gave {counted}: it must give the number of loss terms, 0 or more.")
+        require_counts(rule, counted)
         weights = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
         self.parts = Parts(list(rows), weights)
 

@@ -280,7 +280,7 @@ def test_a_negative_loss_weight_is_refused():
         def terms(self, batch):
             return -1
 
-    with pytest.raises(SplitError, match=r"loss_weight returned \[-1\.0, .*0 or more"):
+    with pytest.raises(SplitError, match=r"loss_weight gave \[-1\.0, .*0 or more"):
         run(Wrong, UnifiedStrategy(micro_batch_size=3))
 
 

@@ -6,10 +6,13 @@ import torch
 from rehearsal_zoo import Perceptron
 
 from lightning_unified.planning.trace import Take, Trace, Work
+from lightning_unified.training.exactness.losses import LossRule
+from lightning_unified.training.exactness.verdict import Verdict
 from lightning_unified.training.planner.sizes import RehearsedSizes
+from lightning_unified.training.exactness.losses import LossRule
+from lightning_unified.training.exactness.verdict import Verdict
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.rehearsal import rehearse
-from lightning_unified.training.splittability import Verdict
 
 
 def made(asked, rows, parts, second):
@@ -72,7 +75,7 @@ def test_what_a_check_of_the_cut_took_of_a_gpu_is_given_back_once():
         window_mean="batches",
         remember=None,
     )
-    verdict = Verdict(count=None, conclusive=True, reason="rows")
+    verdict = Verdict(rule=LossRule("rows"), conclusive=True, reason="rows")
     for _ in range(2):
         policy.split_checked(verdict)
 

@@ -8,7 +8,7 @@ from undo_modules import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globa
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import RunError
-from lightning_unified.training.logs import metrics_of
+from lightning_unified.training.metrics import metrics_of
 from lightning_unified.training.probe import Undone
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))

@@ -144,8 +144,10 @@ class EvaluationCheck:
 
     def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
         own = copied(batch)
-        with aside(self._trainer, self._trainer._results, draws, precision) as gather:
-            return gather(rows, step(own))
+        with aside(self._trainer, self._trainer._results, precision) as gather:
+            with draws:
+                returned = step(own)
+            return gather(rows, returned)
 
     def _learn(
         self,

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.leaves import leaf_at, named_tensors
 
-__all__ = ["LossRule", "candidates", "declared", "shares"]
+__all__ = ["LossRule", "candidates", "declared", "likeliest", "require_counts", "shares"]
 
 IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
@@ -65,6 +66,11 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
     return [*found, *later, LossRule("sum", adds=True)]
 
 
+def likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
+
+
 def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
@@ -115,6 +121,12 @@ def _sum(part: Any, path: str, of: Callable[[Tensor], Tensor]) -> Any:
     """Return the sum over a leaf; 0 where the micro-batch has no such leaf, as rows then count."""
     leaf = leaf_at(part, path)
     return 0 if leaf is None else of(leaf).sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
+
+
+def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
+    """Raise `SplitError` if what a rule counted in micro-batches are no numbers of loss terms."""
+    if not all(count >= 0 for count in counted):
+        raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
 
 
 def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:

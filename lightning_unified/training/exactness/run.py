@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
-from lightning_unified.training.exactness.draws import WatchPrecision
+from lightning_unified.training.exactness.draws import NoDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
@@ -27,7 +27,7 @@ from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.training.metrics import UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.probe import Undone
+from lightning_unified.training.probe import Undone, draws_or_mixes
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
 
@@ -35,6 +35,11 @@ __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
 _JOINED = 1e-4  # relative; a state that does not add up is off by far more
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+
+
+def is_batch_norm(child: nn.Module) -> bool:
+    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
+    return isinstance(child, _BatchNorm)
 
 
 @dataclass(kw_only=True)
@@ -81,19 +86,23 @@ class Run(Results):
 
 @contextmanager
 def aside(
-    trainer: L.Trainer, results: _ResultCollection | None, draws: AbstractContextManager[Any], precision: WatchPrecision
+    trainer: L.Trainer,
+    results: _ResultCollection | None,
+    precision: WatchPrecision,
+    *,
+    in_eval: Callable[[nn.Module], bool] = is_batch_norm,
 ) -> Iterator[Callable[[int, Any], Results]]:
     """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
 
     Args:
         trainer: Whose step it is.
         results: Where Lightning gathers what is logged.
-        draws: The mode that notes or replaces random draws.
-        precision: What `draws` tells of formats.
+        precision: What the modes that watch operators tell of formats.
+        in_eval: Of a child of the module, whether it is in eval mode inside.
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        undone = stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval))
         stack.enter_context(logs.recording(results))
         metrics = undone.metrics
         for metric in metrics.values():
@@ -102,7 +111,6 @@ def aside(
         for record in records.values():
             stack.enter_context(record.watching())
         before = _host_generators()
-        stack.enter_context(draws)
 
         def gather(rows: int, returned: Any) -> Results:
             after = _host_generators()
@@ -131,6 +139,7 @@ class Runner:
 
     Attributes:
         keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
+        draws_in_eval: Whether the step draws random numbers with its dropout layers in eval mode too.
         counters: Which counters of the run's progress the step reads.
     """
 
@@ -142,8 +151,13 @@ class Runner:
     ) -> None:
         self._trainer, self._step = trainer, step
         self._module = trainer.lightning_module
-        self.keeps_autocast = False
+        self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._trainer.strategy.root_device
 
     def run(
         self,
@@ -165,8 +179,10 @@ class Runner:
         """
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
-        with self._precise(), aside(self._trainer, results, draws, precision) as gather, torch.enable_grad():
-            result = self._differentiated(kwargs, own)
+        in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
+        with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval) as gather:
+            with draws, torch.enable_grad():
+                result = self._differentiated(kwargs, own)
             gradient = sample_gradients(self._parameters, scale=self._scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
@@ -190,7 +206,7 @@ class Runner:
         """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
-        with Undone(self._trainer, in_eval=_is_batch_norm), torch.no_grad():
+        with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
             try:
                 self._step(OrderedDict(kwargs, **{key: own}))
             except Exception as error:
@@ -257,11 +273,6 @@ def _without_tf32() -> Iterator[None]:
             if place.fp32_precision == "tf32":
                 place.fp32_precision = "ieee"
         yield
-
-
-def _is_batch_norm(child: nn.Module) -> bool:
-    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
-    return isinstance(child, _BatchNorm)
 
 
 def copied(batch: Any) -> Any:
