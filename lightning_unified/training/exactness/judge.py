@@ -16,6 +16,7 @@ from lightning_unified.training.exactness.draws import (
     WatchPrecision,
 )
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.training.exactness.host_draws import equal_host_draws
 from lightning_unified.training.exactness.losses import LossRule, likeliest, require_counts, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
@@ -185,7 +186,8 @@ class Judge:
                 comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            comparison = self._without_noise(kwargs, trial, why=why)
+            with equal_host_draws():
+                comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
