@@ -1,8 +1,10 @@
 """Training steps as users write them, by what a split of their batches is to be: the same, drawn for each micro-batch, or refused."""
 
 import copy
+import random
 
 import lightning as L
+import numpy as np
 import torch
 from modules import Rows
 from torch import nn
@@ -317,6 +319,27 @@ class NoisyWeights(Kind):
         return F.cross_entropy(self.net[2](F.linear(batch["x"], noisy).tanh()), batch["y"])
 
 
+class NumpyNoise(Kind):
+    def loss(self, batch):
+        noise = torch.from_numpy(np.random.randn(*batch["x"].shape)).to(batch["x"])
+        return F.cross_entropy(self.net(batch["x"] + 0.1 * noise), batch["y"])
+
+
+class PythonFlips(Kind):
+    """Flips each row by a draw of its own."""
+
+    def loss(self, batch):
+        flipped = torch.stack([-x if random.random() < 0.5 else x for x in batch["x"]])
+        return F.cross_entropy(self.net(flipped), batch["y"])
+
+
+class PythonFlipsAtOnce(Kind):
+    """Flips all rows by one draw."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self.net(batch["x"] if random.random() < 0.5 else -batch["x"]), batch["y"])
+
+
 # what cannot be split
 
 
@@ -339,6 +362,22 @@ class MaskedInTheStep(Kind):
         tokens = batch["tokens"]
         masked = torch.bernoulli(torch.full(tokens.shape, 0.4, device=tokens.device)).bool() & ~batch["padded"]
         return F.cross_entropy(self.net(tokens.masked_fill(masked, 0))[masked], tokens[masked])
+
+
+class NumpyMixup(Kind):
+    def loss(self, batch):
+        x, y = batch["x"], F.one_hot(batch["y"], CLASSES).to(batch["x"])
+        kept, other = np.random.beta(0.4, 0.4), np.random.permutation(len(x))
+        return F.cross_entropy(self.net(kept * x + (1 - kept) * x[other]), kept * y + (1 - kept) * y[other])
+
+
+class NoisyContrast(NumpyNoise):
+    """Compares rows, under noise that cannot be replayed."""
+
+    def loss(self, batch):
+        noise = torch.from_numpy(np.random.randn(*batch["x"].shape)).to(batch["x"])
+        codes = F.normalize(self.net(batch["x"] + 0.1 * noise), dim=1)
+        return F.cross_entropy(codes @ codes.detach().T / 0.5, torch.arange(len(codes)))
 
 
 class NormalisedByTheBatch(Kind):
@@ -375,5 +414,7 @@ DRAWN = [
     DropPath,
     LayerDrop,
     NoisyWeights,
+    PythonFlipsAtOnce,
 ]
-REFUSED = [MaskedInTheStep, Mixup, NormalisedByTheBatch, CentredAtOnce]
+DRAWN_BY_ROW_ON_THE_HOST = [NumpyNoise, PythonFlips]
+REFUSED = [MaskedInTheStep, Mixup, NumpyMixup, NoisyContrast, NormalisedByTheBatch, CentredAtOnce]

@@ -213,5 +213,13 @@ ARCHITECTURES = {
     ),
 }
 
+SPEC_AUGMENT = Architecture(
+    model="Wav2Vec2ForSequenceClassification",
+    config={**_WAVES, "mask_time_prob": 0.5, "mask_time_length": 2},
+    rows=_waveform,
+    rule="rows",
+)
+"""Masks features by draws of NumPy's, row by row, as wav2vec 2.0 does by default."""
+
 SPLITTABLE = {name: one for name, one in ARCHITECTURES.items() if one.rule}
 MIXING = {name: one for name, one in ARCHITECTURES.items() if not one.rule}

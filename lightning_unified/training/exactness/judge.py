@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_unified.training.exactness.draws import (
     WatchPrecision,
 )
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.training.exactness.host_draws import equal_host_draws
 from lightning_unified.training.exactness.losses import LossRule, likeliest, require_counts, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
@@ -106,7 +107,7 @@ class _Split:
         return shares(rule, self.batches, self.sizes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Comparison:
     """The whole run, the split ones, and what made their random draws incomparable."""
 
@@ -115,6 +116,7 @@ class _Comparison:
     troubles: Sequence[str]
     is_drawn: bool
     is_ordered: bool
+    known: dict[str, Disagreement] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> Tolerance:
@@ -126,6 +128,11 @@ class _Comparison:
 
     def off(self, rule: LossRule) -> Disagreement:
         """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
+        if rule.name not in self.known:
+            self.known[rule.name] = self._worst(rule)
+        return self.known[rule.name]
+
+    def _worst(self, rule: LossRule) -> Disagreement:
         worst = [self._off(split, rule) for split in self.splits]
         return max(worst, key=lambda one: one.excess)
 
@@ -179,7 +186,8 @@ class Judge:
                 comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            comparison = self._without_noise(kwargs, trial, why=why)
+            with equal_host_draws():
+                comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):

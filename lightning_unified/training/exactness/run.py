@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,10 @@ from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.training.metrics import UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.probe import Undone, draws_or_mixes
+from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
+from lightning_unified.training.undo import StateWatch
 
 __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
@@ -91,6 +92,7 @@ def aside(
     precision: WatchPrecision,
     *,
     in_eval: Callable[[nn.Module], bool] = is_batch_norm,
+    state: StateWatch | None = None,
 ) -> Iterator[Callable[[int, Any], Results]]:
     """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
 
@@ -99,10 +101,11 @@ def aside(
         results: Where Lightning gathers what is logged.
         precision: What the modes that watch operators tell of formats.
         in_eval: Of a child of the module, whether it is in eval mode inside.
+        state: The watch over what the step may change; None for a new one.
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        undone = stack.enter_context(Undone(trainer, in_eval=in_eval))
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state))
         stack.enter_context(logs.recording(results))
         metrics = undone.metrics
         for metric in metrics.values():
@@ -114,6 +117,9 @@ def aside(
 
         def gather(rows: int, returned: Any) -> Results:
             after = _host_generators()
+            written = written_since(undone.noted)
+            if any(one.kind == "entry" for one in written.values()):
+                undone.look()  # it may have made metrics
             return Results(
                 rows=rows,
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
@@ -121,7 +127,7 @@ def aside(
                 metrics=_states_of(undone.metrics),
                 joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
-                written=written_since(undone.noted),
+                written=written,
                 generators=after,
                 draws_on_host=after != before,
                 formats={*precision.dtypes, *(one.dtype for one in module.parameters() if one.is_floating_point())},
@@ -153,6 +159,7 @@ class Runner:
         self._module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+        self._state = state_of_step(trainer)
 
     @property
     def device(self) -> torch.device:
@@ -180,20 +187,23 @@ class Runner:
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
-        with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval) as gather:
+        with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
+            parameters = self._parameters
             with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own)
-            gradient = sample_gradients(self._parameters, scale=self._scale)
+                result = self._differentiated(kwargs, own, parameters)
+            gradient = sample_gradients(parameters, scale=self._scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
-    def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
+    def _differentiated(
+        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor]
+    ) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         with self.counters.watching():
             result = self._step(own)
-        for parameter in self._parameters:  # as Lightning's zero_grad does after the step
+        for parameter in parameters:  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:

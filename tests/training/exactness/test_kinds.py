@@ -3,7 +3,7 @@
 import pytest
 import torch
 from modules import fit
-from step_kinds import DRAWN, REFUSED, SAME, Compiled, Kind, RecurrentDropout
+from step_kinds import DRAWN, DRAWN_BY_ROW_ON_THE_HOST, REFUSED, SAME, Compiled, Kind, RecurrentDropout
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
@@ -59,6 +59,15 @@ def test_a_step_with_draws_is_split_and_said(kind, precision):
 
     assert trainer.strategy.plan.reasons["loss_weight"].startswith("rows: gradients of")
     assert trainer.strategy.events == [SAID]
+
+
+@of_each(DRAWN_BY_ROW_ON_THE_HOST)
+def test_rows_drawn_by_python_or_numpy_are_split_and_said_to_be_compared_without(kind):
+    _, _, trainer = split(kind)
+
+    assert trainer.strategy.plan.reasons["loss_weight"].startswith("rows: gradients of")
+    (event,) = trainer.strategy.events
+    assert event.startswith(f"{SAID}; gradients were compared without them (its step draws from Python's or NumPy's")
 
 
 @of_each(REFUSED)

@@ -7,7 +7,7 @@ from modules import weights
 
 pytest.importorskip("transformers")
 
-from transformer_zoo import ARCHITECTURES, MIXING, SPLITTABLE, Architecture
+from transformer_zoo import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Architecture
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
@@ -84,6 +84,13 @@ def test_eager_attention_with_dropout_is_split_too(name, precision):
 @pytest.mark.parametrize("name", SPLITTABLE)
 def test_eager_attention_without_dropout_equals_plain_lightning(name):
     assert_same(SPLITTABLE[name], attention="eager")
+
+
+def test_masks_drawn_by_numpy_are_said_to_be_left_out_of_the_comparison():
+    _, trainer = fit(SPEC_AUGMENT, UnifiedStrategy(micro_batch_size=3), dropout=0.1)
+
+    assert chosen_rule(trainer).startswith("rows: gradients of")
+    assert any(event.startswith(SAID) and "compared without" in event for event in trainer.strategy.events)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
