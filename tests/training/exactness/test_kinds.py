@@ -50,7 +50,7 @@ def test_a_compiled_network_equals_plain_lightning():
     assert_same(Compiled)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @of_each(DRAWN)
 def test_a_step_with_draws_is_split_and_said(kind, precision):
     if kind is RecurrentDropout and precision == "bf16-mixed":

@@ -12,7 +12,7 @@ from transformer_zoo import ARCHITECTURES, MIXING, SPEC_AUGMENT, SPLITTABLE, Arc
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 
-EVERY_DAY = ("GPT-2", "BERT", "T5", "Whisper")
+EVERY_DAY = ("GPT-2", "BERT", "Whisper")
 SAID = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
 
 of_each_architecture = pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_masks_drawn_by_numpy_are_said_to_be_left_out_of_the_comparison():
     assert any(event.startswith(SAID) and "compared without" in event for event in trainer.strategy.events)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("name", MIXING)
 def test_losses_that_mix_rows_are_refused(name, dropout):
     with pytest.raises(SplitError, match="cannot be split exactly"):
