@@ -73,7 +73,10 @@ def test_a_run_keeps_its_contract(done, tmp_path):
     assert not OmegaConf.is_missing(config, "run_dir")
     assert "${" not in (run / "config.yaml").read_text()
     assert (config.seed, config.hardware.name, config.memory.precision) == (3, "cpu", "auto")
-    assert (plan["micro_batch_size"], plan["events"]) == (4, [])
+    assert plan["micro_batch_size"] == 4
+    agreed, noise = plan["events"]  # what the exactness check found and cannot avoid; nothing else happened
+    assert agreed.startswith("micro-batches weighted by loss_is_sum: gradients of 8 rows, whole and split, differ by ")
+    assert noise == "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
     assert {"budget", "micro_batch_size", "precision", "recompute"} <= set(plan["reasons"])
     assert any(row["val/loss"] for row in rows)
     assert any(row["memory/allocated"] and row["speed/samples_per_second"] and row["train/loss"] for row in rows)

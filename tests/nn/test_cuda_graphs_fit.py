@@ -5,6 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
+from lasting import Lasting
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,8 +46,7 @@ class Records(L.Callback):
 class RunsOut(L.Callback):
     """Has memory run out once in a late step, after its first part."""
 
-    def __init__(self):
-        self.done = False
+    done = Lasting(False)
 
     def on_after_backward(self, trainer, pl_module):
         if trainer.global_step == 14 and not self.done:

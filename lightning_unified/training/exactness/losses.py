@@ -25,7 +25,7 @@ class LossRule:
     Args:
         name: In words; two rules of one name are the same rule.
         count: Returns the loss terms of a micro-batch; `None` counts its rows.
-        adds: Whether losses add up without any weight.
+        adds: Whether losses add up without any weight; `count` then says no more than how many terms a batch has in its window.
     """
 
     name: str
@@ -36,7 +36,7 @@ class LossRule:
 def declared(rules: MicroBatchRules) -> LossRule | None:
     """Return the rule that a module declares; None if it leaves it to be found."""
     if rules.loss_is_sum:
-        return LossRule("loss_is_sum", adds=True)
+        return LossRule("loss_is_sum", rules.loss_weight, adds=True)
     return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
 
 

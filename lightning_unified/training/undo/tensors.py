@@ -1,7 +1,7 @@
 """Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,12 @@ class TensorKeeper:
         if self._successes == 1 or not changed <= self._changing:
             self._changing |= changed
             self._plan = None
-            self._rooms, self._moving_rooms = _Rooms(), _Rooms()
+            for rooms, plan in zip((self._rooms, self._moving_rooms), noted.plans, strict=False):
+                rooms.keep(
+                    room
+                    for entry, room in zip(plan.copied, plan.rooms, strict=True)
+                    if self._is_needed(entry) or self._may_change(entry)
+                )
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
         """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
@@ -99,17 +104,23 @@ class TensorKeeper:
         for entry in entries:
             if in_fake_mode and not isinstance(entry.tensor, FakeTensor):
                 continue  # a dry run cannot write it; what surrounds the dry run keeps it
-            size = _bytes(entry.tensor)
-            is_needed = (
-                entry.copied or (entry.copied is None and size <= _SMALL) or (entry.is_buffer and not self._successes)
-            )
-            may_change = entry.copied is not False and (not self._successes or entry.slot in self._changing)
-            if is_plain(entry.tensor) and (is_needed or (may_change and plan.large_bytes + size <= room)):
+            size, is_needed = _bytes(entry.tensor), self._is_needed(entry)
+            may_fit = self._may_change(entry) and plan.large_bytes + size <= room
+            if is_plain(entry.tensor) and (is_needed or may_fit):
                 plan.large_bytes += 0 if is_needed else size
                 plan.add(entry, rooms.take(entry.tensor))
             else:
                 plan.held.append(entry)
         return plan
+
+    def _is_needed(self, entry: FoundTensor) -> bool:
+        """Return whether a tensor is copied whatever it takes."""
+        is_small = entry.copied is None and _bytes(entry.tensor) <= _SMALL
+        return bool(entry.copied) or is_small or (entry.is_buffer and not self._successes)
+
+    def _may_change(self, entry: FoundTensor) -> bool:
+        """Return whether a tensor is copied if there is room; before the first step nothing is known of any."""
+        return entry.copied is not False and (not self._successes or entry.slot in self._changing)
 
 
 class _Rooms:
@@ -125,6 +136,12 @@ class _Rooms:
         if total > 2 * used + _SPARE:
             self._rooms = {kind: self._rooms[kind][:count] for kind, count in self._used.items()}
         self._used = {}
+
+    def keep(self, rooms: Iterable[Tensor]) -> None:
+        """Drop all but these rooms, which the next note uses again: what lives between two steps stays the same."""
+        self._rooms, self._used = {}, {}
+        for room in rooms:
+            self._rooms.setdefault(_kind(room), []).append(room)
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return a room for `tensor`."""
@@ -180,7 +197,7 @@ class NotedTensors:
     """
 
     def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
-        self._plans = plans
+        self.plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
         self._versions = list(map(_version_of, self.held))
         self._checksums = checksums
@@ -188,7 +205,7 @@ class NotedTensors:
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
         """The tensors that were copied, each with its copy, which the next note writes over."""
-        return [pair for plan in self._plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        return [pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True)]
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
