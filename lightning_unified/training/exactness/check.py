@@ -274,7 +274,7 @@ class ExactnessCheck:
             rows=size,
             take=self._on_host_rows if moves else self._splitter.split,
             splits=[splits[self._checks % len(splits)]] if self._checks else splits,
-            is_quiet=self._checks > 0 and not self._runner.draws_in_eval,
+            is_quiet=(self._checks > 0 or not self._runner.has_dropout) and not self._runner.draws_in_eval,
         )
         judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:

@@ -162,6 +162,11 @@ class Runner:
         self._state = state_of_step(trainer)
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether a layer of the module drops out in training."""
+        return any(draws_or_mixes(child) and child.training for child in self._module.modules())
+
+    @property
     def device(self) -> torch.device:
         """Where the module is."""
         return self._trainer.strategy.root_device
