@@ -1,129 +1,156 @@
-"""Measures the check before the first cut: its cost beside one step, its rounding, and how often it errs over the tests' modules.
+"""Measures the exactness check: what a check costs beside a step, and how often it errs over modules whose answer is known.
 
-    python benchmarks/splittability.py [--seeds 5] [--output benchmarks/results/splittability.json]
+Three parts:
 
-Takes a minute or two on two cores. A false alarm is a module that can be cut and is refused; a miss is one that cannot and is
-accepted; a wrong rule is one under which gradients are not the whole batch's.
+- `cost`: the first check of a fit, and a later one, in milliseconds and in steps.
+- `judged`: the modules of tests/training/split_modules.py, several seeds, four precisions. A false alarm is a module that can be split
+  and is refused; a miss is one that cannot and is split; a wrong rule is one under which gradients are not the whole batch's.
+- `sound`: nine sound modules with dropout on (tests/training/sound_modules.py), several seeds, three precisions. All must be split.
+
+Usage: python benchmarks/splittability.py [--seeds 5] [--sound-seeds 4]
+       (writes benchmarks/results/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
 """
 
 import argparse
 import json
 import logging
-import platform
 import statistics
 import sys
 import time
-import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import lightning as L
 import torch
+from campaign.records import markdown, origin, prepare
+from torch.utils.data import DataLoader
 
-import lightning_unified.training.loop  # noqa: F401  # its check is replaced by one that is timed
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
-from lightning_unified.training import splittability
+from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.rules import rules_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 from modules import MLP, RaggedTokens, Rows
+from sound_modules import OPTIONS, SOUND
 from split_modules import EXPECTED, Tokens
 
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-EXPECTED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}
-PRECISIONS = ("64-true", "32-true", "bf16-mixed")
-
-
-class Timed(splittability.SplittabilityCheck):
-    """Notes the seconds of each verdict."""
-
-    seconds: ClassVar[list] = []
-
-    def verdict(self, *args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return super().verdict(*args, **kwargs)
-        finally:
-            self.seconds.append(time.perf_counter() - start)
+RESULTS = Path(__file__).parent / "results" / "splittability.json"
+JUDGED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}
+PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
+SOUND_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class StepTimes(L.Callback):
-    def __init__(self):
-        self.seconds = []
+    """Notes the seconds of each step."""
 
-    def on_train_batch_start(self, *_):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
         self.start = time.perf_counter()
 
-    def on_train_batch_end(self, *_):
+    def on_train_batch_end(self, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.start)
 
 
-def fit(module, loader, *, size, precision="32-true", callbacks=(), **options):
-    strategy = UnifiedStrategy(micro_batch_size=size, batch_norm="micro")
-    trainer = L.Trainer(strategy=strategy, precision=precision, callbacks=list(callbacks), **options, **QUIET)
+def fit(
+    module: L.LightningModule, loader: DataLoader, *, size: int, precision: str, checks: bool = True, **options: Any
+) -> UnifiedStrategy:
+    strategy = UnifiedStrategy(micro_batch_size=size, batch_norm="micro", check_split=checks)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
     trainer.fit(module, loader)
     return strategy
 
 
-def outcome(kind, *, precision, seed):
-    """What the check says of a module, and the difference it found under the rule taken or, at least, under those refused."""
+def answer(kind: Any, loader: DataLoader, *, precision: str, seed: int, **options: Any) -> tuple[str, float | None]:
+    """Return the rule that the check finds, `"refused"` or `"unchecked"`, and by how much gradients differ under that rule."""
     torch.manual_seed(seed)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    loader = kind.loader(dtype=dtype) if kind is MLP else kind.loader() if kind is RaggedTokens else None
-    loader = loader or kind.loader(seed, dtype)
-    module = kind().to(dtype)
-    size = max(rules_of(module, "fit").unit, 3)
+    module = kind().to(torch.float64 if precision == "64-true" else torch.float32)
     try:
-        reason = fit(module, loader, size=size, precision=precision, max_epochs=1).plan.reasons["loss_weight"]
-    except SplitError as error:
-        tried = str(error).split("halves by (")[1].split(")")[0].split("; ")
-        return "refused", min(float(each.rsplit(" ", 1)[1]) for each in tried)
+        strategy = fit(module, loader, size=max(rules_of(module, "fit").unit, 3), precision=precision, **options)
+    except SplitError:
+        return "refused", None
+    reason = strategy.plan.reasons["loss_weight"]
     if "unchecked" in reason:
         return "unchecked", None
     return reason.split(": ")[0], float(reason.rsplit(" ", 1)[1])
 
 
-def judged(*, seeds):
+def outcome(found: str, expected: str) -> str:
+    """Return what an answer is, for the tally."""
+    if found == expected:
+        return "right"
+    if found in ("refused", "unchecked"):
+        return "false alarms" if found == "refused" else "not told"
+    return "misses" if expected == "refused" else "wrong rules"
+
+
+def loader_of(kind: Any, *, seed: int, precision: str) -> DataLoader:
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    if kind is RaggedTokens:
+        return kind.loader()
+    return kind.loader(dtype=dtype) if kind is MLP else kind.loader(seed, dtype)
+
+
+def judged(seeds: int) -> dict[str, Any]:
+    """Return the tally for each precision, the largest difference that was accepted, and every answer that was not right."""
     result = {}
     for precision in PRECISIONS:
-        counts = {"runs": 0, "right": 0, "false alarms": 0, "misses": 0, "wrong rules": 0, "not told": 0}
-        accepted, refused, wrong = [], [], []
-        for kind, expected in EXPECTED.items():
+        tally = dict.fromkeys(("runs", "right", "false alarms", "misses", "wrong rules", "not told"), 0)
+        differences, others = [0.0], []
+        for kind, expected in JUDGED.items():
             for seed in range(seeds):
-                found, difference = outcome(kind, precision=precision, seed=seed)
-                if found == expected:
-                    what = "right"
-                elif found == "refused":
-                    what = "false alarms"
-                elif found == "unchecked":
-                    what = "not told"
-                else:
-                    what = "misses" if expected == "refused" else "wrong rules"
-                counts["runs"] += 1
-                counts[what] += 1
+                loader = loader_of(kind, seed=seed, precision=precision)
+                found, difference = answer(kind, loader, precision=precision, seed=seed)
+                what = outcome(found, expected)
+                tally["runs"] += 1
+                tally[what] += 1
+                differences.append(difference or 0.0)
                 if what != "right":
-                    wrong.append({"module": kind.__name__, "seed": seed, "found": found, "expected": expected})
-                if difference is not None:
-                    (refused if found == "refused" else accepted).append(difference)
+                    others.append({"module": kind.__name__, "seed": seed, "found": found, "expected": expected})
+        result[precision] = {**tally, "largest difference accepted": max(differences), "not right": others}
+    return result
+
+
+def sound(seeds: int) -> dict[str, Any]:
+    """Return how many runs of sound modules were split by the right rule, and every one that was not."""
+    result = {}
+    for precision in SOUND_PRECISIONS:
+        runs, differences, others = 0, [0.0], []
+        for kind in SOUND:
+            for seed in range(seeds):
+                found, difference = answer(
+                    kind, kind.loader(seed), precision=precision, seed=seed, **OPTIONS.get(kind, {})
+                )
+                runs += 1
+                differences.append(difference or 0.0)
+                if found != kind.rule:
+                    others.append({"module": kind.__name__, "seed": seed, "found": found, "expected": kind.rule})
         result[precision] = {
-            **counts,
-            "largest difference accepted": max(accepted),
-            "smallest difference refused": min(refused),
-            "not right": wrong,
+            "runs": runs,
+            "split": runs - len(others),
+            "largest difference accepted": max(differences),
+            "not split": others,
         }
     return result
 
 
-def gearhead_loader(rows, length):
+def gearhead_loader(rows: int, length: int) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     data = []
     for _ in range(rows * 8):
@@ -136,18 +163,42 @@ def gearhead_loader(rows, length):
                 "diagnosis_labels": torch.full_like(tokens, -100),
             }
         )
-    return torch.utils.data.DataLoader(Rows(data), batch_size=rows)
+    return DataLoader(Rows(data), batch_size=rows)
 
 
-def cost():
-    """Milliseconds of the check, and as a share of the median step of the same run, of a small net and of two transformers."""
-    cases = {
+@contextmanager
+def timed_checks() -> Iterator[list[float]]:
+    """Yield the seconds of every check made inside the block."""
+    seconds: list[float] = []
+    plain = ExactnessCheck._check
+
+    def timed(self: ExactnessCheck, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        try:
+            plain(self, *args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    ExactnessCheck._check = timed
+    try:
+        yield seconds
+    finally:
+        ExactnessCheck._check = plain
+
+
+def small_gearhead() -> L.LightningModule:
+    return GearHead(
+        preset="gearhead-small", vocabulary=2000, positions=128, width=128, layers=2, heads=4, feed_forward=512
+    )
+
+
+def cost() -> dict[str, dict[str, float]]:
+    """Return milliseconds of the first check of a fit and of later ones, and how many unchecked steps a later one takes."""
+    cases: dict[str, tuple[Callable[[], Any], Callable[[], DataLoader], int]] = {
         "a net of two layers, batch 8 as 3+3+2": (MLP, lambda: MLP.loader(rows=80, dtype=torch.float32), 3),
         "tokens of eleven kinds, batch 8 as 3+3+2": (Tokens, Tokens.loader, 3),
         "GearHead (2 layers of 128), batch 16 as 4x4, 128 tokens": (
-            lambda: GearHead(
-                preset="gearhead-small", vocabulary=2000, positions=128, width=128, layers=2, heads=4, feed_forward=512
-            ),
+            small_gearhead,
             lambda: gearhead_loader(16, 128),
             4,
         ),
@@ -155,38 +206,48 @@ def cost():
     result = {}
     for name, (make, loader, size) in cases.items():
         torch.manual_seed(0)
-        checks, steps = [], []
+        first, later, steps = [], [], []
         for _ in range(5):
-            Timed.seconds, times = [], StepTimes()
-            fit(make(), loader(), size=size, callbacks=[times], max_epochs=1)
-            checks.append(Timed.seconds[0])
-            steps.append(statistics.median(times.seconds[1:]))
-        check, step = statistics.median(checks), statistics.median(steps)
-        result[name] = {"check_ms": check * 1e3, "step_ms": step * 1e3, "steps": check / step}
+            times = StepTimes()
+            with timed_checks() as seconds:
+                fit(make(), loader(), size=size, precision="32-true")
+            fit(make(), loader(), size=size, precision="32-true", checks=False, callbacks=[times])
+            first.append(seconds[0])
+            later.append(statistics.median(seconds[1:]))
+            steps.append(statistics.median(times.seconds[2:]))
+        step = statistics.median(steps)
+        result[name] = {
+            "first check, ms": statistics.median(first) * 1e3,
+            "later check, ms": statistics.median(later) * 1e3,
+            "step, ms": step * 1e3,
+            "later check, steps": statistics.median(later) / step,
+        }
     return result
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "splittability.json")
+    parser.add_argument("--sound-seeds", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning_unified"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    sys.modules["lightning_unified.training.loop"].SplittabilityCheck = Timed
-    result = {
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "modules": [kind.__name__ for kind in EXPECTED],
+    prepare("splittability")
+    logging.getLogger("lightning_unified").setLevel(logging.ERROR)
+    began = time.perf_counter()
+    parts = {"cost": cost(), "sound": sound(options.sound_seeds), "judged": judged(options.seeds)}
+    record = {
+        **origin("python benchmarks/splittability.py"),
         "seeds": options.seeds,
-        "cost": cost(),
-        "judged": judged(seeds=options.seeds),
+        "sound_seeds": options.sound_seeds,
+        "seconds": round(time.perf_counter() - began),
+        "modules": [kind.__name__ for kind in JUDGED],
+        "sound_modules": [kind.__name__ for kind in SOUND],
+        **parts,
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for name, table in parts.items():
+        short = {row: {k: v for k, v in cells.items() if not isinstance(v, list)} for row, cells in table.items()}
+        print(markdown(short, first=name), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ class EvaluationSteps:
         if self._policy.checks(_STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
             self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+            if check.draws:
+                self._policy.say_drawn(check.logged, phase=phase)
         parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,

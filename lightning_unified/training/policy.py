@@ -292,6 +292,20 @@ class MemoryPolicy:
                 log.warning,
             )
 
+    def say_drawn(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn once that an evaluation draws random numbers for each micro-batch, which its results depend on.
+
+        Args:
+            names: Of what it logs.
+            phase: `"validation"`, `"test"` or `"predict"`.
+        """
+        logged = ", ".join(repr(name) for name in sorted(names))
+        self._say(
+            f"random draws of {phase}_step are made for each micro-batch, not for the whole batch: what it returns"
+            f"{f' and logs ({logged})' if logged else ''} differs as with another seed.",
+            log.warning,
+        )
+
     def _say(self, words: str, how: Callable[..., None]) -> None:
         if words not in self._said:
             self._said.add(words)

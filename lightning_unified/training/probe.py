@@ -21,7 +21,7 @@ from lightning_unified.training.logs import LogRecorder
 from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
-__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout"]
+__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout", "state_of_step"]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
@@ -37,6 +37,7 @@ class Undone:
         trainer: In `fit`.
         in_eval: Of a child, whether it is in eval mode inside; `draws_or_mixes`, and `owns_dropout` where the gradient is random all the same.
         batch: What steps inside are given parts of; None if they get copies.
+        state: A watch that other blocks have used before, for the same Trainer; None for a new one.
 
     Raises:
         RunError: At the end of the block, if a step wrote a tensor that cannot be put back.
@@ -48,14 +49,15 @@ class Undone:
         *,
         in_eval: Callable[[nn.Module], bool] | None = None,
         batch: Any = None,
+        state: StateWatch | None = None,
     ) -> None:
         self._trainer, self._in_eval, self._batch = trainer, in_eval or draws_or_mixes, batch
         self._module = trainer.lightning_module
+        self._state = state or state_of_step(trainer)
         self._results = trainer.fit_loop.epoch_loop._results
 
     def __enter__(self) -> Self:
         trainer, module = self._trainer, self._module
-        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
         self._snapshot = StepSnapshot(
             trainer,
             state=self._state,
@@ -79,9 +81,12 @@ class Undone:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The torchmetrics objects that a step may update, by path; those that it has made are among them."""
-        self._state.look()
+        """The torchmetrics objects that a step may update, by path, as of the last look."""
         return self._state.named_metrics
+
+    def look(self) -> None:
+        """Find what a step has made inside the block."""
+        self._state.look()
 
     @property
     def noted(self) -> Noted:
@@ -97,6 +102,11 @@ class Undone:
             parameter.grad = gradient
         self._snapshot.restore()
         self._watch.again()
+
+
+def state_of_step(trainer: L.Trainer) -> StateWatch:
+    """Return a watch over all that a training step may change."""
+    return StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Modules that can be cut by one rule or by none, each with the loader of its batches; the benchmark of the check runs them too."""
+"""Modules that can be split by one rule or by none, each with the loader of its batches; the benchmark of the check runs them too."""
 
 import lightning as L
 import torch
@@ -203,7 +203,7 @@ class Totals(Tokens):
         return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / total
 
 
-# what the check is to say of each: the rule it takes, "unchecked", or "refused"
+# what the check says of each: the rule that it finds, "unchecked", or "refused"
 EXPECTED = {
     Mean: "rows",
     Dropout: "rows",
@@ -216,9 +216,9 @@ EXPECTED = {
     LateRagged: "scored labels, shifted",
     Totals: "loss_is_sum",
     GroupUnits: "rows",
-    Noise: "unchecked",
+    Noise: "rows",
+    Sum: "sum",
     Zero: "unchecked",
-    Sum: "refused",
     ClassWeighted: "refused",
     Contrastive: "refused",
     Group: "refused",

@@ -6,9 +6,9 @@ import torch
 from rehearsal_zoo import Perceptron
 
 from lightning_unified.planning.trace import Take, Trace, Work
-from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.exactness.losses import LossRule
 from lightning_unified.training.exactness.verdict import Verdict
+from lightning_unified.training.planner.sizes import RehearsedSizes
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.rehearsal import rehearse
 

@@ -8,6 +8,7 @@
 | rows | which rows of a batch are checked, and in which parts |
 | profile | what is new in a batch: label values, zeros, masks, lengths |
 | draws | random draws of the whole run, replayed by row in the parts |
+| host_draws | draws by Python and NumPy, made the same for every row |
 | gradients | whether two gradients agree but for rounding |
 | losses | by what the losses of micro-batches are weighted |
 | merging, results | how values of micro-batches become the whole batch's |

@@ -17,6 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -24,7 +26,7 @@ from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.training.exactness.judge import Findings, Judge, Trial
-from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.training.exactness.progress import facts_of_module
@@ -73,6 +75,7 @@ class ExactnessCheck:
         self._verdict: Verdict | None = None
         self._tied: list[LossRule] = []
         self._batches, self._checks, self._undecided, self._last_step = 0, 0, 0, -1
+        self._checkpoint = ""
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
         self._largest = 0
@@ -148,7 +151,7 @@ class ExactnessCheck:
 
     def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, at_once: int) -> bool:
         number, verdict = self._batches, self._verdict
-        if verdict is None or (news and verdict.conclusive):
+        if verdict is None or news:
             return True
         if number & (number - 1) == 0 and self._checked_at != number:
             return True
@@ -179,21 +182,24 @@ class ExactnessCheck:
     def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
         batch = next(iter(kwargs.values()))
         own = declared(self._rules)
-        rules = [own] if own else [rule for rule in candidates(batch, rows) if rule.name not in self._rejected]
+        rules = [own] if own else self._candidates(batch, rows)
         found = self._found(kwargs, rules, rows=rows, unit=unit, at_once=at_once)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
-                likeliest = rules[0] if own or len(rules) < 2 or not rules[1].name.startswith("scored") else rules[1]
+                rule = likeliest(rules)
                 self._verdict = Verdict(
-                    rule=likeliest, conclusive=False, reason=f"{likeliest.name}, unchecked: {found}"
+                    rule=rule,
+                    conclusive=False,
+                    reason=f"{rule.name}, unchecked: {found}",
+                    unmergeable=self._unmergeable,
                 )
             return
         self._undecided = 0
         self._rejected |= found.rejected
         self._tied = list(found.agreeing)
-        self._last_step = self._trainer.global_step
+        self._last_step, self._checkpoint = self._trainer.global_step, _last_checkpoint(self._trainer)
         self._verdict = Verdict(
             rule=found.agreeing[0],
             conclusive=True,
@@ -201,6 +207,11 @@ class ExactnessCheck:
             noise=found.noise,
             unmergeable=self._unmergeable,
         )
+
+    def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
+        """Return the rules that may hold: those that have agreed, for which this batch may show no reason, and those not rejected yet."""
+        known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
+        return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _found(
         self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], *, rows: int, unit: int, at_once: int
@@ -275,7 +286,8 @@ class ExactnessCheck:
             start=start,
             rows=size,
             take=self._on_host_rows if moves else self._splitter.split,
-            splits=splits if not self._checks or self._checks % 2 else splits[::-1][:1],
+            splits=[splits[self._checks % len(splits)]] if self._checks else splits,
+            is_quiet=(self._checks > 0 or not self._runner.has_dropout) and not self._runner.draws_in_eval,
         )
         judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:
@@ -295,7 +307,17 @@ class ExactnessCheck:
         step = self._trainer.global_step
         if self._last_step < 0 or step <= self._last_step:
             return ""
-        paths = [getattr(callback, "last_model_path", "") for callback in self._trainer.checkpoint_callbacks]
-        last = next((path for path in paths if path), "")
-        resume = f"; the last checkpoint is {last}" if last else "; no checkpoint has been written"
+        path = self._checkpoint
+        is_left = bool(path) and get_filesystem(path).exists(path)
+        resume = f"; the last checkpoint before it is {path}" if is_left else "; no checkpoint from before it is left"
         return f" Batches up to step {self._last_step} agreed; the first that may have been updated inexactly is step {self._last_step + 1}{resume}."
+
+
+def _last_checkpoint(trainer: L.Trainer) -> str:
+    """Return the path of the checkpoint written last; empty if none was."""
+    written = [
+        (callback._last_global_step_saved, callback._last_checkpoint_saved)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback._last_checkpoint_saved
+    ]
+    return max(written, default=(0, ""))[1]

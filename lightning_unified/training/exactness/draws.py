@@ -14,15 +14,15 @@ A recorded draw is placed in one of these ways:
 Kernels that draw inside, such as fused attention and cuDNN's recurrent layers, run without dropout in both modes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ConstantDraws", "Draw", "Order", "RecordDraws", "ReplayDraws", "WatchPrecision"]
+__all__ = ["ConstantDraws", "Draw", "NoDraws", "Order", "RecordDraws", "ReplayDraws", "WatchPrecision"]
 
 Order = Literal["interleaved", "blocks"]
 
@@ -30,9 +30,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 _UNTAGGED = frozenset({"random", "random_", "binomial", "_fused_dropout"})  # torch 2.11 and 2.13 do not tag these
 _PERMUTES = frozenset({"randperm"})
 _INDICES = frozenset({"multinomial"})  # its entries are indices of columns, so rows of it can be placed
-_BY_INPUT = frozenset(
-    {"rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
-)  # draws into an argument
+_RRELU = "rrelu_with_noise"  # writes the slopes that it draws into its second argument
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -68,21 +66,37 @@ class WatchPrecision:
 
 
 class _Draws(TorchDispatchMode):
-    """Hands every random operator to `draw`; all others run as they are."""
+    """Hands every random operator to `draw`; all others run as they are.
+
+    Attributes:
+        leaves_out: Whether a kernel that draws inside has run without its dropout.
+    """
 
     def __init__(self, precision: WatchPrecision) -> None:
         super().__init__()
         self._precision = precision
+        self.leaves_out = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        args, kwargs = _without_inner_dropout(func, args, kwargs)
+        given, (args, kwargs) = (args, kwargs), _without_inner_dropout(func, args, kwargs)
+        self.leaves_out |= args is not given[0] or kwargs is not given[1]
+        if name.startswith(_RRELU):
+            return self._rrelu(func, name, args, kwargs)
         if is_random(func, name) and not _is_inner(name):
             return self.draw(func, name, args, kwargs)
         result = func(*args, **kwargs)
         self._precision.look(result)
         return result
+
+    def _rrelu(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Draw the slopes of a leaky ReLU only where it trains; one in place is run beside its input, which it would overwrite."""
+        trains = len(args) > 4 and args[4]
+        if not trains or name not in (_RRELU, f"{_RRELU}_"):
+            return func(*args, **kwargs)
+        result = self.draw(torch.ops.aten.rrelu_with_noise.default, _RRELU, args, kwargs)
+        return args[0].copy_(result) if name.endswith("_") else result
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the random operator is to return."""
@@ -103,11 +117,43 @@ class RecordDraws(_Draws):
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and note what was drawn."""
         result = func(*args, **kwargs)
-        drawn = result[1] if name in ("native_dropout", "_fused_dropout") else result
+        drawn = _drawn(name, result, args)
         self.draws.append(
             Draw(name, drawn.detach().to("cpu", copy=True) if isinstance(drawn, Tensor) else torch.empty(0))
         )
         return result
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn, or would have been inside a kernel."""
+        return bool(self.draws) or self.leaves_out
+
+
+class NoDraws:
+    """Lets a step run by itself, with dropout layers in eval mode, and tells whether it drew all the same.
+
+    It costs nothing, where a mode that sees every operator costs as much as a small step.
+
+    Args:
+        generators: Gives the states of the generators that the step may draw from.
+
+    Attributes:
+        has_drawn: Whether it drew.
+    """
+
+    def __init__(self, generators: Callable[[], Any]) -> None:
+        self._generators, self.has_drawn = generators, False
+
+    def __enter__(self) -> Self:
+        self._before = self._generators()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.has_drawn = not _same_states(self._before, self._generators())
+
+
+def _same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(state, other[name]) for name, state in one.items() if isinstance(state, Tensor))
 
 
 class ReplayDraws(_Draws):
@@ -123,7 +169,6 @@ class ReplayDraws(_Draws):
 
     Attributes:
         troubles: Why the replay is not valid; empty as long as it is.
-        is_by_row: Whether a draw has been cut into rows.
         is_ordered: Whether a draw had k > 1 entries a row, so that `order` mattered.
     """
 
@@ -134,25 +179,25 @@ class ReplayDraws(_Draws):
         self._draws, self._next = draws, 0
         self._rows, self._start, self._stop, self._order = rows, start, stop, order
         self.troubles: list[str] = []
-        self.is_by_row = self.is_ordered = False
+        self.is_ordered = False
 
     def finish(self) -> None:
         """Note if the part has drawn fewer times than the whole."""
         if self._next < len(self._draws) and not self.troubles:
-            self.troubles.append(f"{self._next} random draws where the whole made {len(self._draws)}")
+            self.troubles.append("fewer random draws for fewer rows")
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw, and overwrite what was drawn with the rows' own entries."""
         result = func(*args, **kwargs)
         index, self._next = self._next, self._next + 1
         known = self._draws[index] if index < len(self._draws) else None
-        if known is None or known.name != name or name in _BY_INPUT or not isinstance(_drawn(name, result), Tensor):
+        drawn = _drawn(name, result, args)
+        if known is None or known.name != name or not isinstance(drawn, Tensor):
             self.troubles.append(f"another random draw ({name})")
             return result
-        drawn = _drawn(name, result)
         placed = self._placed(known.value, tuple(drawn.shape), permutes=name in _PERMUTES)
         if placed is None:
-            self.troubles.append(f"{name} of shape {tuple(known.value.shape)} has no entries of its own for each row")
+            self.troubles.append(f"{name} has no entries of its own for each row")
             return result
         return _with_draw(name, result, placed.to(drawn.device), args)
 
@@ -168,7 +213,6 @@ class ReplayDraws(_Draws):
         times, rest = divmod(whole.shape[dim], self._rows)
         if rest or shape[dim] != times * size:
             return None
-        self.is_by_row = True
         if times == 1:
             return whole.narrow(dim, self._start, size)
         self.is_ordered = True
@@ -187,7 +231,7 @@ class ConstantDraws(_Draws):
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the operator and overwrite what it drew."""
         result = func(*args, **kwargs)
-        drawn = _drawn(name, result)
+        drawn = _drawn(name, result, args)
         if not isinstance(drawn, Tensor):
             return result
         return _with_draw(name, result, _constant(name, func, drawn, args, kwargs), args)
@@ -212,15 +256,17 @@ def _without_inner_dropout(
         return args, kwargs
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            if argument.name in kwargs:
+            if kwargs.get(argument.name):
                 kwargs = {**kwargs, argument.name: 0.0}
-            elif index < len(args):
+            elif index < len(args) and args[index]:
                 args = (*args[:index], 0.0, *args[index + 1 :])
     return args, kwargs
 
 
-def _drawn(name: str, result: Any) -> Any:
-    """Return what was drawn, of what a random operator returned."""
+def _drawn(name: str, result: Any, args: Sequence[Any]) -> Any:
+    """Return what a random operator drew: what it returned, the mask beside that, or an argument that it has written."""
+    if name == _RRELU:
+        return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
 
 
@@ -230,6 +276,9 @@ def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> An
         kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
         mask = value.to(result[1].dtype)
         return args[0] * mask / kept if kept else torch.zeros_like(args[0]), mask
+    if name == _RRELU:
+        args[1].copy_(value)
+        value = args[0] * args[1]
     result.copy_(value)
     return result
 
@@ -237,6 +286,11 @@ def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> An
 def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     base = name.rstrip("_").removesuffix("_like")
     like = torch.empty_like(drawn)
+    if base == _RRELU:
+        low, high = (
+            _argument(func, args, kwargs, (which,), value) for which, value in (("lower", 1 / 8), ("upper", 1 / 3))
+        )
+        return like.fill_(1.0).masked_fill_(args[0] <= 0, (low + high) / 2)
     if base in _PERMUTES or base in _INDICES:
         places = torch.arange(drawn.shape[-1], device=drawn.device).to(drawn.dtype).expand_as(drawn)
         return places.roll(1, -1) if base in _PERMUTES else places

@@ -41,6 +41,7 @@ class EvaluationCheck:
     Attributes:
         tables: The rules found.
         rule: By what means are weighted.
+        draws: Whether the step draws random numbers, so that results differ from the whole batch's as by another seed.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EvaluationCheck:
         self._module = trainer.lightning_module
         self.tables = Tables.of(rules.merge)
         self.rule = LossRule("rows")
+        self.draws = False
         self._profiles = BatchProfiles()
         self._batches = 0
         self._said: set[str] = set()
@@ -97,6 +99,11 @@ class EvaluationCheck:
         self._said.update(new)
         return sorted(new)
 
+    @property
+    def logged(self) -> list[str]:
+        """The names that the step logs."""
+        return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
+
     def refuse_guesses(self, paths: Sequence[str]) -> None:
         """Raise `SplitError` if the step predicts and there is no rule for what it returned at `paths`, or more than one."""
         if not self._predicts:
@@ -120,6 +127,7 @@ class EvaluationCheck:
         precision = WatchPrecision()
         recorded = RecordDraws(precision)
         whole = self._run(step, whole_batch, size, recorded, precision)
+        self.draws |= recorded.has_drawn or whole.draws_on_host
         for sizes in splits_of(size // unit):
             sizes = [unit * one for one in sizes]  # noqa: PLW2901
             batches = [
@@ -136,8 +144,10 @@ class EvaluationCheck:
 
     def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
         own = copied(batch)
-        with aside(self._trainer, self._trainer._results, draws, precision) as gather:
-            return gather(rows, step(own))
+        with aside(self._trainer, self._trainer._results, precision) as gather:
+            with draws:
+                returned = step(own)
+            return gather(rows, returned)
 
     def _learn(
         self,

@@ -74,14 +74,11 @@ class GradientSample:
     count: int
 
     @property
-    def is_finite(self) -> bool:
-        """Whether no entry is NaN or infinite."""
-        return bool(self.values.isfinite().all())
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether every entry is zero."""
-        return not bool(self.values.any())
+    def says_nothing(self) -> str:
+        """Why it cannot be compared; empty if it can."""
+        if not self.values.isfinite().all():
+            return "its gradient is not finite"
+        return "" if self.values.any() else "its gradient is zero on the rows looked at"
 
     def rms(self, values: Tensor | None = None) -> Tensor:
         """Return the root mean square of each parameter's entries, of these or of other values in their place."""

@@ -2,19 +2,28 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.draws import ConstantDraws, Order, RecordDraws, ReplayDraws, WatchPrecision
+from lightning_unified.training.exactness.draws import (
+    ConstantDraws,
+    NoDraws,
+    Order,
+    RecordDraws,
+    ReplayDraws,
+    WatchPrecision,
+)
 from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
-from lightning_unified.training.exactness.losses import LossRule, require_counts, shares
+from lightning_unified.training.exactness.host_draws import equal_host_draws
+from lightning_unified.training.exactness.losses import LossRule, likeliest, require_counts, shares
 from lightning_unified.training.exactness.merging import Parts
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
 from lightning_unified.training.exactness.written import differing
+from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import is_out_of_memory
 
 __all__ = ["Findings", "Judge", "Trial"]
@@ -33,6 +42,7 @@ class Trial:
         rows: How many run.
         take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
         splits: The rows of each part, for each way to split.
+        is_quiet: Whether to run without dropout first, which takes half the time, and with it only if that cannot tell.
     """
 
     batch: Any
@@ -41,6 +51,7 @@ class Trial:
     rows: int
     take: Callable[..., Any]
     splits: Sequence[Sequence[int]]
+    is_quiet: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -96,15 +107,16 @@ class _Split:
         return shares(rule, self.batches, self.sizes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Comparison:
     """The whole run, the split ones, and what made their random draws incomparable."""
 
     whole: Run
     splits: Sequence[_Split]
     troubles: Sequence[str]
-    is_by_row: bool
+    is_drawn: bool
     is_ordered: bool
+    known: dict[str, Disagreement] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> Tolerance:
@@ -116,6 +128,11 @@ class _Comparison:
 
     def off(self, rule: LossRule) -> Disagreement:
         """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
+        if rule.name not in self.known:
+            self.known[rule.name] = self._worst(rule)
+        return self.known[rule.name]
+
+    def _worst(self, rule: LossRule) -> Disagreement:
         worst = [self._off(split, rule) for split in self.splits]
         return max(worst, key=lambda one: one.excess)
 
@@ -152,13 +169,16 @@ class Judge:
             SplitError: If the rows' results are not those of their parts.
             BaseException: Whatever the step itself raises on whole rows, untouched.
         """
-        comparison = self._compared(kwargs, trial, order="interleaved")
-        if not comparison.whole.gradient.is_finite:
-            return "its gradient is not finite"
-        if comparison.whole.gradient.is_zero:
-            return "its gradient is zero on the rows looked at"
+        comparison = self._quiet(kwargs, trial) if trial.is_quiet else None
+        if comparison is None or _none_agrees({rule.name: comparison.off(rule) for rule in rules}):
+            comparison = self._compared(kwargs, trial, order="interleaved")
+        precision = WatchPrecision()
+        repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
+        if undecided := comparison.whole.gradient.says_nothing:
+            self._learn(comparison, self._closest(comparison, rules), repeat=repeat, since=since)
+            return undecided
         off = {rule.name: comparison.off(rule) for rule in rules}
-        noise = _DRAWN if comparison.is_by_row else ""
+        noise = _DRAWN if comparison.is_drawn else ""
         if _none_agrees(off) and comparison.is_ordered:
             other = self._compared(kwargs, trial, order="blocks")
             found = {rule.name: other.off(rule) for rule in rules}
@@ -166,7 +186,8 @@ class Judge:
                 comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            comparison = self._without_noise(kwargs, trial, why=why)
+            with equal_host_draws():
+                comparison = self._without_noise(kwargs, trial, why=why)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
@@ -175,8 +196,6 @@ class Judge:
         agreeing = [
             rule for rule in rules if off[rule.name].excess <= max(2 * best, 0.05) and off[rule.name].excess <= 1
         ]
-        precision = WatchPrecision()
-        repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
         self._learn(comparison, agreeing[0], repeat=repeat, since=since)
         return Findings(
             agreeing=agreeing,
@@ -185,6 +204,23 @@ class Judge:
             difference=off[agreeing[0].name].relative,
             noise=noise,
         )
+
+    def _quiet(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> _Comparison | None:
+        """Return the comparison without watching operators, dropout layers in eval mode; None if the step draws all the same."""
+        generators = GeneratorWatch(self._runner.device).note
+        watch, precision, splits = NoDraws(generators), WatchPrecision(), []
+        whole = self._whole(kwargs, trial, watch, precision)
+        if watch.has_drawn or whole.draws_on_host:
+            self._runner.draws_in_eval = True
+            return None
+        for sizes in trial.splits:
+            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
+            runs = [
+                self._part(kwargs, batch, size, trial, NoDraws(generators), precision)
+                for batch, size in zip(batches, sizes, strict=True)
+            ]
+            splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
+        return _Comparison(whole=whole, splits=splits, troubles=[], is_drawn=False, is_ordered=False)
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order) -> _Comparison:
         precision = WatchPrecision()
@@ -210,7 +246,7 @@ class Judge:
             whole=whole,
             splits=splits,
             troubles=[*(trouble for replay in replays for trouble in replay.troubles), *troubles],
-            is_by_row=any(replay.is_by_row for replay in replays) or bool(whole.draws_on_host),
+            is_drawn=recorded.has_drawn or whole.draws_on_host,
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
@@ -224,7 +260,7 @@ class Judge:
                 for batch, size in zip(batches, sizes, strict=True)
             ]
             splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=[why], is_by_row=True, is_ordered=False)
+        return _Comparison(whole=whole, splits=splits, troubles=[why], is_drawn=True, is_ordered=False)
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:
@@ -258,6 +294,18 @@ class Judge:
                 raise
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
+    def _closest(self, comparison: _Comparison, rules: Sequence[LossRule]) -> LossRule:
+        """Return the rule under which most of what is logged and returned can be put together, where gradients say nothing."""
+        tolerance = comparison.tolerance.relative
+
+        def lacking(rule: LossRule) -> int:
+            tables = Tables()
+            for split in comparison.splits:
+                learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
+            return len(tables.outputs.unmergeable) + len(tables.logs.unmergeable)
+
+        return min([likeliest(rules), *rules], key=lacking)
+
     def _learn(self, comparison: _Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
         """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""
         tolerance, again = comparison.tolerance.relative, None
@@ -265,7 +313,8 @@ class Judge:
             parts = split.parts(rule)
             troubles = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
             losses = [run.loss for run in split.runs]
-            self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
+            if comparison.whole.loss is not None:
+                self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
             if troubles and again is None:
                 again = differing(comparison.whole.written, repeat().written)
             troubles = [path for path in troubles if again is None or path not in again]
@@ -275,7 +324,11 @@ class Judge:
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())
         closest = min(off.values(), key=lambda one: one.excess)
-        drawn = f" Random draws could not be replayed either: {troubles[0]}." if troubles else ""
+        drawn = (
+            f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too."
+            if troubles
+            else ""
+        )
         return (
             f"{self._whose} cannot be split exactly: the gradient of {trial.rows} rows differs from that of their micro-batches "
             f"({tried}, relative, at {self._runner.name_of(closest.parameter)}).{drawn} The ways out, in MicroBatchRules from "

@@ -11,11 +11,11 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.leaves import leaf_at, named_tensors
 
-__all__ = ["LossRule", "candidates", "declared", "require_counts", "shares"]
+__all__ = ["LossRule", "candidates", "declared", "likeliest", "require_counts", "shares"]
 
 IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
-_LEFT_OUT = (IGNORED, 0, -1)  # values that losses leave out: torch's own, padding, "no class"
+_LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
     1. Rows.
     2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
        row's first label, which causal language models do not score.
-    3. Entries other than -100, 0 or -1 of any field of whole numbers that has such entries, with and without each row's first.
+    3. Entries other than -100, 0, -1, 255 or padding of any field of whole numbers that has such entries, with and without each row's
+       first. Padding is what most often stands twice at a row's end or beginning.
     4. Sums of masks and of non-negative weights, with and without each row's first.
     5. No weights: losses that are sums.
 
@@ -65,6 +66,11 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
     return [*found, *later, LossRule("sum", adds=True)]
 
 
+def likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
+
+
 def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
@@ -72,12 +78,22 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
         return _summing(path, tensor)
     if tensor.is_floating_point():
         return []
-    present = [value for value in _LEFT_OUT if value != skip and bool((tensor == value).any())]
+    values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
+    present = [value for value in values if value != skip and bool((tensor == value).any())]
     return [
         rule
         for value in present
         for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
     ]
+
+
+def _padding(tensor: Tensor) -> list[int]:
+    """Return the values that most often stand twice at the end and at the beginning of rows."""
+    if tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.dtype == torch.bool:
+        return []
+    ends = (tensor[:, -2:].cpu(), tensor[:, :2].cpu())
+    twice = [pair[pair[:, 0] == pair[:, 1], 0] for pair in ends]
+    return [int(values.mode().values) for values in twice if len(values)]
 
 
 def _is_weight(tensor: Tensor) -> bool:

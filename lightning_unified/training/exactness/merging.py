@@ -59,7 +59,7 @@ def merged(rule: Rule, values: Sequence[Any], parts: Parts) -> Any:
         if rule.startswith("concatenate"):
             return _concatenated(values, dim=int(rule.removeprefix("concatenate") or 0))
         return _figure(rule, values, parts)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise SplitError(f"values of micro-batches cannot be put together by {rule!r}: {error}") from error
 
 
@@ -181,11 +181,8 @@ def _same_arrays(one: Any, other: Any, tolerance: float) -> bool:
         return False
     if one.dtype.kind not in "fc":
         return bool((one == other).all())
-    return bool(
-        np.isclose(
-            one, other, rtol=tolerance, atol=tolerance * float(np.abs(other).max(initial=0.0)), equal_nan=True
-        ).all()
-    )
+    size = float(np.abs(other[np.isfinite(other)]).max(initial=0.0))
+    return bool(np.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 
 def _every(_rule: str) -> bool:

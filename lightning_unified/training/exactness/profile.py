@@ -6,8 +6,9 @@ batch that differs in kind from those checked is checked too, before its update.
 | fact | of | so that |
 |---|---|---|
 | the values that occur | whole numbers with at most 64 different ones | a new or a missing label is seen |
-| the order of magnitude of the largest and smallest | other whole numbers | |
+| the order of magnitude of the largest and smallest, and whether the largest is 255 | other whole numbers | |
 | the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
+| the order of magnitude of the share of rows that begin or end with the same number twice | whole numbers | padding by any number is seen |
 | whether a row has nothing but zeros; none at all; NaN or infinity | every tensor | the first row without observations is seen |
 | the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | |
 
@@ -26,6 +27,7 @@ __all__ = ["BatchProfiles", "facts_of"]
 
 _KINDS = 64  # different whole numbers up to which each is a fact of its own
 _IGNORED = -100
+_VOID = 255  # of segmentation maps
 
 Fact = tuple[str, str, Any]
 
@@ -45,7 +47,7 @@ def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
     return frozenset(facts)
 
 
-_COUNT = 8
+_COUNT = 9
 
 
 def _has_rows(leaf: Tensor, rows: int) -> bool:
@@ -59,35 +61,39 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _figures(leaf: Tensor) -> Tensor:
-    """Return lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with most, ignored of the one with most."""
+    """Return lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with most, ignored of the one with most, and
+    how many rows repeat a number at an end.
+    """
     flat = leaf.reshape(leaf.shape[0], -1)
     zeros = (flat == 0).sum(1)
     if leaf.is_floating_point():
         bad = (~flat.isfinite()).sum()
-        low = high = ignored = most_ignored = torch.zeros((), device=leaf.device)
+        low = high = ignored = most_ignored = repeats = torch.zeros((), device=leaf.device)
     else:
         whole = flat.long()
         low, high, bad = whole.min(), whole.max(), torch.zeros((), device=leaf.device)
         ignored_by_row = (flat == _IGNORED).sum(1) if leaf.dtype not in (torch.bool, torch.uint8) else zeros * 0
         ignored, most_ignored = ignored_by_row.sum(), ignored_by_row.max()
-    figures = (low, high, zeros.sum(), ignored, bad, zeros.min(), zeros.max(), most_ignored)
+        repeats = ((flat[:, 0] == flat[:, :2][:, -1]) | (flat[:, -1] == flat[:, -2:][:, 0])).sum()
+    figures = (low, high, zeros.sum(), ignored, bad, zeros.min(), zeros.max(), most_ignored, repeats)
     return torch.stack([one.to(torch.float32 if leaf.device.type == "mps" else torch.float64) for one in figures])
 
 
 def _facts(path: str, leaf: Tensor, figures: Sequence[float]) -> set[Fact]:
-    low, high, zeros, ignored, bad, fewest, most, most_ignored = figures
+    low, high, zeros, ignored, bad, fewest, most, most_ignored, repeats = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
     facts: set[Fact] = {(path, "row size", _order(size))}
     if not leaf.is_floating_point() and high - low < _KINDS:
         facts |= {(path, "value", value) for value in leaf.reshape(-1).unique().tolist()}
     elif not leaf.is_floating_point():
         facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
+        facts.add((path, "void", high == _VOID))
     facts |= {(path, "zeros", _share(zeros, rows * size)), (path, "ignored", _share(ignored, rows * size))}
     facts.add((path, "not finite", bad > 0))
     if size > 1:
         facts |= {(path, "row of zeros", most == size), (path, "row without zeros", fewest == 0)}
         facts |= {(path, "shortest row", _order(size - most)), (path, "longest row", _order(size - fewest))}
-        facts.add((path, "row of ignored", most_ignored == size))
+        facts |= {(path, "row of ignored", most_ignored == size), (path, "repeats at an end", _share(repeats, rows))}
     else:
         facts |= {(path, "all zero", zeros == rows), (path, "all ignored", ignored == rows)}
     return facts

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_unified.micro_batches import MergeRules
@@ -67,14 +69,24 @@ def learn_results(
 def _learn_metrics(tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
-            values = [run.metrics.get(path, {}).get(name) for run in runs]
-            tables.metrics.learn(f"{path}.{name}", values, value, parts, tolerance=tolerance)
+            values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
+            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), parts, tolerance=tolerance)
     for path, joins in whole.joins.items():
         tables.joins[path] = joins and tables.joins.get(path, True)
     for name, path in whole.logged_metrics.items():
         lacks_rule = any(f"{path}.{state}" in tables.metrics.unmergeable for state in whole.metrics.get(path, {}))
         if lacks_rule or tables.joins.get(path) is False:
             tables.logs.unmergeable.add(name)
+
+
+def _without_seams(state: Any) -> Any:
+    """Return a list of tensors as one tensor: metrics that keep all they are given append an entry for each update."""
+    if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
+        return state
+    try:
+        return torch.cat([torch.atleast_1d(entry) for entry in state])
+    except RuntimeError:  # entries of other shapes, such as one for each image
+        return state
 
 
 def _learn_log(

@@ -27,7 +27,8 @@ def splits_of(units: int) -> list[list[int]]:
     small = max(units // 6, 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
-    return [[small, middle, large], [large - 1, small, middle + 1] if units > 5 else [large, small, middle]]
+    moves = units > 5 and large - middle != 2  # else two parts would become equal
+    return [[small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]]
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:

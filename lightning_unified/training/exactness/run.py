@@ -3,8 +3,8 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
-from lightning_unified.training.exactness.draws import WatchPrecision
+from lightning_unified.training.exactness.draws import NoDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
@@ -27,14 +27,20 @@ from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.training.metrics import UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.probe import Undone
+from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
+from lightning_unified.training.undo import StateWatch
 
 __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
 _JOINED = 1e-4  # relative; a state that does not add up is off by far more
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+
+
+def is_batch_norm(child: nn.Module) -> bool:
+    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
+    return isinstance(child, _BatchNorm)
 
 
 @dataclass(kw_only=True)
@@ -81,19 +87,25 @@ class Run(Results):
 
 @contextmanager
 def aside(
-    trainer: L.Trainer, results: _ResultCollection | None, draws: AbstractContextManager[Any], precision: WatchPrecision
+    trainer: L.Trainer,
+    results: _ResultCollection | None,
+    precision: WatchPrecision,
+    *,
+    in_eval: Callable[[nn.Module], bool] = is_batch_norm,
+    state: StateWatch | None = None,
 ) -> Iterator[Callable[[int, Any], Results]]:
     """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
 
     Args:
         trainer: Whose step it is.
         results: Where Lightning gathers what is logged.
-        draws: The mode that notes or replaces random draws.
-        precision: What `draws` tells of formats.
+        precision: What the modes that watch operators tell of formats.
+        in_eval: Of a child of the module, whether it is in eval mode inside.
+        state: The watch over what the step may change; None for a new one.
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
-        undone = stack.enter_context(Undone(trainer, in_eval=_is_batch_norm))
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state))
         stack.enter_context(logs.recording(results))
         metrics = undone.metrics
         for metric in metrics.values():
@@ -102,10 +114,12 @@ def aside(
         for record in records.values():
             stack.enter_context(record.watching())
         before = _host_generators()
-        stack.enter_context(draws)
 
         def gather(rows: int, returned: Any) -> Results:
             after = _host_generators()
+            written = written_since(undone.noted)
+            if any(one.kind == "entry" for one in written.values()):
+                undone.look()  # it may have made metrics
             return Results(
                 rows=rows,
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
@@ -113,7 +127,7 @@ def aside(
                 metrics=_states_of(undone.metrics),
                 joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
-                written=written_since(undone.noted),
+                written=written,
                 generators=after,
                 draws_on_host=after != before,
                 formats={*precision.dtypes, *(one.dtype for one in module.parameters() if one.is_floating_point())},
@@ -131,6 +145,7 @@ class Runner:
 
     Attributes:
         keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
+        draws_in_eval: Whether the step draws random numbers with its dropout layers in eval mode too.
         counters: Which counters of the run's progress the step reads.
     """
 
@@ -142,8 +157,19 @@ class Runner:
     ) -> None:
         self._trainer, self._step = trainer, step
         self._module = trainer.lightning_module
-        self.keeps_autocast = False
+        self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+        self._state = state_of_step(trainer)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a layer of the module drops out in training."""
+        return any(draws_or_mixes(child) and child.training for child in self._module.modules())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._trainer.strategy.root_device
 
     def run(
         self,
@@ -165,19 +191,24 @@ class Runner:
         """
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
-        with self._precise(), aside(self._trainer, results, draws, precision) as gather, torch.enable_grad():
-            result = self._differentiated(kwargs, own)
-            gradient = sample_gradients(self._parameters, scale=self._scale)
+        in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
+        with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
+            parameters = self._parameters
+            with draws, torch.enable_grad():
+                result = self._differentiated(kwargs, own, parameters)
+            gradient = sample_gradients(parameters, scale=self._scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
-    def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
+    def _differentiated(
+        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor]
+    ) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         with self.counters.watching():
             result = self._step(own)
-        for parameter in self._parameters:  # as Lightning's zero_grad does after the step
+        for parameter in parameters:  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
@@ -190,7 +221,7 @@ class Runner:
         """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
-        with Undone(self._trainer, in_eval=_is_batch_norm), torch.no_grad():
+        with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
             try:
                 self._step(OrderedDict(kwargs, **{key: own}))
             except Exception as error:
@@ -237,20 +268,26 @@ class Runner:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
-    before = [place.fp32_precision for place in places]
-    for place in places:
-        place.fp32_precision = "ieee"
-    try:
+    """Compute float32 in float32 inside the block.
+
+    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises, as
+    `torch.backends.cudnn.flags` does in CTC losses. So the older ones are turned wherever they can be read.
+    """
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    with ExitStack() as undo:
+        for place in places:
+            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        with suppress(RuntimeError):
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        with suppress(RuntimeError):
+            undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = False
+        for place in places:
+            if place.fp32_precision == "tf32":
+                place.fp32_precision = "ieee"
         yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
-
-
-def _is_batch_norm(child: nn.Module) -> bool:
-    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
-    return isinstance(child, _BatchNorm)
 
 
 def copied(batch: Any) -> Any:

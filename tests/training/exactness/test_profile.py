@@ -1,0 +1,108 @@
+"""A batch is news if it differs in kind from those checked; ordinary batches are not, or checks would never end."""
+
+import pytest
+import torch
+
+from lightning_unified.training.exactness.profile import BatchProfiles, facts_of
+
+SEEN = {
+    "x": torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),
+    "y": torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]),
+    "tokens": torch.tensor([[5, 900, 70, 0], [400, 3, 0, 0]] * 4),
+    "mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]] * 4),
+    "labels": torch.tensor([[5, 6, 7, -100], [3, 4, -100, -100]] * 4),
+    "flag": torch.tensor([True, False] * 4),
+    "weight": torch.rand(8) + 0.5,
+}
+
+
+def with_row(name, row, value):
+    changed = SEEN[name].clone()
+    changed[row] = torch.as_tensor(value, dtype=changed.dtype)
+    return {**SEEN, name: changed}
+
+
+NEWS = {
+    "a new label": with_row("y", 3, 3),
+    "a label that is left out": with_row("y", 3, -100),
+    "a row without observations": with_row("x", 3, [0.0] * 4),
+    "a first zero": with_row("x", 3, [0.0, 1.0, 1.0, 1.0]),
+    "a missing value": with_row("x", 3, [float("nan"), 1.0, 1.0, 1.0]),
+    "an infinite value": with_row("x", 3, [float("inf"), 1.0, 1.0, 1.0]),
+    "a row without padding": with_row("mask", 3, [1, 1, 1, 1]),
+    "a row with a single entry": with_row("mask", 3, [1, 0, 0, 0]),
+    "a row of padding": with_row("mask", 3, [0, 0, 0, 0]),
+    "a row without scored labels": with_row("labels", 3, [-100] * 4),
+    "a token of another order": with_row("tokens", 3, [70_000, 3, 0, 0]),
+    "a weight of zero": with_row("weight", 3, 0.0),
+    "all flags set": {**SEEN, "flag": torch.ones(8, dtype=torch.bool)},
+    "twice as long rows": {**SEEN, "x": torch.ones(8, 9)},
+    "another tensor": {**SEEN, "z": torch.ones(8)},
+    "a label in other rows only": {**SEEN, "y": torch.tensor([0, 1, 2, 5, 1, 2, 0, 1])},
+}
+ORDINARY = {
+    "the same": SEEN,
+    "other features": {**SEEN, "x": torch.randn(8, 4)},
+    "other rows of the same labels": {**SEEN, "y": SEEN["y"].flip(0)},
+    "fewer labels of those seen": {**SEEN, "y": torch.tensor([0, 1, 1, 1, 0, 1, 0, 1])},
+    "other tokens of the same order": with_row("tokens", 3, [399, 4, 0, 0]),
+    "other weights": {**SEEN, "weight": torch.rand(8) + 0.5},
+    "fewer rows": {name: value[:4] for name, value in SEEN.items()},
+    "a tensor without rows": {**SEEN, "scale": torch.ones(3)},
+    "text": {**SEEN, "text": ["a"] * 8},
+}
+
+
+def news_after(batch, *, checked=SEEN):
+    profiles = BatchProfiles()
+    profiles.add(facts_of(checked, 8))
+    return profiles.news(facts_of(batch, len(batch["x"])))
+
+
+@pytest.mark.parametrize("name", NEWS)
+def test_this_is_news(name):
+    assert news_after(NEWS[name])
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_this_is_no_news(name):
+    assert not news_after(ORDINARY[name])
+
+
+@pytest.mark.parametrize("name", NEWS)
+def test_news_once_checked_is_none(name):
+    profiles = BatchProfiles()
+    for batch in (SEEN, NEWS[name]):
+        profiles.add(facts_of(batch, 8))
+
+    assert not profiles.news(facts_of(NEWS[name], 8))
+
+
+def test_news_that_was_not_checked_stays_news():
+    profiles = BatchProfiles()
+
+    assert profiles.news(facts_of(SEEN, 8)) == profiles.news(facts_of(SEEN, 8)) != frozenset()
+
+
+def test_random_batches_bring_news_ever_more_rarely():
+    generator, profiles, checks = torch.Generator().manual_seed(0), BatchProfiles(), []
+    for number in range(2000):
+        length = int(torch.randint(3, 33, (), generator=generator))
+        lengths = torch.randint(1, length + 1, (16,), generator=generator)
+        mask = torch.arange(length) < lengths[:, None]
+        batch = {
+            "tokens": torch.randint(1, 30_000, (16, length), generator=generator) * mask,
+            "mask": mask,
+            "y": torch.randint(5, (16,), generator=generator),
+        }
+        if news := profiles.news(facts_of(batch, 16)):
+            checks.append(number)
+            profiles.add(news)
+
+    assert len(checks) <= 40
+    assert sum(number > 1000 for number in checks) <= 4
+
+
+def test_batches_of_other_kinds_have_no_facts():
+    assert facts_of(["a", "b"], 2) == frozenset()
+    assert facts_of({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()

@@ -1,0 +1,98 @@
+"""What a step reads of the run's progress, and what changes of its module, makes a batch news, though the batch itself shows nothing."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_unified.training.exactness.progress import Counters, WatchedIndex, facts_of_module
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.alpha, self.calls, self.mode, self.flag = nn.Linear(2, 2), 0.5, 3, "warm", False
+
+
+@pytest.mark.parametrize(
+    ("use", "read"),
+    [
+        (lambda module, index: module.current_epoch, {"epoch"}),
+        (lambda module, index: module.trainer.current_epoch, {"epoch"}),
+        (lambda module, index: module.global_step, {"step"}),
+        (lambda module, index: module.trainer.global_step > 3, {"step"}),
+        (lambda module, index: index % 2, {"batch"}),
+        (lambda module, index: index == 0, {"batch"}),
+        (lambda module, index: bool(index), {"batch"}),
+        (lambda module, index: module(index), set()),
+        (lambda module, index: {index: 1}, set()),
+        (lambda module, index: None, set()),
+    ],
+)
+def test_counters_that_a_step_reads_are_noted(use, read):
+    counters, module = Counters(), Module()
+    module.forward = lambda index: index
+    module.trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    before = [(owner, vars(owner)["current_epoch"]) for owner in (L.LightningModule, L.Trainer)]
+
+    with counters.watching():
+        use(module, WatchedIndex(4, counters))
+
+    assert counters.read == read
+    assert [(owner, vars(owner)["current_epoch"]) for owner in (L.LightningModule, L.Trainer)] == before
+
+
+def test_an_index_counts_as_the_number_it_is():
+    index = WatchedIndex(7, Counters())
+
+    assert (index, index % 4, index // 2, index + 1, hash(index), f"{index}") == (7, 3, 3, 8, hash(7), "7")
+    assert torch.arange(9)[index] == 7
+
+
+@pytest.mark.parametrize("counter", ["epoch", "step", "batch"])
+def test_only_counters_that_were_read_are_facts(counter):
+    counters = Counters()
+    assert counters.facts(epoch=1, step=2, batch=3) == frozenset()
+
+    counters.read.add(counter)
+
+    assert len(counters.facts(epoch=1, step=2, batch=3)) == 1
+
+
+def test_epochs_are_each_news_and_steps_ever_more_rarely():
+    counters = Counters()
+    counters.read |= {"step"}
+    steps = [counters.facts(epoch=0, step=step, batch=0) for step in range(64)]
+    counters.read = {"epoch"}
+    epochs = [counters.facts(epoch=epoch, step=0, batch=0) for epoch in range(64)]
+
+    assert (len(set(steps)), len(set(epochs))) == (19, 64)
+
+
+def freeze(module):
+    module.net.bias.requires_grad_(False)
+
+
+CHANGES = {
+    "a frozen parameter": (freeze, True),
+    "another mode": (lambda module: module.net.eval(), True),
+    "a flag": (lambda module: setattr(module, "flag", True), True),
+    "a word": (lambda module: setattr(module, "mode", "hot"), True),
+    "a number that becomes 0": (lambda module: setattr(module, "alpha", 0.0), True),
+    "a number of another order": (lambda module: setattr(module, "calls", 16), True),
+    "a number of another sign": (lambda module: setattr(module, "alpha", -0.5), True),
+    "a number that is not finite": (lambda module: setattr(module, "alpha", float("inf")), True),
+    "a number of the same order": (lambda module: setattr(module, "calls", 2), False),
+    "weights": (lambda module: nn.init.ones_(module.net.weight), False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_the_module_are_news(name):
+    change, is_news = CHANGES[name]
+    module = Module()
+    before = facts_of_module(module)
+
+    change(module)
+
+    assert bool(facts_of_module(module) - before) is is_news
