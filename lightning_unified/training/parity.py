@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_unified.training.exactness.gradients import tolerance_in_training
-from lightning_unified.training.exactness.host import on_host, to_host
+from lightning_unified.training.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.training.oom import release_cached_memory
 from lightning_unified.training.policy import MemoryPolicy
 from lightning_unified.training.probe import Undone, draws_or_mixes, gradient_sample, owns_dropout
@@ -24,7 +24,6 @@ __all__ = ["GradientParity"]
 
 log = logging.getLogger("lightning_unified")
 
-_DEVICES = ("mps",)  # whose gradients are known to go wrong after a change of size
 _SLICES = 8  # parts that the CPU runs a micro-batch in, one by one: an eighth of the activations at a time
 # Judgement: far above what formats differ by (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
 # and more by which pytorch issue 177116 has gradients wrong.
@@ -62,7 +61,7 @@ class GradientParity:
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
         self._changes = False
-        self._silent = not policy.check_split or self._device.type not in _DEVICES
+        self._silent = not policy.check_split or not may_be_wrong(self._device)
         self._excused = False
         self._in_eval = draws_or_mixes
 

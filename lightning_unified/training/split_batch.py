@@ -200,10 +200,7 @@ class SplitBatch:
             versions = [None if gradient is None else gradient._version for gradient in held]
             yield
             now = [parameter.grad for parameter in self._parameters]
-            changed = any(one is not other for one, other in zip(now, held, strict=True)) or versions != [
-                None if gradient is None else gradient._version for gradient in now
-            ]
-            if in_window and changed:
+            if in_window and not all(map(_is_untouched, held, versions, now)):
                 raise SplitError(
                     "training_step changes gradients itself (backward or zero_grad) in an accumulation window, where a split batch would do so "
                     "once a micro-batch. Use torch.autograd.grad in the step, accumulate_grad_batches=1, or MicroBatchRules(splittable=False)."
@@ -229,6 +226,13 @@ class SplitBatch:
         """Return the whole batch's result, and log what was held back."""
         extra = self._merging.finish([output.extra for output in outputs], self._weighting.parts)
         return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
+
+
+def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None) -> bool:
+    """Return whether a gradient is what it was; it may have moved to other memory, as gradients of recorded CUDA graphs do."""
+    if before is None or now is None:
+        return before is now
+    return before._version == version and (before is now or torch.equal(before, now))
 
 
 class _Fallback:

@@ -13,6 +13,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.hardware import Figure
 from lightning_unified.training import parity
 from lightning_unified.training.budget_watch import BudgetWatch
+from lightning_unified.training.exactness import host
 
 ISSUE = "pytorch issue 177116"
 
@@ -22,7 +23,7 @@ def as_mps(monkeypatch):
     """Look at this CPU as if it were an MPS device; return the distances found."""
     found = []
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # of a whole test session: that is what would take the time
-    monkeypatch.setattr(parity, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(host, "_WRONG_AT_TIMES", ("cpu",))
     distance = parity.GradientParity._compared
 
     def noted(self, kwargs, rows, *, of):
@@ -45,10 +46,21 @@ class _WrongWhenLarge(torch.autograd.Function):
         return gradient * (1000 if len(gradient) >= 4 else 1)
 
 
-class Faulty(MLP):
+class OnItsDevice(MLP):
+    """Knows whether its weights are those it was given, or the copies that the CPU computes with."""
+
+    def on_train_start(self):
+        object.__setattr__(self, "weight", self.net[0].weight)
+
+    @property
+    def is_on_device(self):
+        return self.net[0].weight is self.weight
+
+
+class Faulty(OnItsDevice):
     def training_step(self, batch, batch_idx):
         hidden = self.net[0](batch["x"])
-        logits = self.net[1:](_WrongWhenLarge.apply(hidden))
+        logits = self.net[1:](_WrongWhenLarge.apply(hidden) if self.is_on_device else hidden)
         return nn.functional.cross_entropy(logits, batch["y"])
 
 
@@ -160,13 +172,18 @@ class Noise(MLP):
         return super().training_step({**batch, "x": batch["x"] + torch.randn_like(batch["x"])}, batch_idx)["loss"]
 
 
-class NeedsItsDevice(MLP):
+class Still(MLP):
+    """Has no gradient at all, so that no check tells how its batches are split."""
+
+    def training_step(self, batch, batch_idx):
+        return 0.0 * super().training_step(batch, batch_idx)["loss"]
+
+
+class NeedsItsDevice(OnItsDevice):
     """Fails wherever its weights are not those it was given, as kernels written for one device do."""
 
     def training_step(self, batch, batch_idx):
-        if not hasattr(self, "weight"):
-            object.__setattr__(self, "weight", self.net[0].weight)
-        if self.net[0].weight is not self.weight:
+        if not self.is_on_device:
             raise TypeError("this kernel runs on its own device only")
         return super().training_step(batch, batch_idx)
 
@@ -184,7 +201,8 @@ class HoldsWeights(MLP):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Noise, "its batches could not be found to be cut exactly"),
+        (Noise, "its step draws random numbers"),
+        (Still, "its batches could not be found to be cut exactly"),
         (NeedsItsDevice, "the step fails there (TypeError: this kernel runs on its own device only)"),
         (HoldsWeights, "it holds on to its weights"),
     ],
@@ -198,13 +216,13 @@ def test_what_cannot_be_compared_is_said_once_and_the_run_goes_on(as_mps, kind, 
 
 
 def test_noise_that_the_cpu_makes_anew_in_each_run_is_no_fault(as_mps):
-    class Draws(MLP):
-        """Counts on in float32 only, which is what the CPU's runs are in a bfloat16 fit."""
+    class Draws(OnItsDevice):
+        """Counts on in the CPU's runs only."""
 
         draws = 0
 
         def training_step(self, batch, batch_idx):
-            if not torch.is_autocast_enabled("cpu"):
+            if not self.is_on_device:
                 Draws.draws += 1
             return super().training_step({**batch, "x": batch["x"] + Draws.draws}, batch_idx)["loss"]
 

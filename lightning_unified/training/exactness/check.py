@@ -22,9 +22,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_unified.errors import ConfigurationError
+from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.training.exactness.host import on_host, to_host
+from lightning_unified.training.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.training.exactness.judge import Findings, Judge, Trial
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
 from lightning_unified.training.exactness.merging import MergeTable
@@ -226,7 +226,7 @@ class ExactnessCheck:
         while size > 2 and self._fits(wider * size * unit) is False:
             size = max(size // 2, 2)
         while True:
-            found = self._tried(kwargs, rules, rows=rows, size=size * unit, unit=unit)
+            found = self._sound(kwargs, rules, rows=rows, size=size * unit, unit=unit)
             if found is not None or size == 2:
                 break
             size = self._largest = max(size // 2, 2)
@@ -236,6 +236,19 @@ class ExactnessCheck:
             with suppress(Exception):  # whatever a module does that a CPU is not good for
                 found = self._on_host(kwargs, rules, rows=rows, size=size * unit, unit=unit)
         return "memory ran out while it was checked" if found is None else found
+
+    def _sound(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any) -> Findings | str | None:
+        """Return what the check finds; where a device that may be wrong disagrees, what the CPU finds on the same rows."""
+        try:
+            return self._tried(kwargs, rules, **sizes)
+        except SplitError:
+            if not may_be_wrong(self._trainer.strategy.root_device):
+                raise
+            with suppress(Exception):  # the device's refusal stands, unless the CPU finds that it was the device's fault
+                found = self._on_host(kwargs, rules, **sizes)
+                if isinstance(found, Findings):
+                    return found
+            raise
 
     def _recomputed(
         self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any

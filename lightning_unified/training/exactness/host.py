@@ -14,7 +14,14 @@ from torchmetrics import Metric
 
 from lightning_unified.training.metrics import metrics_of
 
-__all__ = ["on_host", "to_host"]
+__all__ = ["may_be_wrong", "on_host", "to_host"]
+
+_WRONG_AT_TIMES = ("mps",)  # devices whose gradients are known to go wrong in large backward passes (pytorch issue 177116)
+
+
+def may_be_wrong(device: torch.device) -> bool:
+    """Return whether a device is known to compute wrong gradients at times, so that the CPU decides."""
+    return device.type in _WRONG_AT_TIMES
 
 
 @contextmanager
