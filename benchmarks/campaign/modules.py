@@ -1,6 +1,10 @@
 """The modules that campaigns train. Each counts by gradient how often a row took part in a step, beside whatever its loss is."""
 
+import copy
+from weakref import WeakKeyDictionary
+
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +35,16 @@ class Seen(Metric):
         return self.counts
 
 
+class Beside:
+    """A list kept beside its module: the strategy neither puts it back with a failed attempt nor merges it over micro-batches."""
+
+    def __init__(self) -> None:
+        self._lists: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
+
+    def __get__(self, instance, owner):
+        return self if instance is None else self._lists.setdefault(instance, [])
+
+
 class Counted(L.LightningModule):
     """A module with a parameter that has one entry a row, learning rate 0 and value 0.
 
@@ -38,13 +52,14 @@ class Counted(L.LightningModule):
     row counted in this optimizer step. A row that was taken twice counts double, one that was lost counts nothing.
     """
 
+    parts = Beside()  # rows of each training_step, failed attempts among them
+
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.net = self.build_net()
         self.tally = nn.Parameter(torch.zeros(recipe.rows))
         self.seen = Seen(recipe.rows)
-        self.parts: list[int] = []  # rows of each training_step
         self.prepares_itself = False  # plain Lightning does not know the rule `prepare`
 
     def build_net(self) -> nn.Module:
@@ -218,6 +233,50 @@ class Group(Counted):
         return -((logs - logs.detach()).exp() * advantages.flatten()).mean()
 
 
+class Keeps(Counted):
+    """State that each step writes: a counter, a generator, a moving average, a teacher, a list of losses; all of it decides the loss."""
+
+    def __init__(self, recipe):
+        super().__init__(recipe)
+        self.calls, self.losses, self.scale = 0, [], 1.0
+        self.rng = np.random.default_rng(recipe.seed)
+        self.centre = torch.zeros(CLASSES)
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        self.scale = 1.0 + 0.1 * self.rng.random() + 0.01 * (self.calls % 3)
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        outputs = super().training_step(batch, batch_idx)
+        self.losses.append(outputs["loss"].detach())
+        return outputs
+
+    def loss(self, batch):
+        logits = self.net(batch["x"])
+        with torch.no_grad():
+            targets = (self.teacher(batch["x"]) - self.centre.to(logits)).softmax(-1)
+        return self.scale * (F.cross_entropy(logits, batch["y"]) + 0.1 * F.cross_entropy(logits, targets))
+
+    def measure(self, batch):
+        with torch.no_grad():
+            self.centre = 0.9 * self.centre.to(self.tally) + 0.1 * self.net(batch["x"]).to(self.tally).mean(0)
+
+    def on_train_epoch_end(self):
+        self.log("kept", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def on_save_checkpoint(self, checkpoint):
+        own = (self.calls, self.scale, list(self.losses), self.centre, self.rng.bit_generator.state)
+        checkpoint["keeps"] = copy.deepcopy(own)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.calls, self.scale, losses, self.centre, state = copy.deepcopy(checkpoint["keeps"])
+        self.losses[:] = losses
+        self.rng.bit_generator.state = state
+
+
 class Skips(Counted):
     """Has no loss for every third batch."""
 
@@ -265,6 +324,7 @@ _KINDS = {
     "weighted": Weighted,
     "totals": Totals,
     "grpo": Group,
+    "keeps": Keeps,
     "skips": Skips,
     "blocks": Blocks,
     "norm_blocks": NormBlocks,

@@ -19,6 +19,7 @@ MODELS = {
     "weighted": "exact",
     "totals": "exact",
     "grpo": "exact",
+    "keeps": "exact",
     "skips": "exact",
     "blocks": "noise",
     "norm_blocks": "statistics",
