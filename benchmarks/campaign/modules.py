@@ -1,5 +1,7 @@
 """The modules that campaigns train. Each counts by gradient how often a row took part in a step, beside whatever its loss is."""
 
+from weakref import WeakKeyDictionary
+
 import lightning as L
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from lightning_unified import MicroBatchRules
 __all__ = ["Batches", "Counted", "build"]
 
 WIDTH, CLASSES, VOCABULARY, LENGTH, GROUP = 6, 4, 11, 9, 4
+# Beside the modules: the strategy puts together what micro-batches append to a module's own lists, and undoes what checks append.
+_PARTS: "WeakKeyDictionary[Counted, list[int]]" = WeakKeyDictionary()
 
 
 class Seen(Metric):
@@ -44,8 +48,13 @@ class Counted(L.LightningModule):
         self.net = self.build_net()
         self.tally = nn.Parameter(torch.zeros(recipe.rows))
         self.seen = Seen(recipe.rows)
-        self.parts: list[int] = []  # rows of each training_step
+        _PARTS[self] = []
         self.prepares_itself = False  # plain Lightning does not know the rule `prepare`
+
+    @property
+    def parts(self) -> list[int]:
+        """Rows of each `training_step`, those of checks and failed attempts among them."""
+        return _PARTS[self]
 
     def build_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
