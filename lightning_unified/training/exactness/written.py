@@ -231,6 +231,7 @@ class WrittenOverParts:
                 known.put(self._merged(path, known, values, parts))
         if self._noted is not None:
             self._watch.learn(self._noted)
+            self._watch.release()
         self._noted, self._writes = None, []
 
     def _merged(self, path: str, known: Change, values: list[Any], parts: Parts) -> Any:
