@@ -10,6 +10,7 @@ returned and logged values, and what the step writes. It is a sample, so it is m
 5. before the next batch where nothing could be told.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,6 +40,8 @@ from lightning_unified.training.oom import is_out_of_memory, release_cached_memo
 from lightning_unified.training.split import BatchSplitter
 
 __all__ = ["ExactnessCheck"]
+
+log = logging.getLogger("lightning_unified")
 
 _UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
 _RETRIES = 3  # batches on which an undecided check is made again at once; after that by the schedule only
@@ -233,8 +236,12 @@ class ExactnessCheck:
         if found is None:
             found = self._recomputed(kwargs, rules, rows=rows, size=size * unit, unit=unit)
         if found is None and self._trainer.strategy.root_device.type != "cpu":
-            with suppress(Exception):  # whatever a module does that a CPU is not good for
+            try:
                 found = self._on_host(kwargs, rules, rows=rows, size=size * unit, unit=unit)
+            except SplitError:
+                raise
+            except Exception as error:  # whatever a module does that a CPU is not good for
+                log.info("The exactness check could not run on the CPU either: %s", error)
         return "memory ran out while it was checked" if found is None else found
 
     def _sound(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any) -> Findings | str | None:

@@ -30,7 +30,7 @@ __all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sampl
 
 _DOUBLE = 1e-6
 _TF32 = 2e-3  # what ten bits of mantissa round to over a deep model
-_ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
+_ENTRIES = 8192  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,16 @@ class GradientSample:
 
     Args:
         values: Of all parameters one after another, float64 on the host.
-        owners: For each entry the index of its parameter.
-        count: Number of parameters.
+        lengths: How many entries each parameter has there.
     """
 
     values: Tensor
-    owners: Tensor
-    count: int
+    lengths: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of parameters."""
+        return len(self.lengths)
 
     @property
     def says_nothing(self) -> str:
@@ -83,9 +86,10 @@ class GradientSample:
     def rms(self, values: Tensor | None = None) -> Tensor:
         """Return the root mean square of each parameter's entries, of these or of other values in their place."""
         squares = (self.values if values is None else values).square()
-        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, squares)
-        numbers = torch.bincount(self.owners, minlength=self.count).clamp_min(1)
-        return (sums / numbers).sqrt()
+        if not len(squares):
+            return torch.zeros(self.count, dtype=torch.float64)
+        sums = torch.segment_reduce(squares, "sum", lengths=self.lengths, initial=0.0)
+        return (sums / self.lengths.clamp_min(1)).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +115,16 @@ def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> Gra
         scale: What the loss was multiplied with.
     """
     samples = [_sample(parameter) for parameter in parameters]
-    owners = torch.cat(
-        [torch.full((len(one),), index) for index, one in enumerate(samples)] or [torch.empty(0, dtype=torch.long)]
-    )
-    by_device: dict[torch.device, list[int]] = {}
-    for index, one in enumerate(samples):
-        by_device.setdefault(one.device, []).append(index)
-    for indices in by_device.values():  # one transfer a device
-        moved = torch.cat([samples[index].double() for index in indices]) if _has_double(samples[indices[0]]) else None
-        host = torch.cat([samples[index].float() for index in indices]).cpu().double() if moved is None else moved.cpu()
-        for index, part in zip(indices, host.split([len(samples[index]) for index in indices]), strict=True):
+    lengths = [len(sample) for sample in samples]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault((sample.device, sample.dtype), []).append(index)
+    for indices in groups.values():  # one transfer for each
+        host = torch.cat([samples[index] for index in indices]).cpu().double()
+        for index, part in zip(indices, host.split([lengths[index] for index in indices]), strict=True):
             samples[index] = part
     values = torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
-    return GradientSample(values / scale, owners, len(parameters))
+    return GradientSample(values / scale if scale != 1 else values, torch.tensor(lengths, dtype=torch.long))
 
 
 def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tolerance) -> Disagreement:
@@ -148,13 +149,15 @@ def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tole
 def _sample(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        gradient = parameter.new_zeros(()).expand(parameter.shape)
+        return torch.zeros(_samples_of(parameter) * (2 if parameter.is_complex() else 1))
     gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    stride = gradient.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
-    return gradient.reshape(-1)[::stride].clone() if gradient.numel() else gradient.reshape(-1)
+    flat = gradient.reshape(-1)[:: _stride(gradient)]
+    return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
 
 
-def _has_double(tensor: Tensor) -> bool:
-    """Return whether the device of `tensor` computes in float64; Metal does not."""
-    return tensor.device.type != "mps"
+def _stride(tensor: Tensor) -> int:
+    return tensor.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+
+
+def _samples_of(tensor: Tensor) -> int:
+    return -(-tensor.numel() // _stride(tensor))

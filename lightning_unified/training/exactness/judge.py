@@ -1,5 +1,6 @@
 """The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,12 @@ class _Comparison:
             formats |= {one for run in split.runs for one in run.formats}
         return Tolerance.of(formats)
 
+    def can_count(self, rule: LossRule) -> bool:
+        """Return whether an inferred rule counts 0 or more terms in every part; a declared one that does not is an error."""
+        if rule.count is None or rule.name == "loss_weight":
+            return True
+        return all(float(rule.count(batch)) >= 0 for split in self.splits for batch in split.batches)
+
     def off(self, rule: LossRule) -> Disagreement:
         """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
         if rule.name not in self.known:
@@ -133,6 +140,8 @@ class _Comparison:
         return self.known[rule.name]
 
     def _worst(self, rule: LossRule) -> Disagreement:
+        if not self.can_count(rule):
+            return Disagreement(math.inf, math.inf, 0)
         worst = [self._off(split, rule) for split in self.splits]
         return max(worst, key=lambda one: one.excess)
 
@@ -304,7 +313,7 @@ class Judge:
                 learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
             return len(tables.outputs.unmergeable) + len(tables.logs.unmergeable)
 
-        return min([likeliest(rules), *rules], key=lacking)
+        return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)
 
     def _learn(self, comparison: _Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
         """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""

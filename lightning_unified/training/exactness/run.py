@@ -194,13 +194,14 @@ class Runner:
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
         with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
             parameters = self._parameters
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
             with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own, parameters)
-            gradient = sample_gradients(parameters, scale=self._scale)
+                result = self._differentiated(kwargs, own, parameters, scale=scale)
+            gradient = sample_gradients(parameters, scale=scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
     def _differentiated(
-        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor]
+        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor], *, scale: float
     ) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
@@ -213,7 +214,7 @@ class Runner:
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
             with inside_hook(self._module, "backward"):
-                self._module.backward(loss * self._scale)
+                self._module.backward(loss * scale)
         result.closure_loss = None
         return result
 
@@ -241,10 +242,6 @@ class Runner:
         return next(
             (name for name, one in self._module.named_parameters() if one is parameter), "a parameter of the optimizer"
         )
-
-    @property
-    def _scale(self) -> float:
-        return _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in self._parameters) else 1.0
 
     @property
     def leaves_out_autocast(self) -> bool:

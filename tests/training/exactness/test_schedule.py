@@ -92,11 +92,11 @@ def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks
     assert checks.splits[0] == [[2, 4, 10], [8, 2, 6]]
 
 
-def test_the_first_check_splits_in_two_ways_and_later_ones_in_one_or_both(checks):
+def test_the_first_check_splits_in_two_ways_and_later_ones_take_turns(checks):
     run(Net, batches(number=8))
 
     both = [[1, 2, 5], [4, 1, 3]]
-    assert checks.splits == [both, both, both[1:], both]
+    assert checks.splits == [both, both[1:], both[:1], both[1:]]
 
 
 def test_whole_batches_are_not_checked(checks):
@@ -136,6 +136,18 @@ def test_a_batch_of_a_new_kind_is_checked_before_its_update(name, checks):
     run(SixClasses, batches(number=8, change=NEW[name]))
 
     assert checks.steps == [0, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -5.0])
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_field_that_is_no_weight_after_all_is_none(value, late, checks):
+    """Ones may be weights; the missing or negative number that comes later says that they are not."""
+    change = {"z": torch.ones(()), "late": torch.tensor(value)}
+    _, trainer = run(
+        Net, batches(number=8, change=lambda batch, row: {"z": change["late" if (batch, row) == (late, 4) else "z"]})
+    )
+
+    assert found(trainer).startswith("rows: ")
 
 
 def test_a_kind_of_batch_is_new_once(checks):
