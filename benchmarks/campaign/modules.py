@@ -17,6 +17,8 @@ from lightning_unified import MicroBatchRules
 __all__ = ["Batches", "Counted", "build"]
 
 WIDTH, CLASSES, VOCABULARY, LENGTH, GROUP = 6, 4, 11, 9, 4
+# Beside the modules: the strategy puts together what micro-batches append to a module's own lists, and undoes what checks append.
+_PARTS: "WeakKeyDictionary[Counted, list[int]]" = WeakKeyDictionary()
 
 
 class Seen(Metric):
@@ -35,16 +37,6 @@ class Seen(Metric):
         return self.counts
 
 
-class Beside:
-    """A list kept beside its module: the strategy neither puts it back with a failed attempt nor merges it over micro-batches."""
-
-    def __init__(self) -> None:
-        self._lists: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
-
-    def __get__(self, instance, owner):
-        return self if instance is None else self._lists.setdefault(instance, [])
-
-
 class Counted(L.LightningModule):
     """A module with a parameter that has one entry a row, learning rate 0 and value 0.
 
@@ -52,15 +44,19 @@ class Counted(L.LightningModule):
     row counted in this optimizer step. A row that was taken twice counts double, one that was lost counts nothing.
     """
 
-    parts = Beside()  # rows of each training_step, failed attempts among them
-
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.net = self.build_net()
         self.tally = nn.Parameter(torch.zeros(recipe.rows))
         self.seen = Seen(recipe.rows)
+        _PARTS[self] = []
         self.prepares_itself = False  # plain Lightning does not know the rule `prepare`
+
+    @property
+    def parts(self) -> list[int]:
+        """Rows of each `training_step`, those of checks and failed attempts among them."""
+        return _PARTS[self]
 
     def build_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))

@@ -104,7 +104,7 @@ class EvaluationSteps:
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
-            state=self._written,
+            state=self._written if self._policy.checks(_STAGES[phase]) else None,
             ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
@@ -112,6 +112,7 @@ class EvaluationSteps:
         for index, part in enumerate(parts):
             with results.part(index):
                 outputs.append(whole(part))
+            results.end_part()
         if phase == "predict":
             check.refuse_guesses(list(all_paths(check.tables.outputs, outputs)))
         return results.finish(outputs, self._weights(check, parts, sizes))

@@ -265,7 +265,7 @@ class UnifiedOptimization(_AutomaticOptimization):
                 self._check.tables,
                 results=self.trainer.fit_loop.epoch_loop._results,
                 metrics=self._state.named_metrics,
-                state=self._written,
+                state=self._written if self._policy.check_split else None,
                 ignored=batch_norms_of(self.trainer.lightning_module),
                 learn=partial(self._learn_more, kwargs, shape),
             ),
@@ -383,6 +383,7 @@ class _MicroBatchClosure(Closure):
                         output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
+            batch.end_part()
             outputs.append(output)
         loop.after_backward(scaled, self._optimizer)
         result = batch.join(outputs)

@@ -44,6 +44,9 @@ class WholeBatch:
         """Leave `self.log` alone."""
         return nullcontext()
 
+    def end_part(self) -> None:
+        """Leave what the step has written."""
+
     def share(self, _index: int) -> float | None:
         """Return None: the loss is the batch's own."""
         return None
@@ -60,7 +63,7 @@ class SplitResults:
         tables: The rules.
         results: Where Lightning gathers what is logged; None where nothing can be.
         metrics: The module's torchmetrics objects, by path.
-        state: The watch over what the step may write.
+        state: The watch over what the step may write; None where nothing is checked, so that no rule can be known.
         ignored: Where paths begin that are written once a micro-batch, as the user has accepted.
         learn: `learn(table, paths)` has the batch checked, because its step gave something new at paths that this table lacks.
     """
@@ -71,7 +74,7 @@ class SplitResults:
         *,
         results: _ResultCollection | None,
         metrics: Mapping[str, Metric],
-        state: StateWatch,
+        state: StateWatch | None,
         ignored: tuple[str, ...],
         learn: Callable[[MergeTable, Sequence[str]], None],
     ) -> None:
@@ -84,14 +87,23 @@ class SplitResults:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs = LogRecorder()
         self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
-        self._written = WrittenOverParts(self._state, self._tables.written, self._learn, ignored=self._ignored)
+        self._written: WrittenOverParts | None = None
+        if self._state is not None:
+            self._written = WrittenOverParts(self._state, self._tables.written, self._learn, ignored=self._ignored)
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
         """Gather what micro-batch `index` logs and counts inside the block."""
         self._logs.next_part(index)
-        with self.recording(), self._metrics.watching(), self._written.part():
+        if self._written is not None:
+            self._written.begin_part()
+        with self.recording(), self._metrics.watching():
             yield
+
+    def end_part(self) -> None:
+        """Note what a micro-batch has written, once its backward pass is over."""
+        if self._written is not None:
+            self._written.end_part()
 
     def recording(self) -> AbstractContextManager[None]:
         """Hold back what is logged inside the block."""
@@ -110,7 +122,8 @@ class SplitResults:
         if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
             self._learn(tables.logs, new)
         self._metrics.finish(parts)
-        self._written.finish(parts)
+        if self._written is not None:
+            self._written.finish(parts)
         if self._results is not None:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts))
         return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
@@ -217,6 +230,10 @@ class SplitBatch:
     def recording(self) -> AbstractContextManager[None]:
         """Hold back what is logged inside the block."""
         return self._merging.recording()
+
+    def end_part(self) -> None:
+        """Note what a micro-batch has written, once its backward pass is over."""
+        self._merging.end_part()
 
     def share(self, index: int) -> float | None:
         """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""

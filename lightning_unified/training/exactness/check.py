@@ -251,9 +251,8 @@ class ExactnessCheck:
         except SplitError:
             if not may_be_wrong(self._trainer.strategy.root_device):
                 raise
-            with suppress(
-                Exception
-            ):  # the device's refusal stands, unless the CPU finds that it was the device's fault
+            # the refusal stands, unless the CPU finds that it was the device's fault
+            with suppress(Exception):
                 found = self._on_host(kwargs, rules, **sizes)
                 if isinstance(found, Findings):
                     return found

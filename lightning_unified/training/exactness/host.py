@@ -16,9 +16,8 @@ from lightning_unified.training.metrics import metrics_of
 
 __all__ = ["may_be_wrong", "on_host", "to_host"]
 
-_WRONG_AT_TIMES = (
-    "mps",
-)  # devices whose gradients are known to go wrong in large backward passes (pytorch issue 177116)
+# devices whose gradients are known to go wrong in large backward passes (pytorch issue 177116)
+_WRONG_AT_TIMES = ("mps",)
 
 
 def may_be_wrong(device: torch.device) -> bool:

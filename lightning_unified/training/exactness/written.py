@@ -17,8 +17,7 @@ Where nothing fits, the batch cannot be split exactly. Two kinds of writes are l
 module's own, which advance with every draw, and values that two equal runs write differently, such as times.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,15 +166,17 @@ class WrittenOverParts:
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
 
-    @contextmanager
-    def part(self) -> Iterator[None]:
-        """Run one micro-batch's step inside the block."""
+    def begin_part(self) -> None:
+        """Let a micro-batch begin with the state from before the batch."""
         if self._noted is None:
             self._noted = self._watch.note()
             self._versions = versions_of(self._noted)
         elif self._writes[-1]:
             self._back(self._writes[-1].values())
-        yield
+
+    def end_part(self) -> None:
+        """Note what the micro-batch has written, its backward pass included."""
+        assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
         moved = moved_since(self._noted, self._versions, known)
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
@@ -231,6 +232,7 @@ class WrittenOverParts:
                 known.put(self._merged(path, known, values, parts))
         if self._noted is not None:
             self._watch.learn(self._noted)
+            self._watch.release()
         self._noted, self._writes = None, []
 
     def _merged(self, path: str, known: Change, values: list[Any], parts: Parts) -> Any:

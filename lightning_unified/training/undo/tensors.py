@@ -79,12 +79,14 @@ class TensorKeeper:
         if self._successes == 1 or not changed <= self._changing:
             self._changing |= changed
             self._plan = None
-            for rooms, plan in zip((self._rooms, self._moving_rooms), noted.plans, strict=False):
-                rooms.keep(
-                    room
-                    for entry, room in zip(plan.copied, plan.rooms, strict=True)
-                    if self._is_needed(entry) or self._may_change(entry)
-                )
+            plan = noted.plans[0]
+            copied = zip(plan.copied, plan.rooms, strict=True)
+            self._rooms.keep(room for entry, room in copied if self._is_needed(entry) or self._may_change(entry))
+        self._moving_rooms = _Rooms()
+
+    def release(self) -> None:
+        """Let go of all copies; the next note makes room anew."""
+        self._plan, self._rooms, self._moving_rooms = None, _Rooms(), _Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
         """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""

@@ -82,6 +82,11 @@ class StateWatch:
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 
+    def release(self) -> None:
+        """Let go of the copies of tensors, where nothing that was noted is to be put back any more."""
+        if self._tensors is not None:
+            self._tensors.release()
+
     def forget(self) -> None:
         """Let go of what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
         self._still, self._found, self._known, self._modules = None, Found(), set(), {}
