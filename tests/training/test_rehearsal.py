@@ -59,7 +59,10 @@ def test_peak_is_that_of_the_real_step(kind, precision, parts, tmp_path):
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="measured on a processor without matrix tiles")
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported(),
+    reason="measured on a processor with AVX-512 and without matrix tiles",
+)
 def test_peak_of_convolutions_and_batch_norm_is_that_of_the_real_step(tmp_path):
     trace = rehearse(Convolutions(), Convolutions.batch(4), rows=ROWS, precision="bf16-mixed")
     real = live_peak(Convolutions, Convolutions.batch(ROWS), precision="bf16-mixed", folder=tmp_path)
