@@ -244,7 +244,9 @@ def is_random(func: Any, name: str) -> bool:
 
 def _is_inner(name: str) -> bool:
     """Return whether an operator draws inside a kernel that does more: attention, recurrent layers."""
-    return "attention" in name or name.endswith("_rnn")
+    return (
+        "attention" in name or name.endswith("_rnn") or "dropout_state" in name
+    )  # cuDNN makes the last once and keeps it
 
 
 def _without_inner_dropout(
