@@ -375,6 +375,7 @@ class _MicroBatchClosure(Closure):
         batch.begin()
         for index in range(batch.parts):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
+            batch.end_part()
             if index == 0 and self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
@@ -383,7 +384,6 @@ class _MicroBatchClosure(Closure):
                         output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
-            batch.end_part()
             outputs.append(output)
         loop.after_backward(scaled, self._optimizer)
         result = batch.join(outputs)

@@ -101,7 +101,7 @@ class SplitResults:
             yield
 
     def end_part(self) -> None:
-        """Note what a micro-batch has written, once its backward pass is over."""
+        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
         if self._written is not None:
             self._written.end_part()
 
@@ -232,7 +232,7 @@ class SplitBatch:
         return self._merging.recording()
 
     def end_part(self) -> None:
-        """Note what a micro-batch has written, once its backward pass is over."""
+        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
         self._merging.end_part()
 
     def share(self, index: int) -> float | None:

@@ -15,6 +15,7 @@ batch that differs in kind from those checked is checked too, before its update.
 Orders of magnitude are powers of two, so that new facts become rare.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = ["BatchProfiles", "facts_of"]
 _KINDS = 64  # different whole numbers up to which each is a fact of its own
 _IGNORED = -100
 _VOID = 255  # of segmentation maps
+
+_MOST = {"value": _KINDS, "attribute": 8}  # values of one path that are news; judgement: phases and switches are few
 
 Fact = tuple[str, str, Any]
 
@@ -114,15 +117,25 @@ def _share(count: float, of: int) -> int | None:
 
 
 class BatchProfiles:
-    """The facts of all batches that have been checked."""
+    """The facts of all batches that have been checked.
+
+    A field of sample numbers, or an attribute that holds the last file's name, is new in every batch. So once 64 values of one field,
+    or 8 of one attribute, have been checked, further ones are news no longer.
+    """
 
     def __init__(self) -> None:
         self._known: set[Fact] = set()
+        self._values: Counter[tuple[str, str]] = Counter()
 
     def news(self, facts: frozenset[Fact]) -> frozenset[Fact]:
         """Return those of `facts` that no checked batch had."""
-        return facts - self._known
+        return frozenset(fact for fact in facts - self._known if not self._varies(fact))
 
     def add(self, facts: frozenset[Fact]) -> None:
         """Note that batches with these facts have been checked."""
+        self._values.update(fact[:2] for fact in facts - self._known)
         self._known |= facts
+
+    def _varies(self, fact: Fact) -> bool:
+        path, kind, _ = fact
+        return kind in _MOST and self._values[path, kind] >= _MOST[kind]

@@ -92,7 +92,7 @@ def facts_of_module(module: nn.Module) -> frozenset[Fact]:
     are left out.
     """
     facts: set[Fact] = {
-        ("module", "modes", bytes(child.training for child in module.modules())),
+        ("module", "modes", bytes(bool(child.training) for child in module.modules())),
         ("module", "trained", bytes(parameter.requires_grad for parameter in module.parameters())),
     }
     for path, child in module.named_modules():

@@ -175,7 +175,7 @@ class WrittenOverParts:
             self._back(self._writes[-1].values())
 
     def end_part(self) -> None:
-        """Note what the micro-batch has written, its backward pass included."""
+        """Note what the micro-batch has written."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
         moved = moved_since(self._noted, self._versions, known)

@@ -106,3 +106,25 @@ def test_random_batches_bring_news_ever_more_rarely():
 def test_batches_of_other_kinds_have_no_facts():
     assert facts_of(["a", "b"], 2) == frozenset()
     assert facts_of({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()
+
+
+def test_a_field_of_sample_numbers_is_news_no_longer_after_64_values():
+    profiles = BatchProfiles()
+    batches = [{"id": torch.arange(start, start + 8)} for start in range(0, 200, 8)]
+    news = []
+    for batch in batches:
+        facts = facts_of(batch, 8)
+        news.append(any(kind == "value" for _, kind, _ in profiles.news(facts)))
+        profiles.add(facts)
+
+    assert news == [True] * 8 + [False] * 17
+
+
+def test_an_attribute_that_changes_in_every_batch_is_news_eight_times():
+    profiles, news = BatchProfiles(), []
+    for number in range(12):
+        facts = frozenset({(".name", "attribute", f"file {number}")})
+        news.append(bool(profiles.news(facts)))
+        profiles.add(facts)
+
+    assert news == [True] * 8 + [False] * 4
