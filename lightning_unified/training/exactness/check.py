@@ -303,6 +303,8 @@ class ExactnessCheck:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+        finally:
+            self._runner.release()
         # past the `except` block, whose traceback held the frames
         release_cached_memory(self._trainer.strategy.root_device)
         return None

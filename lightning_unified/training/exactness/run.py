@@ -171,6 +171,10 @@ class Runner:
         """Where the module is."""
         return self._trainer.strategy.root_device
 
+    def release(self) -> None:
+        """Let go of the copies of state that runs have made."""
+        self._state.release()
+
     def run(
         self,
         kwargs: "OrderedDict[str, Any]",
