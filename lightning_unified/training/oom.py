@@ -37,6 +37,7 @@ _TEXTS = (
     r"\bnot enough memory: you tried to allocate \d",  # the same file, Windows
     r"\bstd::bad_alloc\b",
     r"\b(?:unable|failed) to \w+ .*Cannot allocate memory \(12\)",  # aten/src/ATen/MapAllocator.cpp: mmap and shared memory
+    r"\[Errno 12\] Cannot allocate memory\b",  # an OSError of Python's in the words of another error, as a loader's worker's
     r"\bDFTI ERROR: Not enough memory to allocate\b|\bSPARSE_STATUS_ALLOC_FAILED\b",  # oneMKL
     r"\bcould not create a memory(?: object)?(?:[.,;]|$)",  # oneDNN, when its scratchpad cannot be had
     r"\bRESOURCE_EXHAUSTED: .*(?:memory|alloc|hbm)",  # XLA: xla/pjrt, xla/service; gRPC uses the same word for quotas

@@ -58,6 +58,7 @@ TEXTS = [
     # the host
     "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12 (Cannot allocate memory)",
     "[enforce fail at alloc_cpu.cpp:76] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    "Caught OSError in DataLoader worker process 0.\nOSError: [Errno 12] Cannot allocate memory",
     "unable to mmap 49907246508 bytes from file </data/a.safetensors>: Cannot allocate memory (12)",
     "unable to allocate shared memory(shm) for file </torch_1_2>: Cannot allocate memory (12)",
     "std::bad_alloc",
