@@ -25,8 +25,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.training.exactness.comparison import Trial
 from lightning_unified.training.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.training.exactness.judge import Findings, Judge, Trial
+from lightning_unified.training.exactness.judge import Findings, Judge
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
@@ -285,21 +286,21 @@ class ExactnessCheck:
         moves: bool = False,
     ) -> Findings | str | None:
         """Return what the check finds on `size` rows; None if memory ran out in it."""
-        batch = next(iter(kwargs.values()))
-        start = window(batch, rows=rows, size=size, unit=unit)
-        splits = [[unit * part for part in split] for split in splits_of(size // unit)]
-        trial = Trial(
-            batch=batch,
-            batch_rows=rows,
-            start=start,
-            rows=size,
+        splits = splits_of(size // unit)
+        trial = self._trial(
+            next(iter(kwargs.values())),
+            rows=rows,
+            size=size,
+            unit=unit,
+            split=splits[self._checks % len(splits)],
             take=self._on_host_rows if moves else self._splitter.split,
-            splits=[splits[self._checks % len(splits)]] if self._checks else splits,
-            is_quiet=(self._checks > 0 or not self._runner.has_dropout) and not self._runner.draws_in_eval,
         )
         judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
         try:
-            return judge.findings(kwargs, trial, rules, since=self._since())
+            found = judge.findings(kwargs, trial, rules, since=self._since())
+            if isinstance(found, str) or (self._verdict is not None and self._verdict.conclusive):
+                return found
+            return self._confirmed(kwargs, judge, trial, rules, found, unit=unit)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -308,6 +309,62 @@ class ExactnessCheck:
         # past the `except` block, whose traceback held the frames
         release_cached_memory(self._trainer.strategy.root_device)
         return None
+
+    def _confirmed(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        judge: Judge,
+        trial: Trial,
+        rules: Sequence[LossRule],
+        found: Findings,
+        *,
+        unit: int,
+    ) -> Findings | str:
+        """Return what the first check finds once its rows are split in another way too, with dropout if the module has any.
+
+        A mean weighted by rows is told from sums and constants by two splits. A few rows are enough for that, and for the noise.
+        """
+        units = min(trial.rows // unit, _UNITS)
+        split = splits_of(units)[-1]
+        left = [rule for rule in rules if rule.name not in found.rejected]
+        is_quiet = not self._runner.has_dropout and not self._runner.draws_in_eval
+        if is_quiet and [unit * part for part in split] == list(trial.split):
+            return found
+        fewer = self._trial(
+            trial.batch,
+            rows=trial.batch_rows,
+            size=units * unit,
+            unit=unit,
+            split=split,
+            take=trial.take,
+            is_quiet=is_quiet,
+        )
+        other = judge.findings(kwargs, fewer, left, since=self._since())
+        if isinstance(other, str) and fewer.rows < trial.rows:  # of these rows nothing can be told
+            fewer = replace(trial, split=[unit * part for part in splits_of(trial.rows // unit)[-1]], is_quiet=is_quiet)
+            other = judge.findings(kwargs, fewer, left, since=self._since())
+        return other if isinstance(other, str) else found.joined(other)
+
+    def _trial(
+        self,
+        batch: Any,
+        *,
+        rows: int,
+        size: int,
+        unit: int,
+        split: Sequence[int],
+        take: Callable[..., Any],
+        is_quiet: bool | None = None,
+    ) -> Trial:
+        return Trial(
+            batch=batch,
+            batch_rows=rows,
+            start=window(batch, rows=rows, size=size, unit=unit),
+            rows=size,
+            take=take,
+            split=[unit * part for part in split],
+            is_quiet=not self._runner.draws_in_eval if is_quiet is None else is_quiet,
+        )
 
     def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
         return to_host(self._splitter.split(batch, start, stop, rows=rows))

@@ -16,6 +16,7 @@ Kernels that draw inside, such as fused attention and cuDNN's recurrent layers, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Self
 
 import torch
@@ -79,13 +80,14 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        given, (args, kwargs) = (args, kwargs), _without_inner_dropout(func, args, kwargs)
-        self.leaves_out |= args is not given[0] or kwargs is not given[1]
-        if name.startswith(_RRELU):
-            return self._rrelu(func, name, args, kwargs)
-        if is_random(func, name) and not _is_inner(name):
-            return self.draw(func, name, args, kwargs)
+        name = _name_of_drawing(func)
+        if name is not None:
+            given, (args, kwargs) = (args, kwargs), _without_inner_dropout(func, args, kwargs)
+            self.leaves_out |= args is not given[0] or kwargs is not given[1]
+            if name.startswith(_RRELU):
+                return self._rrelu(func, name, args, kwargs)
+            if is_random(func, name) and not _is_inner(name):
+                return self.draw(func, name, args, kwargs)
         result = func(*args, **kwargs)
         self._precision.look(result)
         return result
@@ -235,6 +237,13 @@ class ConstantDraws(_Draws):
         if not isinstance(drawn, Tensor):
             return result
         return _with_draw(name, result, _constant(name, func, drawn, args, kwargs), args)
+
+
+@cache
+def _name_of_drawing(func: Any) -> str | None:
+    """Return the name of an operator that draws, or may inside its kernel; None for all others, which are most."""
+    name = func._schema.name.split("::")[1]
+    return name if is_random(func, name) or _is_inner(name) or name.startswith(_RRELU) or "_rnn" in name else None
 
 
 def is_random(func: Any, name: str) -> bool:

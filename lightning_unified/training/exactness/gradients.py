@@ -21,6 +21,7 @@ records what sound modules differ by.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import lightning as L
 import torch
@@ -60,16 +61,41 @@ def tolerance_in_training(trainer: L.Trainer) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class _Group:
+    """Entries of parameters with one device and one format, where these are, so that the host need not wait for the run to end.
+
+    Args:
+        entries: Of these parameters one after another.
+        indices: Which parameters these are.
+    """
+
+    entries: Tensor
+    indices: Sequence[int]
+
+
 class GradientSample:
     """Entries of a gradient, the same ones each time.
 
     Args:
-        values: Of all parameters one after another, float64 on the host.
-        lengths: How many entries each parameter has there.
+        groups: The entries.
+        lengths: How many entries each parameter has.
+        scale: What the loss was multiplied with.
     """
 
-    values: Tensor
-    lengths: Tensor
+    def __init__(self, groups: Sequence[_Group], lengths: Sequence[int], *, scale: float) -> None:
+        self._groups, self._scale = groups, scale
+        self.lengths = torch.tensor(lengths, dtype=torch.long)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The entries of all parameters one after another, float64 on the host."""
+        lengths, values = self.lengths.tolist(), {}
+        for group in self._groups:  # one transfer for each
+            parts = group.entries.cpu().double().split([lengths[index] for index in group.indices])
+            values.update(zip(group.indices, parts, strict=True))
+        self._groups = ()
+        ordered = [values[index] for index in range(len(lengths))]
+        return torch.cat(ordered) / self._scale if ordered else torch.zeros(0, dtype=torch.float64)
 
     @property
     def count(self) -> int:
@@ -115,16 +141,11 @@ def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> Gra
         scale: What the loss was multiplied with.
     """
     samples = [_sample(parameter) for parameter in parameters]
-    lengths = [len(sample) for sample in samples]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault((sample.device, sample.dtype), []).append(index)
-    for indices in groups.values():  # one transfer for each
-        host = torch.cat([samples[index] for index in indices]).cpu().double()
-        for index, part in zip(indices, host.split([lengths[index] for index in indices]), strict=True):
-            samples[index] = part
-    values = torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
-    return GradientSample(values / scale if scale != 1 else values, torch.tensor(lengths, dtype=torch.long))
+        indices.setdefault((sample.device, sample.dtype), []).append(index)
+    groups = [_Group(torch.cat([samples[index] for index in chosen]), chosen) for chosen in indices.values()]
+    return GradientSample(groups, [len(sample) for sample in samples], scale=scale)
 
 
 def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tolerance) -> Disagreement:
@@ -149,7 +170,8 @@ def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tole
 def _sample(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros(_samples_of(parameter) * (2 if parameter.is_complex() else 1))
+        entries = _samples_of(parameter) * (2 if parameter.is_complex() else 1)
+        return torch.zeros(entries, device=parameter.device)
     gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     flat = gradient.reshape(-1)[:: _stride(gradient)]
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat

@@ -1,13 +1,13 @@
 """The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_unified.errors import SplitError
+from lightning_unified.training.exactness.comparison import Comparison, SplitRuns, Trial
 from lightning_unified.training.exactness.draws import (
     ConstantDraws,
     NoDraws,
@@ -16,10 +16,9 @@ from lightning_unified.training.exactness.draws import (
     ReplayDraws,
     WatchPrecision,
 )
-from lightning_unified.training.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.training.exactness.gradients import Disagreement
 from lightning_unified.training.exactness.host_draws import equal_host_draws
-from lightning_unified.training.exactness.losses import LossRule, likeliest, require_counts, shares
-from lightning_unified.training.exactness.merging import Parts
+from lightning_unified.training.exactness.losses import LossRule, likeliest
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
@@ -27,46 +26,9 @@ from lightning_unified.training.exactness.written import differing
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import is_out_of_memory
 
-__all__ = ["Findings", "Judge", "Trial"]
+__all__ = ["Findings", "Judge"]
 
 _DRAWN = "random draws, such as dropout's, are made for each micro-batch, not for the whole batch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """What is run.
-
-    Args:
-        batch: The loader's.
-        batch_rows: Its rows.
-        start: The first row that runs.
-        rows: How many run.
-        take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
-        splits: The rows of each part, for each way to split.
-        is_quiet: Whether to run without dropout first, which takes half the time, and with it only if that cannot tell.
-    """
-
-    batch: Any
-    batch_rows: int
-    start: int
-    rows: int
-    take: Callable[..., Any]
-    splits: Sequence[Sequence[int]]
-    is_quiet: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all rows of the batch run."""
-        return self.rows == self.batch_rows
-
-    def part(self, start: int, size: int) -> Any:
-        """Return `size` of the rows that run, from `start` of them on."""
-        first = self.start + start
-        return self.take(self.batch, first, first + size, rows=self.batch_rows)
-
-    def whole(self) -> Any:
-        """Return all rows that run."""
-        return self.part(0, self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,68 +49,16 @@ class Findings:
     difference: float
     noise: str
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Split:
-    """One way to split the rows, and its runs."""
-
-    sizes: Sequence[int]
-    batches: Sequence[Any]
-    runs: Sequence[Run]
-
-    def parts(self, rule: LossRule) -> Parts:
-        """Return what the parts weigh under a rule."""
-        terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
-        return Parts(self.sizes, terms)
-
-    def shares(self, rule: LossRule) -> list[float]:
-        """Return by what each part's loss is multiplied."""
-        if rule.count is not None:
-            require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
-        return shares(rule, self.batches, self.sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """The whole run, the split ones, and what made their random draws incomparable."""
-
-    whole: Run
-    splits: Sequence[_Split]
-    troubles: Sequence[str]
-    is_drawn: bool
-    is_ordered: bool
-    known: dict[str, Disagreement] = field(default_factory=dict)
-
-    @property
-    def tolerance(self) -> Tolerance:
-        """What counts as rounding in the formats that were computed in."""
-        formats = set(self.whole.formats)
-        for split in self.splits:
-            formats |= {one for run in split.runs for one in run.formats}
-        return Tolerance.of(formats)
-
-    def can_count(self, rule: LossRule) -> bool:
-        """Return whether an inferred rule counts 0 or more terms in every part; a declared one that does not is an error."""
-        if rule.count is None or rule.name == "loss_weight":
-            return True
-        return all(float(rule.count(batch)) >= 0 for split in self.splits for batch in split.batches)
-
-    def off(self, rule: LossRule) -> Disagreement:
-        """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
-        if rule.name not in self.known:
-            self.known[rule.name] = self._worst(rule)
-        return self.known[rule.name]
-
-    def _worst(self, rule: LossRule) -> Disagreement:
-        if not self.can_count(rule):
-            return Disagreement(math.inf, math.inf, 0)
-        worst = [self._off(split, rule) for split in self.splits]
-        return max(worst, key=lambda one: one.excess)
-
-    def _off(self, split: _Split, rule: LossRule) -> Disagreement:
-        pairs = zip(split.runs, split.shares(rule), strict=True)
-        terms = [run.gradient.values * share for run, share in pairs if share]
-        return disagreement(self.whole.gradient, terms, self.tolerance)
+    def joined(self, other: "Findings") -> "Findings":
+        """Return what this and a trial of the rules that agreed in this show together."""
+        names = {rule.name for rule in self.agreeing}
+        return replace(
+            self,
+            agreeing=[rule for rule in other.agreeing if rule.name in names] or other.agreeing,
+            rejected=self.rejected | other.rejected,
+            difference=max(self.difference, other.difference),
+            noise=other.noise or self.noise,
+        )
 
 
 class Judge:
@@ -162,6 +72,7 @@ class Judge:
 
     def __init__(self, runner: Runner, tables: Tables, *, whose: str) -> None:
         self._runner, self._tables, self._whose = runner, tables, whose
+        self._quiet_wholes: dict[tuple[int, int], Run] = {}  # by first row and number of rows
 
     def findings(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule], *, since: str
@@ -214,62 +125,63 @@ class Judge:
             noise=noise,
         )
 
-    def _quiet(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> _Comparison | None:
+    def _quiet(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> Comparison | None:
         """Return the comparison without watching operators, dropout layers in eval mode; None if the step draws all the same."""
         generators = GeneratorWatch(self._runner.device).note
-        watch, precision, splits = NoDraws(generators), WatchPrecision(), []
-        whole = self._whole(kwargs, trial, watch, precision)
-        if watch.has_drawn or whole.draws_on_host:
-            self._runner.draws_in_eval = True
-            return None
-        for sizes in trial.splits:
-            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
-            runs = [
-                self._part(kwargs, batch, size, trial, NoDraws(generators), precision)
-                for batch, size in zip(batches, sizes, strict=True)
-            ]
-            splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=[], is_drawn=False, is_ordered=False)
+        watch, precision = NoDraws(generators), WatchPrecision()
+        whole = self._quiet_wholes.get((trial.start, trial.rows))
+        if whole is None:
+            whole = self._whole(kwargs, trial, watch, precision)
+            if watch.has_drawn or whole.draws_on_host:
+                self._runner.draws_in_eval = True
+                return None
+            self._quiet_wholes[trial.start, trial.rows] = whole
+        draws = [NoDraws(generators) for _ in trial.split]
+        return Comparison(whole=whole, split=self._parts(kwargs, trial, draws, precision))
 
-    def _compared(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order) -> _Comparison:
+    def _compared(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order) -> Comparison:
+        """Return the comparison in which each part is given its rows' entries of the draws of the whole run."""
         precision = WatchPrecision()
         recorded = RecordDraws(precision)
         whole = self._whole(kwargs, trial, recorded, precision)
-        splits, replays, troubles = [], [], []
-        for sizes in trial.splits:
-            batches, runs = [], []
-            for start, size in zip(starts_of(sizes), sizes, strict=True):
-                replay = ReplayDraws(
-                    recorded.draws, rows=trial.rows, start=start, stop=start + size, order=order, precision=precision
-                )
-                batches.append(trial.part(start, size))
-                runs.append(self._part(kwargs, batches[-1], size, trial, replay, precision))
-                replay.finish()
-                replays.append(replay)
-                if runs[-1].generators != whole.generators:
-                    troubles.append(
-                        "its step draws from Python's or NumPy's generator, more or less often for fewer rows"
-                    )
-            splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(
+        replays = [
+            ReplayDraws(
+                recorded.draws, rows=trial.rows, start=start, stop=start + size, order=order, precision=precision
+            )
+            for start, size in zip(starts_of(trial.split), trial.split, strict=True)
+        ]
+        split = self._parts(kwargs, trial, replays, precision)
+        for replay in replays:
+            replay.finish()
+        troubles = [trouble for replay in replays for trouble in replay.troubles]
+        if any(run.generators != whole.generators for run in split.runs):
+            troubles.append("its step draws from Python's or NumPy's generator, more or less often for fewer rows")
+        return Comparison(
             whole=whole,
-            splits=splits,
-            troubles=[*(trouble for replay in replays for trouble in replay.troubles), *troubles],
+            split=split,
+            troubles=troubles,
             is_drawn=recorded.has_drawn or whole.draws_on_host,
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
-    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, why: str) -> _Comparison:
-        precision, splits = WatchPrecision(), []
+    def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, why: str) -> Comparison:
+        """Return the comparison in which random operators give constants."""
+        precision = WatchPrecision()
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
-        for sizes in trial.splits:
-            batches = [trial.part(start, size) for start, size in zip(starts_of(sizes), sizes, strict=True)]
-            runs = [
-                self._part(kwargs, batch, size, trial, ConstantDraws(precision), precision)
-                for batch, size in zip(batches, sizes, strict=True)
-            ]
-            splits.append(_Split(sizes=sizes, batches=batches, runs=runs))
-        return _Comparison(whole=whole, splits=splits, troubles=[why], is_drawn=True, is_ordered=False)
+        draws = [ConstantDraws(precision) for _ in trial.split]
+        split = self._parts(kwargs, trial, draws, precision)
+        return Comparison(whole=whole, split=split, troubles=[why], is_drawn=True)
+
+    def _parts(
+        self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Sequence[Any], precision: WatchPrecision
+    ) -> SplitRuns:
+        """Run every part, each under its own mode."""
+        batches = [trial.part(start, size) for start, size in zip(starts_of(trial.split), trial.split, strict=True)]
+        runs = [
+            self._part(kwargs, batch, size, trial, mode, precision)
+            for batch, size, mode in zip(batches, trial.split, draws, strict=True)
+        ]
+        return SplitRuns(sizes=trial.split, batches=batches, runs=runs)
 
     def _whole(self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Any, precision: WatchPrecision) -> Run:
         try:
@@ -303,32 +215,30 @@ class Judge:
                 raise
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
-    def _closest(self, comparison: _Comparison, rules: Sequence[LossRule]) -> LossRule:
+    def _closest(self, comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
         """Return the rule under which most of what is logged and returned can be put together, where gradients say nothing."""
         tolerance = comparison.tolerance.relative
 
         def lacking(rule: LossRule) -> int:
-            tables = Tables()
-            for split in comparison.splits:
-                learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
+            tables, split = Tables(), comparison.split
+            learn_results(tables, comparison.whole, split.runs, split.parts(rule), tolerance=tolerance)
             return len(tables.outputs.unmergeable) + len(tables.logs.unmergeable)
 
         return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)
 
-    def _learn(self, comparison: _Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
+    def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
         """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""
-        tolerance, again = comparison.tolerance.relative, None
-        for split in comparison.splits:
-            parts = split.parts(rule)
-            troubles = learn_results(self._tables, comparison.whole, split.runs, parts, tolerance=tolerance)
+        tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
+        parts = split.parts(rule)
+        troubles = learn_results(self._tables, whole, split.runs, parts, tolerance=tolerance)
+        if whole.loss is not None:
             losses = [run.loss for run in split.runs]
-            if comparison.whole.loss is not None:
-                self._tables.outputs.learn("loss", losses, comparison.whole.loss, parts, tolerance=tolerance)
-            if troubles and again is None:
-                again = differing(comparison.whole.written, repeat().written)
-            troubles = [path for path in troubles if again is None or path not in again]
-            if troubles:
-                raise SplitError(refusal_of_state(self._whose, troubles) + since)
+            self._tables.outputs.learn("loss", losses, whole.loss, parts, tolerance=tolerance)
+        if troubles:
+            again = differing(whole.written, repeat().written)
+            troubles = [path for path in troubles if path not in again]
+        if troubles:
+            raise SplitError(refusal_of_state(self._whose, troubles) + since)
 
     def _refusal(self, off: dict[str, Disagreement], trial: Trial, *, troubles: Sequence[str]) -> str:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())

@@ -164,7 +164,7 @@ class Runner:
     @property
     def has_dropout(self) -> bool:
         """Whether a layer of the module drops out in training."""
-        return any(draws_or_mixes(child) and child.training for child in self._module.modules())
+        return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self._module.modules())
 
     @property
     def device(self) -> torch.device:

@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
+from lightning_unified.training.exactness.check import ExactnessCheck
 from lightning_unified.training.exactness.judge import Judge
 
 
 class Checks:
-    """What was checked: the step before whose update, the rows, and the splits."""
+    """What was checked: for each check the step before whose update, and the rows and the split of each of its trials."""
 
     def __init__(self):
         self.steps, self.rows, self.splits = [], [], []
@@ -23,14 +24,20 @@ class Checks:
 
 @pytest.fixture
 def checks(monkeypatch):
-    seen, findings = Checks(), Judge.findings
+    seen, check, findings = Checks(), ExactnessCheck._check, Judge.findings
+
+    def begun(self, *args, **sizes):
+        seen.steps.append(self._trainer.global_step)
+        seen.rows.append([])
+        seen.splits.append([])
+        check(self, *args, **sizes)
 
     def noted(judge, kwargs, trial, rules, *, since):
-        seen.steps.append(judge._runner._trainer.global_step)
-        seen.rows.append(trial.rows)
-        seen.splits.append(list(map(list, trial.splits)))
+        seen.rows[-1].append(trial.rows)
+        seen.splits[-1].append(list(trial.split))
         return findings(judge, kwargs, trial, rules, since=since)
 
+    monkeypatch.setattr(ExactnessCheck, "_check", begun)
     monkeypatch.setattr(Judge, "findings", noted)
     return seen
 
@@ -78,7 +85,7 @@ def test_batches_of_a_window_count_one_by_one(checks):
 def test_the_first_check_runs_as_many_rows_as_a_micro_batch_and_later_ones_eight(checks):
     run(Net, batches(number=4, size=32), strategy=UnifiedStrategy(micro_batch_size=16))
 
-    assert checks.rows == [16, 8, 8]
+    assert checks.rows == [[16, 8], [8], [8]]
 
 
 def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks):
@@ -88,15 +95,15 @@ def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks
 
     run(Units, batches(number=2, size=32), strategy=UnifiedStrategy(micro_batch_size=4))
 
-    assert checks.rows == [16, 16]
+    assert checks.rows == [[16, 16], [16]]
     assert checks.splits[0] == [[2, 4, 10], [8, 2, 6]]
 
 
 def test_the_first_check_splits_in_two_ways_and_later_ones_take_turns(checks):
     run(Net, batches(number=8))
 
-    both = [[1, 2, 5], [4, 1, 3]]
-    assert checks.splits == [both, both[1:], both[:1], both[1:]]
+    one, other = [1, 2, 5], [4, 1, 3]
+    assert checks.splits == [[one, other], [other], [one], [other]]
 
 
 def test_whole_batches_are_not_checked(checks):
