@@ -10,10 +10,8 @@ returned and logged values, and what the step writes. It is a sample, so it is m
 5. before the next batch where nothing could be told.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,30 +19,21 @@ import lightning as L
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.training.exactness.comparison import Trial
-from lightning_unified.training.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.training.exactness.judge import Findings, Judge
+from lightning_unified.training.exactness.examination import UNITS, Check, Examination
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.training.exactness.progress import facts_of_module
 from lightning_unified.training.exactness.results import Tables
-from lightning_unified.training.exactness.rows import splits_of, starts_of, window
+from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Runner
 from lightning_unified.training.exactness.verdict import Verdict
-from lightning_unified.training.levers.recomputed_blocks import ALL, RecomputedBlocks
-from lightning_unified.training.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.training.split import BatchSplitter
 
 __all__ = ["ExactnessCheck"]
 
-log = logging.getLogger("lightning_unified")
-
-_UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
 _RETRIES = 3  # batches on which an undecided check is made again at once; after that by the schedule only
 
 
@@ -71,9 +60,10 @@ class ExactnessCheck:
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
         fits: Callable[[int], bool | None],
     ) -> None:
-        self._trainer, self._rules, self._splitter, self._fits = trainer, rules, splitter, fits
+        self._trainer, self._rules, self._splitter = trainer, rules, splitter
         self.tables = Tables.of(rules.merge)
         self._runner = Runner(trainer, step=step)
+        self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
         self._profiles = BatchProfiles()
         self._rejected: set[str] = set()
         self._verdict: Verdict | None = None
@@ -82,7 +72,6 @@ class ExactnessCheck:
         self._checkpoint = ""
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
-        self._largest = 0
 
     def verdict(
         self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
@@ -187,7 +176,17 @@ class ExactnessCheck:
         batch = next(iter(kwargs.values()))
         own = declared(self._rules)
         rules = [own] if own else self._candidates(batch, rows)
-        found = self._found(kwargs, rules, rows=rows, unit=unit, at_once=at_once)
+        check = Check(
+            kwargs=kwargs,
+            rules=rules,
+            rows=rows,
+            unit=unit,
+            most=UNITS if self._checks else max(at_once // unit, UNITS),
+            number=self._checks,
+            is_first=self._verdict is None or not self._verdict.conclusive,
+            since=self._since(),
+        )
+        found = self._examination.findings(check)
         self._checks, self._checked_at = self._checks + 1, self._batches
         if isinstance(found, str):
             self._undecided += 1
@@ -216,158 +215,6 @@ class ExactnessCheck:
         """Return the rules that may hold: those that have agreed, for which this batch may show no reason, and those not rejected yet."""
         known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
         return [rule for name, rule in known.items() if name not in self._rejected]
-
-    def _found(
-        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], *, rows: int, unit: int, at_once: int
-    ) -> Findings | str:
-        """Return what a check finds on as many rows as fit; or why nothing can be told."""
-        units = rows // unit
-        if units < 2:
-            return f"a batch of {rows} rows has no two units to compare"
-        wanted = max(at_once // unit, _UNITS) if not self._checks else _UNITS
-        size = min(wanted, units, self._largest or units)
-        wider = 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1  # float32 in place of 16 bits
-        while size > 2 and self._fits(wider * size * unit) is False:
-            size = max(size // 2, 2)
-        while True:
-            found = self._sound(kwargs, rules, rows=rows, size=size * unit, unit=unit)
-            if found is not None or size == 2:
-                break
-            size = self._largest = max(size // 2, 2)
-        if found is None:
-            found = self._recomputed(kwargs, rules, rows=rows, size=size * unit, unit=unit)
-        if found is None and self._trainer.strategy.root_device.type != "cpu":
-            try:
-                found = self._on_host(kwargs, rules, rows=rows, size=size * unit, unit=unit)
-            except SplitError:
-                raise
-            except Exception as error:  # whatever a module does that a CPU is not good for
-                log.info("The exactness check could not run on the CPU either: %s", error)
-        return "memory ran out while it was checked" if found is None else found
-
-    def _sound(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any) -> Findings | str | None:
-        """Return what the check finds; where a device that may be wrong disagrees, what the CPU finds on the same rows."""
-        try:
-            return self._tried(kwargs, rules, **sizes)
-        except SplitError:
-            if not may_be_wrong(self._trainer.strategy.root_device):
-                raise
-            # the refusal stands, unless the CPU finds that it was the device's fault
-            with suppress(Exception):
-                found = self._on_host(kwargs, rules, **sizes)
-                if isinstance(found, Findings):
-                    return found
-            raise
-
-    def _recomputed(
-        self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any
-    ) -> Findings | str | None:
-        try:
-            blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)
-        except ConfigurationError:  # the module has no blocks, or is recomputed already
-            return None
-        try:
-            return self._tried(kwargs, rules, **sizes)
-        finally:
-            blocks.undo()
-
-    def _on_host(self, kwargs: "OrderedDict[str, Any]", rules: list[LossRule], **sizes: Any) -> Findings | str | None:
-        with on_host(self._trainer):
-            return self._tried(kwargs, rules, moves=True, **sizes)
-
-    def _tried(
-        self,
-        kwargs: "OrderedDict[str, Any]",
-        rules: list[LossRule],
-        *,
-        rows: int,
-        size: int,
-        unit: int,
-        moves: bool = False,
-    ) -> Findings | str | None:
-        """Return what the check finds on `size` rows; None if memory ran out in it."""
-        splits = splits_of(size // unit)
-        trial = self._trial(
-            next(iter(kwargs.values())),
-            rows=rows,
-            size=size,
-            unit=unit,
-            split=splits[self._checks % len(splits)],
-            take=self._on_host_rows if moves else self._splitter.split,
-        )
-        judge = Judge(self._runner, self.tables, whose=type(self._trainer.lightning_module).__name__)
-        try:
-            found = judge.findings(kwargs, trial, rules, since=self._since())
-            if isinstance(found, str) or (self._verdict is not None and self._verdict.conclusive):
-                return found
-            return self._confirmed(kwargs, judge, trial, rules, found, unit=unit)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        finally:
-            self._runner.release()
-        # past the `except` block, whose traceback held the frames
-        release_cached_memory(self._trainer.strategy.root_device)
-        return None
-
-    def _confirmed(
-        self,
-        kwargs: "OrderedDict[str, Any]",
-        judge: Judge,
-        trial: Trial,
-        rules: Sequence[LossRule],
-        found: Findings,
-        *,
-        unit: int,
-    ) -> Findings | str:
-        """Return what the first check finds once its rows are split in another way too, with dropout if the module has any.
-
-        A mean weighted by rows is told from sums and constants by two splits. A few rows are enough for that, and for the noise.
-        """
-        units = min(trial.rows // unit, _UNITS)
-        split = splits_of(units)[-1]
-        left = [rule for rule in rules if rule.name not in found.rejected]
-        is_quiet = not self._runner.has_dropout and not self._runner.draws_in_eval
-        if is_quiet and [unit * part for part in split] == list(trial.split):
-            return found
-        fewer = self._trial(
-            trial.batch,
-            rows=trial.batch_rows,
-            size=units * unit,
-            unit=unit,
-            split=split,
-            take=trial.take,
-            is_quiet=is_quiet,
-        )
-        other = judge.findings(kwargs, fewer, left, since=self._since())
-        if isinstance(other, str) and fewer.rows < trial.rows:  # of these rows nothing can be told
-            fewer = replace(trial, split=[unit * part for part in splits_of(trial.rows // unit)[-1]], is_quiet=is_quiet)
-            other = judge.findings(kwargs, fewer, left, since=self._since())
-        return other if isinstance(other, str) else found.joined(other)
-
-    def _trial(
-        self,
-        batch: Any,
-        *,
-        rows: int,
-        size: int,
-        unit: int,
-        split: Sequence[int],
-        take: Callable[..., Any],
-        is_quiet: bool | None = None,
-    ) -> Trial:
-        return Trial(
-            batch=batch,
-            batch_rows=rows,
-            start=window(batch, rows=rows, size=size, unit=unit),
-            rows=size,
-            take=take,
-            split=[unit * part for part in split],
-            is_quiet=not self._runner.draws_in_eval if is_quiet is None else is_quiet,
-        )
-
-    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
-        return to_host(self._splitter.split(batch, start, stop, rows=rows))
 
     def _since(self) -> str:
         """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
