@@ -3,7 +3,7 @@
 A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
 returned and logged values, and what the step writes. It is a sample, so it is made again:
 
-1. before the first split batch, on as many rows as fit at once;
+1. before the first split batch, on as many rows as fit at once, and on a few split in another way and with dropout;
 2. before split batches 2, 4, 8, 16, … on at most 8 units of rows;
 3. before the update of a batch that differs in kind from those checked: label values, zeros, masks, lengths, missing values (profile.py);
 4. before the update of a batch that can tell apart two rules which agreed so far;
