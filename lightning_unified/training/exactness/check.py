@@ -25,7 +25,7 @@ from lightning_unified.training.exactness.examination import UNITS, Check, Exami
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
-from lightning_unified.training.exactness.progress import facts_of_module
+from lightning_unified.training.exactness.progress import ModuleFacts
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Runner
@@ -64,7 +64,7 @@ class ExactnessCheck:
         self.tables = Tables.of(rules.merge)
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
-        self._profiles = BatchProfiles()
+        self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
         self._rejected: set[str] = set()
         self._verdict: Verdict | None = None
         self._tied: list[LossRule] = []
@@ -104,7 +104,7 @@ class ExactnessCheck:
         counters = self._runner.counters.facts(
             epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
         )
-        return facts_of(batch, rows) | counters | facts_of_module(trainer.lightning_module)
+        return facts_of(batch, rows) | counters | self._module_facts.now()
 
     def learn_more(
         self,

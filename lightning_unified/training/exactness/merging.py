@@ -97,6 +97,9 @@ def _total(values: Sequence[Any]) -> Any:
     return result
 
 
+_SMALL = 4096  # entries
+
+
 def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules under which the parts' values are the whole's.
 
@@ -108,6 +111,7 @@ def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()
+    values, whole = [_near(value) for value in values], _near(whole)
     fits = {"equal"} if all(same(value, whole) for value in values) else set()
     for rule in (*_concatenations(values, whole), *_figures(whole)):
         try:
@@ -117,6 +121,11 @@ def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float
         if type(result) is type(whole) and same(result, whole, tolerance=tolerance):
             fits.add(rule)
     return frozenset(fits)
+
+
+def _near(value: Any) -> Any:
+    """Return a small tensor on the host, where a dozen comparisons wait for the device once; anything else as it is."""
+    return value.detach().cpu() if isinstance(value, Tensor) and value.numel() <= _SMALL else value
 
 
 def _concatenations(values: Sequence[Any], whole: Any) -> Sequence[str]:

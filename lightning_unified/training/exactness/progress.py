@@ -5,6 +5,7 @@ nothing of that, so these are facts too: batches with new facts are checked befo
 """
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import lightning as L
 from torch import nn
 
-__all__ = ["Counters", "WatchedIndex", "facts_of_module"]
+__all__ = ["Counters", "ModuleFacts", "WatchedIndex"]
 
 _DENSE = 16  # batches of which each is checked where the step reads a step counter; then one in so many
 
@@ -85,24 +86,61 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
     setattr(WatchedIndex, f"__{_name}__", _noted(f"__{_name}__"))
 
 
-def facts_of_module(module: nn.Module) -> frozenset[Fact]:
-    """Return what of a module may decide how it computes: modes, which parameters are trained, and its plain attributes.
+class ModuleFacts:
+    """What of a module may decide how it computes: modes, which parameters are trained, and its plain attributes.
 
     Numbers count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers
-    are left out.
+    are left out. This is asked before every split batch, so the tree of modules is walked only when it has changed.
+
+    Args:
+        module: Whose facts.
     """
-    facts: set[Fact] = {
-        ("module", "modes", bytes(bool(child.training) for child in module.modules())),
-        ("module", "trained", bytes(parameter.requires_grad for parameter in module.parameters())),
-    }
-    for path, child in module.named_modules():
-        if not type(child).__module__.startswith("torch."):
-            for name, value in vars(child).items():
-                if isinstance(value, (bool, str, type(None))):
-                    facts.add((f"{path}.{name}", "attribute", value))
-                elif isinstance(value, (int, float)):
-                    facts.add((f"{path}.{name}", "attribute", _order(value)))
-    return frozenset(facts)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._children: list[nn.Module | None] | None = None
+
+    def now(self) -> frozenset[Fact]:
+        """Return the facts as they are now."""
+        children = self._children
+        found = None if children is None else self._children_now()
+        if found is None or len(found) != len(children or ()) or not all(map(operator.is_, found, children or ())):
+            self._scan()
+        modes = bytes([bool(child.training) for child in self._modules])
+        trained = bytes([one.requires_grad for held in self._parameters for one in held.values() if one is not None])
+        return self._attributes() | {("module", "modes", modes), ("module", "trained", trained)}
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for held in self._held for child in held.values()]
+
+    def _scan(self) -> None:
+        paths, self._modules = zip(*self._module.named_modules(), strict=True)
+        self._held = [child._modules for child in self._modules]
+        self._parameters = [child._parameters for child in self._modules]
+        self._children = self._children_now()
+        ours = [(path, one) for path, one in zip(paths, self._modules, strict=True) if not _is_of_torch(one)]
+        self._paths, self._owned = [path for path, _ in ours], [vars(one) for _, one in ours]
+        self._plain: list[Any] = []
+        self._facts: frozenset[Fact] = frozenset()
+
+    def _attributes(self) -> frozenset[Fact]:
+        plain = [[one for one in held.items() if isinstance(one[1], _PLAIN)] for held in self._owned]
+        if plain != self._plain:
+            self._plain = plain
+            self._facts = frozenset(
+                (f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value))
+                for path, held in zip(self._paths, plain, strict=True)
+                for name, value in held
+            )
+        return self._facts
+
+
+_NAMES = (bool, str, type(None))
+_PLAIN = (*_NAMES, int, float)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _order(number: float) -> tuple[int, int]:

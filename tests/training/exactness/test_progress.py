@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unified.training.exactness.progress import Counters, WatchedIndex, facts_of_module
+from lightning_unified.training.exactness.progress import Counters, ModuleFacts, WatchedIndex
 
 
 class Module(L.LightningModule):
@@ -69,6 +69,12 @@ def test_epochs_are_each_news_and_steps_ever_more_rarely():
     assert (len(set(steps)), len(set(epochs))) == (19, 64)
 
 
+class Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flag = True
+
+
 def freeze(module):
     module.net.bias.requires_grad_(False)
 
@@ -76,6 +82,8 @@ def freeze(module):
 CHANGES = {
     "a frozen parameter": (freeze, True),
     "another mode": (lambda module: module.net.eval(), True),
+    "a submodule with a flag": (lambda module: setattr(module, "other", Flagged()), True),
+    "a submodule in place of another": (lambda module: setattr(module, "net", nn.Linear(4, 4).eval()), True),
     "a flag": (lambda module: setattr(module, "flag", True), True),
     "a word": (lambda module: setattr(module, "mode", "hot"), True),
     "a number that becomes 0": (lambda module: setattr(module, "alpha", 0.0), True),
@@ -91,8 +99,10 @@ CHANGES = {
 def test_changes_of_the_module_are_news(name):
     change, is_news = CHANGES[name]
     module = Module()
-    before = facts_of_module(module)
+    facts = ModuleFacts(module)
+    before = facts.now()
 
     change(module)
 
-    assert bool(facts_of_module(module) - before) is is_news
+    assert bool(facts.now() - before) is is_news
+    assert facts.now() == ModuleFacts(module).now()
