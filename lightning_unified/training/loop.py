@@ -78,12 +78,14 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         window = None if self._window is None else self._window.state_dict()
-        return {**super().on_save_checkpoint(), "sizes": self._policy.sizes_state(), "window": window}
+        own = {"sizes": self._policy.sizes_state(), "check": self._check.state_dict(), "window": window}
+        return {**super().on_save_checkpoint(), **own}
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         self._policy.load_sizes_state(state_dict.get("sizes"))
+        self._check.load_state_dict(state_dict.get("check"))
         if self._window is not None:
             self._window.load_state_dict(state_dict.get("window") or [])
 

@@ -22,7 +22,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.examination import UNITS, Check, Examination
-from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, shares
+from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, restored, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.training.exactness.progress import ModuleFacts
@@ -72,6 +72,7 @@ class ExactnessCheck:
         self._checkpoint = ""
         self._seen: tuple[int, int] | None = None
         self._checked_at: int | None = None
+        self._remembered: dict[str, Any] | None = None
 
     def verdict(
         self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
@@ -106,6 +107,37 @@ class ExactnessCheck:
         )
         return facts_of(batch, rows) | counters | self._module_facts.now()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what the checks have found, for a checkpoint; None if nothing yet."""
+        if self._verdict is None or not self._verdict.conclusive:
+            return None if self._remembered is None else dict(self._remembered)
+        return {
+            "rules": [rule.state_dict() for rule in self._tied],
+            "rejected": sorted(self._rejected),
+            "noise": self._verdict.noise,
+            **self.tables.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Keep what the run that this one continues has found, for batches of which a check can tell nothing, as where memory runs out in it."""
+        self._remembered = state
+
+    def _recalled(self) -> Verdict | None:
+        """Return what the run that this one continues has found; None if it found nothing that holds for the module as it is now."""
+        state = self._remembered
+        rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
+        if state is None or None in rules:
+            return None
+        self._tied, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
+        self.tables.load_state_dict(state)
+        return Verdict(
+            rule=self._tied[0],
+            conclusive=True,
+            reason=f"{self._tied[0].name}: found by the run that this one continues",
+            noise=state["noise"],
+            unmergeable=self._unmergeable,
+        )
+
     def learn_more(
         self,
         kwargs: "OrderedDict[str, Any]",
@@ -127,7 +159,10 @@ class ExactnessCheck:
             at_once: Rows of its largest micro-batch.
         """
         assert self._verdict is not None
-        if not self._verdict.conclusive:  # nothing could be told of such batches, which has been said
+        if not self._verdict.conclusive:  # nothing could be told of such batches
+            if table is self.tables.written:
+                left = tuple(sorted({*self._verdict.left, *paths}))
+                self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
         self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
         for path in paths:
@@ -192,7 +227,7 @@ class ExactnessCheck:
             self._undecided += 1
             if self._verdict is None or not self._verdict.conclusive:
                 rule = likeliest(rules)
-                self._verdict = Verdict(
+                self._verdict = self._recalled() or Verdict(
                     rule=rule,
                     conclusive=False,
                     reason=f"{rule.name}, unchecked: {found}",

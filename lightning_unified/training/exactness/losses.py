@@ -1,7 +1,7 @@
 """By what the losses of micro-batches are weighted: the candidates, and which of them a batch can tell apart."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,11 +11,36 @@ from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.leaves import leaf_at, named_tensors
 
-__all__ = ["LossRule", "candidates", "declared", "likeliest", "require_counts", "shares"]
+__all__ = ["LossRule", "Terms", "candidates", "declared", "likeliest", "require_counts", "restored", "shares"]
 
 IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
+_DECLARED = ("loss_weight", "loss_is_sum")
 _LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Counts the loss terms of a micro-batch by one of its fields.
+
+    Args:
+        path: Of the field.
+        left_out: Entries that are no terms; None where the entries are added up.
+        is_shifted: Whether each row's first entry is no term.
+    """
+
+    path: str
+    left_out: int | None = None
+    is_shifted: bool = False
+
+    def __call__(self, part: Any) -> Any:
+        """Return the number of terms; 0 where the micro-batch has no such field, as rows then count."""
+        leaf = leaf_at(part, self.path)
+        if leaf is None:
+            return 0
+        leaf = leaf[:, 1:] if self.is_shifted else leaf
+        terms = leaf if self.left_out is None else leaf != self.left_out
+        return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +56,11 @@ class LossRule:
     name: str
     count: Callable[[Any], Any] | None = None
     adds: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule for a checkpoint; of a declared one its name only."""
+        terms = asdict(self.count) if isinstance(self.count, Terms) else None
+        return {"name": self.name, "terms": terms, "adds": self.adds}
 
 
 def declared(rules: MicroBatchRules) -> LossRule | None:
@@ -64,6 +94,19 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
             later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
     return [*found, *later, LossRule("sum", adds=True)]
+
+
+def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
+    """Return the rule of which `state` is the `state_dict`; None if the module declares another one now, or none any more.
+
+    Args:
+        state: Of the rule.
+        rules: What the module declares.
+    """
+    own = declared(rules)
+    if own is not None or state["name"] in _DECLARED:
+        return own if own is not None and own.name == state["name"] else None
+    return LossRule(state["name"], Terms(**state["terms"]) if state["terms"] else None, adds=state["adds"])
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:
@@ -104,23 +147,17 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _counting(path: str, tensor: Tensor, value: int, *, name: str) -> list[LossRule]:
-    rules = [LossRule(name, lambda part: _sum(part, path, lambda leaf: leaf != value))]
+    rules = [LossRule(name, Terms(path, left_out=value))]
     if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"{name}, shifted", lambda part: _sum(part, path, lambda leaf: leaf[:, 1:] != value)))
+        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out=value, is_shifted=True)))
     return rules
 
 
 def _summing(path: str, tensor: Tensor) -> list[LossRule]:
-    rules = [LossRule(f"sum of {path!r}", lambda part: _sum(part, path, lambda leaf: leaf))]
+    rules = [LossRule(f"sum of {path!r}", Terms(path))]
     if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"sum of {path!r}, shifted", lambda part: _sum(part, path, lambda leaf: leaf[:, 1:])))
+        rules.append(LossRule(f"sum of {path!r}, shifted", Terms(path, is_shifted=True)))
     return rules
-
-
-def _sum(part: Any, path: str, of: Callable[[Tensor], Tensor]) -> Any:
-    """Return the sum over a leaf; 0 where the micro-batch has no such leaf, as rows then count."""
-    leaf = leaf_at(part, path)
-    return 0 if leaf is None else of(leaf).sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
 
 
 def require_counts(rule: LossRule, counted: Sequence[float]) -> None:

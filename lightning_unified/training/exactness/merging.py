@@ -224,6 +224,16 @@ class MergeTable:
         if not self._fits[path]:
             self.unmergeable.add(path)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was inferred, for a checkpoint."""
+        fits = {path: sorted(rules) for path, rules in self._fits.items()}
+        return {"fits": fits, "unmergeable": sorted(self.unmergeable)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another table has inferred."""
+        self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
+        self.unmergeable = set(state["unmergeable"]) - set(self.given)
+
     def note(self, path: str, rule: str) -> None:
         """Keep one rule for `path` that is not among those inferred from values."""
         self._fits[path] = frozenset({rule})

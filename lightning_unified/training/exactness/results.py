@@ -1,6 +1,6 @@
 """The results of a batch that ran as micro-batches: outputs, logs, metrics and written state, put together by the rules that fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,27 @@ class Tables:
     def of(cls, rules: MergeRules) -> "Tables":
         """Return tables that begin with what the user has given."""
         return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
+
+    @property
+    def _inferred(self) -> dict[str, MergeTable]:
+        return {
+            "outputs": self.outputs,
+            "logs": self.logs,
+            "sized_logs": self.sized_logs,
+            "metrics": self.metrics,
+            "written": self.written,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was inferred, for a checkpoint."""
+        tables = {name: table.state_dict() for name, table in self._inferred.items()}
+        return {"tables": tables, "joins": dict(self.joins)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what the tables of another run have inferred."""
+        for name, table in self._inferred.items():
+            table.load_state_dict(state["tables"][name])
+        self.joins = dict(state["joins"])
 
 
 def learn_results(
