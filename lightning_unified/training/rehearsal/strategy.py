@@ -43,6 +43,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         device: Where the fakes pretend to be.
         micro_batches: Rules given to the live strategy.
         roles: Of the batches' entries, by stage.
+        is_prepared: Whether the rule `prepare` has been applied to batches of training already.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -60,6 +61,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         device: torch.device,
         micro_batches: MicroBatchRules | None = None,
         roles: Mapping[str, Roles],
+        is_prepared: bool = False,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         self.policy = MemoryPolicy(
@@ -75,6 +77,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
             remember=None,
         )
         self.policy.known_roles = dict(roles)
+        self._optimization = _OfPreparedBatches if is_prepared else UnifiedOptimization
         self.steps = 0
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
 
@@ -93,7 +96,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
+        loop.automatic_optimization = self._optimization(trainer, self.policy)
         loop.automatic_optimization.optim_progress = progress
 
     def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
@@ -174,6 +177,14 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
         if self._backend != "cpu":
             self._recorder.drop(host_state(self.optimizers))
+
+
+class _OfPreparedBatches(UnifiedOptimization):
+    """Runs batches to which the rule `prepare` has been applied; it need not accept what it returned."""
+
+    @override
+    def _prepared(self, batch: Any) -> Any:
+        return batch
 
 
 class _Nothing(CPUAccelerator):
