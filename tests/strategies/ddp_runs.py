@@ -14,14 +14,17 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
 from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planning.rates import Rates
 from lightning_unified.training import reduction
 from lightning_unified.training.planner.first_step import FirstStep
+from lightning_unified.training.planner.planner import Planner
 from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
+from lightning_unified.training.planner.setting import Setting
 from lightning_unified.training.planner.speeds import RunSpeeds
 
 MIB, GIB = 2**20, 2**30
-SHORT = 6400 * 2**10  # found by trial: the plan recomputes here, and not with 6144 or 6656 KiB
+MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself
 RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
 
 
@@ -316,7 +319,8 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
 def planned() -> dict[str, Any]:
     """Fits in which ranks have different room: more than they need, or so little that one must recompute; and too little on one."""
     _for_certain()
-    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, SHORT)[rank()])}
+    short = _short()
+    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
     try:
         _planned((GIB, 100_000)[rank()])
     except LightningUnifiedError as error:
@@ -329,11 +333,32 @@ def partly_planned() -> dict[str, Any]:
     _for_certain()
     plan = RankedFirstStep._plan
     RankedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _unrehearsed()
-    return _planned(SHORT)
+    return _planned(_short())
+
+
+def _short() -> int:
+    """Return a budget in which half a batch fits only if everything is recomputed, and a whole batch not even then."""
+    module = net(Blocks)
+    batch = next(iter(module.train_dataloader()))
+    planner = Planner(module, batch, backend="cpu", reduction_bytes=MIB, mmap_threshold=MAPPED)
+
+    def needed(blocks: Any, rows: int) -> int:
+        setting = Setting(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
+        return planner.predict(setting, micro_batch_size=rows).reserved_bytes
+
+    rows = len(batch)
+    fits, too_much = needed("all", rows // 2), min(needed(0, rows // 2), needed("all", rows))
+    assert too_much > 1.2 * fits, "nothing to choose between: the module's activations must outweigh all else"
+    return (fits + too_much) // 2
 
 
 def _for_certain() -> None:
-    """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again."""
+    """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again.
+
+    The heap that is planned for maps each large tensor by itself. In glibc's own way, holes between tensors would decide what fits, and
+    these change with every byte that a step allocates.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
     RankedFirstStep._is_worth_it = lambda *_: True
     RunSpeeds.rates = RATES
     compared = FirstStep._settings

@@ -9,7 +9,7 @@ import torch
 from lasting import Lasting
 from torch.utils.data import DataLoader
 
-from lightning_unified import MicroBatchRules
+from lightning_unified import MicroBatchRules, predict
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planning.calibration import Calibration, calibrated_machines
@@ -59,6 +59,20 @@ class Validates(Deep):
         for block in self.blocks:
             kept.append(kept[-1] + block(kept[-1]))
         self.log("loss", (kept[-1] - batch).square().mean())
+
+
+PAIR = 2 * 32 * 128 * 64 * 4  # bytes of 32 rows and their noise
+
+
+class Prepares(Validates):
+    """Pairs each batch with noise; a pair cannot be prepared again."""
+
+    def configure_micro_batches(self, stage):
+        return MicroBatchRules(prepare=lambda batch: (batch, torch.randn_like(batch)))
+
+    def training_step(self, batch, batch_idx):
+        rows, noise = batch
+        return super().training_step(rows + noise, batch_idx)
 
 
 class Batches(torch.utils.data.Dataset):
@@ -311,6 +325,36 @@ def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
     fit(strategy, lengths=(128, 120, 116))
 
     assert sum("shorter rows planned" in event for event in strategy.events) == 1
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The strategy of a fit whose prepared batches are of another type than the loader's, with validation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path_factory.mktemp("cache")))
+        strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
+        fit(strategy, kind=Prepares, validation_rows=8)
+        return strategy
+
+
+def test_a_prepared_batch_is_not_prepared_again_in_its_rehearsal(prepared):
+    assert prepared.plan.prediction is not None, prepared.plan.reasons
+    assert not [event for event in prepared.events if "could not be rehearsed" in event]
+    assert prepared.recoveries == 0
+
+
+def test_a_validation_step_is_rehearsed_before_and_after_batches_are_prepared(prepared):
+    assert prepared.plan.prediction.validation.rows == 8
+
+
+def test_what_prepare_adds_to_a_batch_is_counted_once(prepared):
+    assert prepared.plan.prediction.categories["batch"] == PAIR
+
+
+def test_a_batch_of_the_loader_is_prepared_in_its_rehearsal():
+    found = predict(Prepares(), Batches(32, [128])[0], device="cuda")
+
+    assert found.categories["batch"] == PAIR
 
 
 def test_nothing_is_rehearsed_where_nothing_can_be_gained():

@@ -59,6 +59,15 @@ def test_peak_is_that_of_the_real_step(kind, precision, parts, tmp_path):
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
+def test_the_optimizer_step_begins_after_the_last_micro_batch():
+    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=3)
+    phases = [event.phase for event in trace.events if isinstance(event, Work)]
+    begins = phases.index("optimizer step")
+
+    assert {"forward", "backward"} <= set(phases[:begins])
+    assert not {"forward", "backward"} & set(phases[begins:])
+
+
 @pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported(),
     reason="measured on a processor with AVX-512 and without matrix tiles",

@@ -84,7 +84,7 @@ class FirstStep:
         """Plan for `batch`, if it is the first of its kind, its rows are longer than any planned for, or shorter than some that were cut.
 
         Args:
-            batch: Whole.
+            batch: Whole, and prepared.
             shape: Of it; None for one that has no rows to count.
             step: Runs `training_step` on a batch, as the loop does.
 
@@ -301,6 +301,7 @@ class FirstStep:
         return Planner(
             self._module,
             batch if light is None else light,  # what a rehearsal has seen lives until garbage is collected
+            is_prepared=True,
             backend=watch.reading().backend,
             trainer=self._trainer,
             calibration=self._calibration,

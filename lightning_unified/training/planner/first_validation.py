@@ -63,7 +63,7 @@ class FirstValidation:
         """Keep how batches of training look, and plan anew where the plan of training has changed what validation takes.
 
         Args:
-            train_batch: Whole.
+            train_batch: Whole, and prepared.
             limit: As for `look`.
             factor: As for `look`.
         """
@@ -90,6 +90,7 @@ class FirstValidation:
                 limit=limit,
                 trainer=self._trainer,
                 train_batch=self._train_batch,
+                is_prepared=self._train_batch is not None,
                 most=sizes.limit,
                 factor=factor,
                 workspaces=watch.machine is None,

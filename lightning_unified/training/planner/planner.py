@@ -39,7 +39,8 @@ class Planner:
 
     Args:
         module: The module, which is not touched; its weights may be on any device, the meta device too.
-        batch: A whole batch as `training_step` gets it.
+        batch: A whole batch, as the loader gives it or prepared.
+        is_prepared: Whether it is what the rule `prepare` returned; else a rehearsal prepares it.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`, here or not.
         trainer: The Trainer that it is about, with its callbacks, clipping and windows; None for a plain one.
         rates: The speeds of the machine; None predicts no times, and `choose` then needs some.
@@ -60,6 +61,7 @@ class Planner:
         module: L.LightningModule,
         batch: Any,
         *,
+        is_prepared: bool = False,
         backend: str,
         trainer: L.Trainer | None = None,
         rates: Rates | None = None,
@@ -84,7 +86,9 @@ class Planner:
         self._least, self._most = least, most
         self._has_encoders = bool(rules.encoders)
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearsals = partial(Rehearsals, module, batch, backend=backend, trainer=trainer, shadows={})
+        self._rehearsals = partial(
+            Rehearsals, module, batch, is_prepared=is_prepared, backend=backend, trainer=trainer, shadows={}
+        )
         self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
         self._mmap_threshold = mmap_threshold
         self._sizes: dict[Setting, RehearsedSizes] = {}

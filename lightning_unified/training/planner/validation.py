@@ -52,6 +52,7 @@ def foresee_validation(
     limit: int | None,
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
+    is_prepared: bool = False,
     loss_chunk: int | None = None,
     most: int | None = None,
     factor: float = 1.0,
@@ -68,6 +69,7 @@ def foresee_validation(
         limit: Of what the machine gives; None cuts nothing for want of memory.
         trainer: The Trainer that it is about; None for a plain one.
         train_batch: As `training_step` gets it; None where it is of the same kind as `batch`.
+        is_prepared: Whether `train_batch` is what the rule `prepare` returned.
         loss_chunk: Rows of logits at once; None for the module as it is.
         most: The largest number of rows at once that is allowed.
         factor: By what predictions of this kind were too low on this machine.
@@ -91,6 +93,7 @@ def foresee_validation(
         precision=precision,
         trainer=trainer,
         train_batch=train_batch,
+        is_prepared=is_prepared,
         loss_chunk=loss_chunk,
     )
     sizes = RehearsedSizes(

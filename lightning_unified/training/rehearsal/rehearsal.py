@@ -71,6 +71,7 @@ class Rehearsal:
         clip: float | None = None,
         validates: bool = False,
         train_batch: Any = None,
+        is_prepared: bool = False,
     ) -> None:
         if kernel is not None and kernel not in KERNELS:
             raise RehearsalError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
@@ -79,6 +80,7 @@ class Rehearsal:
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
         stage = "validate" if validates else "fit"
         self._template = self._before = _template(module, batch, stage, live=live)
+        self._is_prepared = is_prepared
         self._has_encoders = bool(rules_of(module, "fit", given=given_to(live)).encoders) and not validates
         if train_batch is not None:
             self._before = _template(module, train_batch, "fit", live=live)
@@ -202,6 +204,7 @@ class Rehearsal:
             device=_DEVICE,
             micro_batches=given_to(self._live),
             roles={"fit": self._before.roles, "validate": self._template.roles},
+            is_prepared=self._is_prepared,
         )
         strategy.policy.most_chunks = parts
         conductor = Conductor(

@@ -81,6 +81,7 @@ def rehearse_validation(
     precision: str | None = None,
     trainer: L.Trainer | None = None,
     train_batch: Any = None,
+    is_prepared: bool = False,
     loss_chunk: int | None = None,
 ) -> Trace:
     """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
@@ -94,6 +95,7 @@ def rehearse_validation(
         precision: As for `rehearse`.
         trainer: As for `rehearse`.
         train_batch: As its `training_step` gets it, where that is another kind of batch; it has run before.
+        is_prepared: Whether `train_batch` is what the rule `prepare` returned.
         loss_chunk: As for `rehearse`.
 
     Raises:
@@ -110,6 +112,7 @@ def rehearse_validation(
         accumulate=1,
         validates=True,
         train_batch=train_batch,
+        is_prepared=is_prepared,
     )
     return rehearsal.run(rows)
 
@@ -124,6 +127,7 @@ class Rehearsals:
     Args:
         module: As for `rehearse`, like all others.
         batch: A batch.
+        is_prepared: Whether it is what the rule `prepare` returned; else a rehearsal prepares it.
         backend: Whose kernels are meant.
         trainer: The live Trainer.
         precision: Lightning's name of one.
@@ -139,6 +143,7 @@ class Rehearsals:
         module: L.LightningModule,
         batch: Any,
         *,
+        is_prepared: bool = False,
         backend: str,
         trainer: L.Trainer | None,
         precision: str,
@@ -153,6 +158,7 @@ class Rehearsals:
             Rehearsal,
             module,
             batch,
+            is_prepared=is_prepared,
             backend=backend,
             precision=precision,
             recompute=recompute,

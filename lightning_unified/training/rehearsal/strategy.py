@@ -43,6 +43,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         device: Where the fakes pretend to be.
         micro_batches: Rules given to the live strategy.
         roles: Of the batches' entries, by stage.
+        is_prepared: Whether the rule `prepare` has been applied to batches of training already.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -60,6 +61,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         device: torch.device,
         micro_batches: MicroBatchRules | None = None,
         roles: Mapping[str, Roles],
+        is_prepared: bool = False,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
         self.policy = MemoryPolicy(
@@ -75,6 +77,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
             remember=None,
         )
         self.policy.known_roles = dict(roles)
+        self._is_prepared = is_prepared
         self.steps = 0
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
 
@@ -93,7 +96,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         self._evaluations = EvaluationSteps(trainer, self.policy)
         loop = trainer.fit_loop.epoch_loop
         progress = loop.automatic_optimization.optim_progress
-        loop.automatic_optimization = UnifiedOptimization(trainer, self.policy)
+        loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared)
         loop.automatic_optimization.optim_progress = progress
 
     def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
@@ -143,7 +146,11 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
 
     def _backward_ends(self) -> None:
         self.mark_gradients()
-        self._recorder.phase = "optimizer step" if self._is_automatic else "forward"
+        self._recorder.phase = "forward"  # of the next micro-batch, if there is one
+
+    def batch_has_run(self) -> None:
+        """Begin the optimizer step: the last backward pass of the batch is over."""
+        self._recorder.phase = "optimizer step"
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +181,32 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
         if self._backend != "cpu":
             self._recorder.drop(host_state(self.optimizers))
+
+
+class _Steps(UnifiedOptimization):
+    """The steps of a dry run.
+
+    Args:
+        trainer: The Trainer of the dry run.
+        policy: Its policy.
+        strategy: Notes when the optimizer step of a batch begins.
+        is_prepared: Whether the rule `prepare` has been applied to batches. It need not accept what it returned.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, strategy: RehearsalStrategy, is_prepared: bool
+    ) -> None:
+        super().__init__(trainer, policy)
+        self._rehearsal, self._is_prepared = strategy, is_prepared
+
+    @override
+    def _prepared(self, batch: Any) -> Any:
+        return batch if self._is_prepared else super()._prepared(batch)
+
+    @override
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        self._rehearsal.batch_has_run()
+        super().after_backward(loss, optimizer)
 
 
 class _Nothing(CPUAccelerator):
