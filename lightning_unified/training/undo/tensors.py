@@ -1,11 +1,12 @@
 """Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -55,6 +56,7 @@ class TensorKeeper:
         """
         if fixed is not self._fixed or self._plan is None or not self._plan.fits():
             self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
+            self._plan.reserve()
         plans = [self._plan]
         if moving:
             plans.append(self._planned(moving, self._moving_rooms, room=_ROOM - self._plan.large_bytes))
@@ -63,7 +65,7 @@ class TensorKeeper:
         fresh = {
             entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
             for plan in plans
-            for entry in plan.held
+            for entry in (plan.held if self._unseen else ())
             if entry.slot in self._unseen and _can_be_summed(entry.tensor)
         }
         return NotedTensors(plans, {**self._checksums, **fresh})
@@ -102,15 +104,20 @@ class TensorKeeper:
     def _planned(self, entries: Sequence[FoundTensor], rooms: "_Rooms", *, room: int) -> "_Plan":
         """Decide for each tensor whether it is copied, and make room for the copies."""
         rooms.begin()
-        plan, in_fake_mode = _Plan(), detect_fake_mode() is not None
+        plan, in_fake_mode = _Plan(), torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
         for entry in entries:
-            if in_fake_mode and not isinstance(entry.tensor, FakeTensor):
+            tensor = entry.tensor
+            if in_fake_mode and not isinstance(tensor, FakeTensor):
                 continue  # a dry run cannot write it; what surrounds the dry run keeps it
-            size, is_needed = _bytes(entry.tensor), self._is_needed(entry)
+            size = _bytes(tensor)
+            if size <= _SMALL and entry.copied is not False and _can_be_stacked(tensor):
+                plan.stack(entry)
+                continue
+            is_needed = self._is_needed(entry)
             may_fit = self._may_change(entry) and plan.large_bytes + size <= room
-            if is_plain(entry.tensor) and (is_needed or may_fit):
+            if is_plain(tensor) and (is_needed or may_fit):
                 plan.large_bytes += 0 if is_needed else size
-                plan.add(entry, rooms.take(entry.tensor))
+                plan.add(entry, rooms.take(tensor))
             else:
                 plan.held.append(entry)
         return plan
@@ -156,6 +163,48 @@ class _Rooms:
         return rooms[index]
 
 
+class _Stack:
+    """Small tensors of one shape, dtype and device, which one call copies into one tensor: a tenth of the time of a clone each."""
+
+    __slots__ = ("_copies", "_room", "entries", "tensors")
+
+    def __init__(self) -> None:
+        self.entries: list[FoundTensor] = []
+        self.tensors: list[Tensor] = []
+        self._room: Tensor | None = None
+        self._copies: Sequence[Tensor] = ()
+
+    def reserve(self) -> None:
+        """Make room that every copy uses again."""
+        first = self.tensors[0]
+        with torch.inference_mode(mode=False):
+            self._room = torch.empty((len(self.tensors), *first.shape), dtype=first.dtype, device=first.device)
+
+    def fits(self) -> bool:
+        """Return whether all tensors have the dtype and the first one the shape that room was made for; `copy` looks at the others."""
+        first, room = self.tensors[0], self._room
+        return (
+            room is not None
+            and room.shape[1:] == first.shape
+            and all(map(operator.is_, map(_dtype, self.tensors), itertools.repeat(room.dtype)))
+        )
+
+    def copy(self) -> None:
+        """Copy every tensor."""
+        try:
+            if self._room is None:
+                self._copies = torch.stack(self.tensors).detach()  # `no_grad` takes longer
+            else:
+                with torch.no_grad():
+                    self._copies = torch.stack(self.tensors, out=self._room)
+        except RuntimeError:  # by now of different shapes or devices
+            self._copies = [tensor.detach().clone() for tensor in self.tensors]
+
+    def pairs(self) -> Iterator[tuple[FoundTensor, Tensor]]:
+        """Return the tensors, each with its copy."""
+        return zip(self.entries, self._copies, strict=True)
+
+
 class _Plan:
     """Tensors with the room for their copies, and tensors that are held without a copy."""
 
@@ -167,6 +216,7 @@ class _Plan:
         self._tensors: list[Tensor] = []
         self._kinds: list[Any] = []
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        self._stacks: dict[Any, _Stack] = {}
 
     def add(self, entry: FoundTensor, room: Tensor) -> None:
         """Have `entry` copied into `room`."""
@@ -179,15 +229,37 @@ class _Plan:
         rooms.append(room)
         tensors.append(entry.tensor)
 
+    def stack(self, entry: FoundTensor) -> None:
+        """Have `entry` copied together with others of its kind."""
+        kind = _kind(entry.tensor)
+        stack = self._stacks.get(kind)
+        if stack is None:
+            stack = self._stacks[kind] = _Stack()
+        stack.entries.append(entry)
+        stack.tensors.append(entry.tensor)
+
+    def reserve(self) -> None:
+        """Make room for small tensors too, which the next copies use again."""
+        for stack in self._stacks.values():
+            stack.reserve()
+
     def fits(self) -> bool:
         """Return whether the tensors have the shapes and dtypes that room was made for."""
-        return list(map(_kind, self._tensors)) == self._kinds
+        return list(map(_kind, self._tensors)) == self._kinds and all(stack.fits() for stack in self._stacks.values())
 
     def copy(self) -> None:
-        """Copy every tensor, in one call for each dtype: a clone each would take several times as long."""
-        with torch.no_grad():
-            for rooms, tensors in self._groups.values():
-                torch._foreach_copy_(rooms, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        """Copy every tensor, in one call for each kind."""
+        for stack in self._stacks.values():
+            stack.copy()
+        if self._groups:
+            with torch.no_grad():
+                for rooms, tensors in self._groups.values():
+                    torch._foreach_copy_(rooms, tensors)  # pyright: ignore[reportPrivateImportUsage]
+
+    def pairs(self) -> list[tuple[FoundTensor, Tensor]]:
+        """Return the tensors, each with its copy."""
+        small = (stack.pairs() for stack in self._stacks.values())
+        return [*zip(self.copied, self.rooms, strict=True), *itertools.chain.from_iterable(small)]
 
 
 class NotedTensors:
@@ -207,7 +279,7 @@ class NotedTensors:
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
         """The tensors that were copied, each with its copy, which the next note writes over."""
-        return [pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        return [pair for plan in self.plans for pair in plan.pairs()]
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
@@ -216,7 +288,8 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that are not what their copies are."""
-        large = [pair for pair in self.copied if _bytes(pair[1]) > _SMALL]
+        copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True))
+        large = [pair for pair in copied if _bytes(pair[1]) > _SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
 
     def restore(self) -> None:
@@ -274,7 +347,13 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _can_be_stacked(tensor: Tensor) -> bool:
+    """Return whether a copy among others would be the same: of no class of its own, and laid out as its copy is."""
+    return (type(tensor) is Tensor or type(tensor) is nn.Parameter) and is_plain(tensor) and tensor.is_contiguous()
+
+
 _kind = operator.attrgetter("shape", "dtype", "device")
+_dtype = operator.attrgetter("dtype")
 
 
 def _bytes(tensor: Tensor) -> int:
