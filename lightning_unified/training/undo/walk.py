@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_unified.training.undo.cells import Cell, MappingCell, Path, cells_of
@@ -152,7 +152,7 @@ class Walk:
 
     def _open(self, cell: Cell, depth: int, is_metric: bool) -> None:
         noted = cell.copy()
-        entries = _changeable(cell, noted)
+        entries = _changeable(cell, noted) if noted else []
         if self._defers is not None and self._defers(cell, entries):
             self.seen.discard(id(cell.target))
             self.found.deferred.append(cell)
@@ -201,7 +201,7 @@ class Walk:
         if identity in self._trained or identity in self._known or identity in self.seen:
             return False
         self.seen.add(identity)
-        return not isinstance(tensor, UninitializedTensorMixin)
+        return not is_lazy(tensor)
 
 
 _Entry = tuple[Any, Any, Kind]
