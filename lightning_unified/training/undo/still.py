@@ -6,16 +6,19 @@ from operator import eq, is_
 from typing import Any
 
 from lightning_unified.training.undo.cells import Cell, MappingCell, are_same
+from lightning_unified.training.undo.versions import DictVersions
 
 __all__ = ["StillCells", "holds"]
+
+_FEW = 64  # written dicts, up to which each is compared by itself
 
 
 class StillCells:
     """Cells with copies of their contents, which are good for as long as the cells hold the very same objects.
 
-    A module has thousands of attributes, and next to none of them changes in a step. So they are not copied before every step, only
-    compared with their copies, by identity: `==` would run operations of tensors. The comparison runs in C and makes no list or
-    tuple on the way: the first large allocation after a step takes longer than the comparison.
+    A module has thousands of attributes, and next to none of them changes in a step. So they are not copied before every step. Dicts
+    whose version numbers have not moved hold what they held. Other cells are compared with their copies, and so are dicts that were
+    written; a dict that steps write without a change is compared every time from then on.
 
     Args:
         cells: With copies of their contents.
@@ -24,7 +27,73 @@ class StillCells:
     """
 
     def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized]) -> None:
-        self._cells, self._empty = cells, empty
+        self._cells, self._empty, self._counted = cells, empty, counted
+        self._compared: set[int] = set()  # ids of dicts that steps write without a change
+        self._arrange()
+
+    def are_same(self) -> bool:
+        """Return whether all cells hold what they held."""
+        if not self._others.are_same():
+            return False
+        moved = self._versions.moved()
+        if not moved:
+            return True
+        is_few = len(moved) <= _FEW
+        if not (all(map(self._holds, moved)) if is_few else self._dicts.are_same()):
+            return False
+        if is_few and self._versions.are_kept:
+            self._compared.update(id(self._versions.dicts[index]) for index in moved)
+            self._arrange()
+        else:
+            self._versions.keep()  # read before the comparison: a write meanwhile is seen the next time
+        return True
+
+    def _arrange(self) -> None:
+        """Tell apart dicts that are held against their versions, and what is compared every time."""
+        self._pairs = [pair for pair in self._cells if self._has_version(pair[0].target)]
+        others = [pair for pair in self._cells if not self._has_version(pair[0].target)]
+        empty = [one for one in self._empty if self._has_version(one)]
+        self._dicts = _Copies(self._pairs, empty=empty)
+        others_empty = [one for one in self._empty if not self._has_version(one)]
+        self._others = _Copies(others, empty=others_empty, counted=self._counted)
+        self._versions = DictVersions([*(cell.target for cell, _ in self._pairs), *empty])
+
+    def _has_version(self, target: Any) -> bool:
+        return (
+            type(target) is dict and id(target) not in self._compared
+        )  # an OrderedDict's order changes without a write
+
+    def _holds(self, index: int) -> bool:
+        """Return whether one of the dicts with versions holds what it held."""
+        if index >= len(self._pairs):
+            return not self._versions.dicts[index]
+        cell, noted = self._pairs[index]
+        return holds(cell.copy(), noted)
+
+    def changed(self) -> list[Cell]:
+        """Return the cells that do not hold what they held."""
+        return [cell for cell, _ in self.moved()]
+
+    def moved(self) -> list[tuple[Cell, Any]]:
+        """Return the cells that do not hold what they held, each with what it held."""
+        return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
+
+    def restore(self) -> None:
+        """Put every cell back."""
+        if not self.are_same():
+            for cell, noted in self._cells:
+                cell.restore(noted)
+
+
+class _Copies:
+    """Copies of what cells hold, to be compared with the cells by identity: `==` would run operations of tensors.
+
+    The comparison runs in C and makes no list or tuple on the way: the first large allocation after a step takes longer than the
+    comparison.
+    """
+
+    def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized] = ()) -> None:
+        self._empty = [*empty]
         self._owners: list[Any] = []
         self._names: list[Any] = []  # of an attribute of the owner in the same place
         self._attributes: list[Any] = []  # what it held
@@ -59,20 +128,6 @@ class StillCells:
             return all(map(is_, attributes, self._attributes)) and all(map(is_, entries, self._entries))
         except (KeyError, RuntimeError):  # an attribute is gone, or another thread changes a container meanwhile
             return False
-
-    def changed(self) -> list[Cell]:
-        """Return the cells that do not hold what they held."""
-        return [cell for cell, _ in self.moved()]
-
-    def moved(self) -> list[tuple[Cell, Any]]:
-        """Return the cells that do not hold what they held, each with what it held."""
-        return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
-
-    def restore(self) -> None:
-        """Put every cell back."""
-        if not self.are_same():
-            for cell, noted in self._cells:
-                cell.restore(noted)
 
 
 def holds(now: Any, noted: Any) -> bool:
