@@ -143,7 +143,10 @@ def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor |
 
 
 def _put_tensor(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
         tensor.copy_(value)
 
 

@@ -39,7 +39,9 @@ class StillCells:
         if not moved:
             return True
         is_few = len(moved) <= _FEW
-        if not (all(map(self._holds, moved)) if is_few else self._dicts.are_same()):
+        if (
+            not (is_few and all(map(self._holds, moved))) and not self._dicts.are_same()
+        ):  # the order of attributes may differ
             return False
         if is_few and self._versions.are_kept:
             self._compared.update(id(self._versions.dicts[index]) for index in moved)

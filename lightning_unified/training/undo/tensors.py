@@ -183,7 +183,10 @@ class NotedTensors:
 
 
 def _write(tensor: Tensor, room: Tensor) -> None:
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
         if kind_of_tensor(tensor) == kind_of_tensor(room):
             tensor.copy_(room)
         else:  # its data was exchanged: `tensor.data = other`
