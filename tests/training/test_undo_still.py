@@ -1,6 +1,7 @@
 """Still cells notice every write to what they hold; small tensors are copied in stacks, whatever becomes of them."""
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ def _versions(request, monkeypatch):
         monkeypatch.setattr(versions, "_are_kept", lambda: False)
 
 
-def held():
+def held() -> tuple[Any, ...]:
     """Return a layer, a dict, an ordered dict and a list, and still cells of all."""
     layer, entries, ordered, values = nn.Linear(2, 2), {"a": 1000, "b": 2000}, OrderedDict(a=1, b=2), [1000, 2000]
     skip = frozenset(vars(nn.Module())) - {"training"}
-    cells = [
+    cells: list[Any] = [
         MappingCell(vars(layer), (None, "layer", "global"), style="attribute", skip=skip),
         MappingCell(entries, (None, "entries", "global")),
         MappingCell(ordered, (None, "ordered", "global")),
@@ -57,14 +58,14 @@ WRITES = {
 @pytest.mark.usefixtures("_versions")
 def test_every_write_is_noticed_and_put_back(write, looks):
     *things, cells = held()
-    before = contents(*things)
+    layer, before = things[0], contents(*things)
     assert all(cells.are_same() for _ in range(looks))
 
     write(*things)
     assert not cells.are_same()
     assert not cells.are_same()
 
-    if not things[0]._buffers and not things[0]._modules:  # an empty dict only tells that all is to be looked at
+    if not layer._buffers and not layer._modules:  # an empty dict only tells that all is to be looked at
         cells.restore()
         assert cells.are_same()
         assert contents(*things) == before
