@@ -6,11 +6,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.probe import draws_or_mixes
+from lightning_unified.training.undo.changes import is_same
 
 __all__ = ["Aside", "everything_off", "noise_off", "statistics_off", "written"]
 
@@ -67,13 +68,13 @@ class Aside:
         """Return whether `call()` draws random numbers."""
         before = self._generators.note()
         call()
-        return not _is_same(before, self._generators.note())
+        return not is_same(before, self._generators.note())
 
 
 def written(before: Mapping[str, Any], after: Mapping[str, Any], *, only: str = "") -> str | None:
     """Return the name of the first thing, of those whose names hold `only`, that differs between two states; None if nothing does."""
     for name in dict.fromkeys((*after, *before)):
-        if only in name and not (name in before and name in after and _is_same(before[name], after[name])):
+        if only in name and not (name in before and name in after and is_same(before[name], after[name])):
             return name
     return None
 
@@ -109,25 +110,3 @@ def _containers(owner: nn.Module) -> dict[str, Any]:
 def _fill(container: Any, entries: Any) -> None:
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(entries)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same object or equal; tensors by value."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return _says_equal(one, other)
-
-
-def _says_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # arrays of several values
-        return bool((one == other).all())

@@ -1,6 +1,7 @@
 """What a step has changed since its state was noted, one change at a time: where, from what, to what, and how to write it."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from lightning_unified.training.undo.states import set_state, state_of
 from lightning_unified.training.undo.walk import FoundTensor
 from lightning_unified.training.undo.watch import Noted
 
-__all__ = ["ABSENT", "Change", "changes_since", "moved_since", "versions_of"]
+__all__ = ["ABSENT", "Change", "changes_since", "is_same", "moved_since", "versions_of"]
 
 ABSENT = object()  # an attribute or entry that is not there
 _OF_LIGHTNING = frozenset(vars(L.LightningModule())) - {"training"}
@@ -98,19 +99,19 @@ def _changes_in(cell: Cell, before: Any, after: Any) -> Iterator[Change]:
     elif isinstance(cell, ListCell):
         if len(after) > len(before) and all(one is other for one, other in zip(before, after, strict=False)):
             yield _tail(cell, len(before))
-        elif not _is_same(before, after):
+        elif not is_same(before, after):
             yield Change(path_text(cell.path), "entry", before, after, cell.restore)
     elif isinstance(before, dict):
         for name in dict.fromkeys((*before, *after)):
             old, new = before.get(name, ABSENT), after.get(name, ABSENT)
             is_ours = cell.style == "attribute" and name in _OF_LIGHTNING
-            if old is not new and not is_ours and not (isinstance(old, _PLAIN) and _is_same(old, new)):
+            if old is not new and not is_ours and not (isinstance(old, _PLAIN) and is_same(old, new)):
                 path = path_text((cell.path, name, cell.style))
                 yield Change(path, "entry", old, new, partial(_put_entry, cell, name))
     elif isinstance(cell.target, set):
         if set(before) != set(after):
             yield Change(path_text(cell.path), "members", set(before), set(after), partial(_put_members, cell.target))
-    elif not _is_same(before, after):
+    elif not is_same(before, after):
         yield Change(path_text(cell.path), "entry", before, after, cell.restore)
 
 
@@ -143,7 +144,10 @@ def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor |
 
 
 def _put_tensor(tensor: Tensor, value: Tensor) -> None:
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
         tensor.copy_(value)
 
 
@@ -151,10 +155,10 @@ def _changed_values(noted: Noted) -> Iterator[Change]:
     """Yield changes of generators, and of arrays written in place."""
     for value, before in noted.states:
         after = state_of(value)
-        if not _is_same(before, after):
+        if not is_same(before, after):
             yield Change(f"{type(value).__name__} {id(value):#x}", "state", before, after, partial(set_state, value))
     for array, before in noted.arrays:
-        if not _is_same(before, array):
+        if not is_same(before, array):
             yield Change(f"an array of shape {array.shape}", "entry", before, array.copy(), partial(_put_array, array))
 
 
@@ -166,17 +170,18 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same object or equal; tensors by value."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(is_same, one, other))
     try:
         equal = one == other
         return bool(equal.all() if hasattr(equal, "all") else equal)

@@ -37,6 +37,8 @@ class Kind(enum.Enum):
     STATE = enum.auto()  # has a state that can be read and set: generators, bytearrays
     ITERATOR = enum.auto()
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python
+
 
 _STATES = (
     random.Random,

@@ -2,6 +2,7 @@
 
 import array
 import copy
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -17,12 +18,12 @@ __all__ = ["iterator_copied", "set_state", "state_of"]
 
 def state_of(value: Any) -> Any:
     """Return the state of a value of `Kind.STATE`, as `set_state` takes it."""
-    return _access(value)[0](value)
+    return _access(type(value))[0](value)
 
 
 def set_state(value: Any, state: Any) -> None:
     """Give `value` the state that `state_of` returned."""
-    _access(value)[1](value, state)
+    _access(type(value))[1](value, state)
 
 
 def iterator_copied(iterator: Any) -> Any:
@@ -89,5 +90,6 @@ _ACCESS: tuple[tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[An
 )
 
 
-def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    return next((read, write) for base, read, write in _ACCESS if isinstance(value, base))
+@functools.lru_cache(maxsize=256)
+def _access(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    return next((read, write) for base, read, write in _ACCESS if issubclass(kind, base))

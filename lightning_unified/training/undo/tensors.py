@@ -1,28 +1,25 @@
 """Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.errors import RunError
 from lightning_unified.training.undo.cells import path_text
 from lightning_unified.training.undo.checksums import Checksum, checksum, differing
+from lightning_unified.training.undo.plans import SMALL, Plan, Rooms, bytes_of, is_plain, kind_of_tensor
 from lightning_unified.training.undo.walk import FoundTensor
-from lightning_unified.units import KIB, MIB, format_bytes
+from lightning_unified.units import MIB, format_bytes
 
 __all__ = ["NotedTensors", "TensorKeeper"]
 
-_SMALL = 64 * KIB  # a tensor of at most so many bytes is copied before every step
 _ROOM = (
     256 * MIB
 )  # judgement: bytes of larger ones that are copied at most; buffers before the first step are not counted
-_SPARE = 64  # rooms that may lie unused: of shapes that come and go
 
 
 class TensorKeeper:
@@ -38,13 +35,13 @@ class TensorKeeper:
     """
 
     def __init__(self) -> None:
-        self._rooms, self._moving_rooms = _Rooms(), _Rooms()
+        self._rooms, self._moving_rooms = Rooms(), Rooms()
         self._changing: set[tuple[int, Any]] = set()
         self._unseen: set[tuple[int, Any]] = set()  # that change and move no version counter
         self._checksums: dict[tuple[int, Any], Checksum] = {}
         self._successes = 0
         self._fixed: Sequence[FoundTensor] | None = None
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
 
     def note(self, fixed: Sequence[FoundTensor], moving: Sequence[FoundTensor]) -> "NotedTensors":
         """Copy what is to be copied, and read the version counters of the rest.
@@ -55,6 +52,7 @@ class TensorKeeper:
         """
         if fixed is not self._fixed or self._plan is None or not self._plan.fits():
             self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
+            self._plan.keep(self._rooms)
         plans = [self._plan]
         if moving:
             plans.append(self._planned(moving, self._moving_rooms, room=_ROOM - self._plan.large_bytes))
@@ -63,7 +61,7 @@ class TensorKeeper:
         fresh = {
             entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
             for plan in plans
-            for entry in plan.held
+            for entry in (plan.held if self._unseen else ())
             if entry.slot in self._unseen and _can_be_summed(entry.tensor)
         }
         return NotedTensors(plans, {**self._checksums, **fresh})
@@ -82,11 +80,11 @@ class TensorKeeper:
             plan = noted.plans[0]
             copied = zip(plan.copied, plan.rooms, strict=True)
             self._rooms.keep(room for entry, room in copied if self._is_needed(entry) or self._may_change(entry))
-        self._moving_rooms = _Rooms()
+        self._moving_rooms = Rooms()
 
     def release(self) -> None:
         """Let go of all copies; the next note makes room anew."""
-        self._plan, self._rooms, self._moving_rooms = None, _Rooms(), _Rooms()
+        self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
         """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
@@ -99,95 +97,33 @@ class TensorKeeper:
         self._unseen |= changed
         return changed
 
-    def _planned(self, entries: Sequence[FoundTensor], rooms: "_Rooms", *, room: int) -> "_Plan":
+    def _planned(self, entries: Sequence[FoundTensor], rooms: Rooms, *, room: int) -> Plan:
         """Decide for each tensor whether it is copied, and make room for the copies."""
         rooms.begin()
-        plan, in_fake_mode = _Plan(), detect_fake_mode() is not None
+        plan, in_fake_mode = Plan(), torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
         for entry in entries:
-            if in_fake_mode and not isinstance(entry.tensor, FakeTensor):
+            tensor = entry.tensor
+            if in_fake_mode and not isinstance(tensor, FakeTensor):
                 continue  # a dry run cannot write it; what surrounds the dry run keeps it
-            size, is_needed = _bytes(entry.tensor), self._is_needed(entry)
+            if entry.copied is not False and plan.stack(entry):
+                continue
+            size, is_needed = bytes_of(tensor), self._is_needed(entry)
             may_fit = self._may_change(entry) and plan.large_bytes + size <= room
-            if is_plain(entry.tensor) and (is_needed or may_fit):
+            if is_plain(tensor) and (is_needed or may_fit):
                 plan.large_bytes += 0 if is_needed else size
-                plan.add(entry, rooms.take(entry.tensor))
+                plan.add(entry, rooms.take(tensor))
             else:
                 plan.held.append(entry)
         return plan
 
     def _is_needed(self, entry: FoundTensor) -> bool:
         """Return whether a tensor is copied whatever it takes."""
-        is_small = entry.copied is None and _bytes(entry.tensor) <= _SMALL
+        is_small = entry.copied is None and bytes_of(entry.tensor) <= SMALL
         return bool(entry.copied) or is_small or (entry.is_buffer and not self._successes)
 
     def _may_change(self, entry: FoundTensor) -> bool:
         """Return whether a tensor is copied if there is room; before the first step nothing is known of any."""
         return entry.copied is not False and (not self._successes or entry.slot in self._changing)
-
-
-class _Rooms:
-    """Tensors to copy others into, used again by whatever has the same shape, dtype and device."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[Any, list[Tensor]] = {}
-        self._used: dict[Any, int] = {}
-
-    def begin(self) -> None:
-        """Let all rooms be used again; drop those that the last note had no use for, once they are many."""
-        total, used = sum(map(len, self._rooms.values())), sum(self._used.values())
-        if total > 2 * used + _SPARE:
-            self._rooms = {kind: self._rooms[kind][:count] for kind, count in self._used.items()}
-        self._used = {}
-
-    def keep(self, rooms: Iterable[Tensor]) -> None:
-        """Drop all but these rooms, which the next note uses again: what lives between two steps stays the same."""
-        self._rooms, self._used = {}, {}
-        for room in rooms:
-            self._rooms.setdefault(_kind(room), []).append(room)
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """Return a room for `tensor`."""
-        kind = _kind(tensor)
-        rooms, index = self._rooms.setdefault(kind, []), self._used.get(kind, 0)
-        self._used[kind] = index + 1
-        if index == len(rooms):
-            with torch.inference_mode(mode=False), torch.no_grad():
-                rooms.append(torch.empty_like(tensor, requires_grad=False))
-        return rooms[index]
-
-
-class _Plan:
-    """Tensors with the room for their copies, and tensors that are held without a copy."""
-
-    def __init__(self) -> None:
-        self.copied: list[FoundTensor] = []
-        self.rooms: list[Tensor] = []
-        self.held: list[FoundTensor] = []
-        self.large_bytes = 0
-        self._tensors: list[Tensor] = []
-        self._kinds: list[Any] = []
-        self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-
-    def add(self, entry: FoundTensor, room: Tensor) -> None:
-        """Have `entry` copied into `room`."""
-        kind = _kind(entry.tensor)
-        self.copied.append(entry)
-        self.rooms.append(room)
-        self._tensors.append(entry.tensor)
-        self._kinds.append(kind)
-        rooms, tensors = self._groups.setdefault(kind[1:], ([], []))
-        rooms.append(room)
-        tensors.append(entry.tensor)
-
-    def fits(self) -> bool:
-        """Return whether the tensors have the shapes and dtypes that room was made for."""
-        return list(map(_kind, self._tensors)) == self._kinds
-
-    def copy(self) -> None:
-        """Copy every tensor, in one call for each dtype: a clone each would take several times as long."""
-        with torch.no_grad():
-            for rooms, tensors in self._groups.values():
-                torch._foreach_copy_(rooms, tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class NotedTensors:
@@ -198,7 +134,7 @@ class NotedTensors:
         checksums: Of some that are held.
     """
 
-    def __init__(self, plans: list[_Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
+    def __init__(self, plans: list[Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
         self.plans = plans
         self.held = [entry for plan in plans for entry in plan.held]
         self._versions = list(map(_version_of, self.held))
@@ -207,7 +143,7 @@ class NotedTensors:
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
         """The tensors that were copied, each with its copy, which the next note writes over."""
-        return [pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True)]
+        return [pair for plan in self.plans for pair in plan.pairs()]
 
     def moved(self) -> set[tuple[int, Any]]:
         """Return the slots of tensors without a copy whose version counters have moved."""
@@ -216,7 +152,8 @@ class NotedTensors:
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
         """Return the slots of large tensors that are not what their copies are."""
-        large = [pair for pair in self.copied if _bytes(pair[1]) > _SMALL]
+        copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True))
+        large = [pair for pair in copied if bytes_of(pair[1]) > SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
 
     def restore(self) -> None:
@@ -246,39 +183,24 @@ class NotedTensors:
 
 
 def _write(tensor: Tensor, room: Tensor) -> None:
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-        if _kind(tensor) == _kind(room):
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
+        if kind_of_tensor(tensor) == kind_of_tensor(room):
             tensor.copy_(room)
         else:  # its data was exchanged: `tensor.data = other`
             tensor.data = room.clone()
 
 
 def _refusal(changed: list[FoundTensor]) -> str:
-    names = ", ".join(f"{path_text(entry.path)} ({format_bytes(_bytes(entry.tensor))})" for entry in changed[:3])
+    names = ", ".join(f"{path_text(entry.path)} ({format_bytes(bytes_of(entry.tensor))})" for entry in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return (
         f"a step that is undone had written {names}{more} in place, for the first time or beyond what is copied before a step "
         f"({format_bytes(_ROOM)}), so it cannot be repeated exactly. Resume from the last checkpoint, and write such tensors in "
         "on_train_batch_end, which runs once a batch after the step, or assign a new tensor instead of writing in place."
     )
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether `tensor` has entries of its own that can be copied: dense, on a device, of no class that stands for others."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and (isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor))
-    )
-
-
-_kind = operator.attrgetter("shape", "dtype", "device")
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _version(tensor: Tensor) -> int:
@@ -294,4 +216,4 @@ def _can_be_summed(tensor: Tensor) -> bool:
 
 
 def _is_equal(tensor: Tensor, room: Tensor) -> bool:
-    return _kind(tensor) == _kind(room) and torch.equal(tensor, room)
+    return kind_of_tensor(tensor) == kind_of_tensor(room) and torch.equal(tensor, room)

@@ -23,6 +23,7 @@ _MANY = 64  # tensors in one container from which on they are not copied: such a
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
 _TENSOR_DICTS = ("_parameters", "_buffers")
+_INERT, _TENSOR = Kind.INERT, Kind.TENSOR  # an attribute of an enum is looked up by a function
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +101,7 @@ class Walk:
 
     def value(self, value: Any, path: Path) -> "Walk":
         """Visit `value`."""
-        self._take(None, path[1], value, kind_of(type(value)), path, 0, is_metric=False)
+        self._take(None, path[1], value, kind_of(type(value)), path, 0)
         return self._finish()
 
     def module(self, module: nn.Module, path: Path) -> "Walk":
@@ -126,7 +127,7 @@ class Walk:
             return  # most dicts of parameters are; to look at them before every step would take a third of the time
         self.found.cells.append((cell, noted))
         for name, tensor in noted.items():
-            if tensor is None or id(tensor) in self._trained or self._is_seen(tensor) or is_lazy(tensor):
+            if tensor is None or not self._is_new(tensor):
                 continue
             # the kernels of normalisation layers write running statistics past version counters (torch 2.13)
             copied = True if is_norm and is_buffer else None
@@ -151,40 +152,38 @@ class Walk:
 
     def _open(self, cell: Cell, depth: int, is_metric: bool) -> None:
         noted = cell.copy()
-        entries = _changeable(cell, noted)
+        entries = _changeable(cell, noted) if noted else []
         if self._defers is not None and self._defers(cell, entries):
             self.seen.discard(id(cell.target))
             self.found.deferred.append(cell)
             return
         self.found.cells.append((cell, noted))
-        if depth >= _DEEPEST or len(entries) > _WIDEST:
+        if not entries or depth >= _DEEPEST or len(entries) > _WIDEST:
             return
-        many = len(entries) > _MANY and sum(kind is Kind.TENSOR for _, _, kind in entries) > _MANY
+        many = len(entries) > _MANY and sum(kind is _TENSOR for _, _, kind in entries) > _MANY
+        copied = False if many else (True if is_metric else None)
+        path, style, slot = cell.path, cell.style, id(cell.target)
         for name, value, kind in entries:
-            if kind is Kind.TENSOR and many:
-                self._tensor(cell, name, value, (cell.path, name, cell.style), copied=False)
+            if kind is _TENSOR:
+                if self._is_new(value):
+                    self.found.tensors.append(FoundTensor(value, (path, name, style), (slot, name), copied))
             else:
-                self._take(cell, name, value, kind, (cell.path, name, cell.style), depth, is_metric=is_metric)
+                self._take(cell, name, value, kind, (path, name, style), depth)
 
-    def _take(
-        self, cell: Cell | None, name: Any, value: Any, kind: Kind, path: Path, depth: int, *, is_metric: bool
-    ) -> None:
+    def _take(self, cell: Cell | None, name: Any, value: Any, kind: Kind, path: Path, depth: int) -> None:
         found = self.found
-        if kind is Kind.INERT:
-            return
-        if kind is Kind.TENSOR:
-            self._tensor(cell, name, value, path, copied=True if is_metric and cell is not None else None)
-        elif kind is Kind.TUPLE:
-            if not self._is_seen(value) and depth < _DEEPEST:
-                for index, entry in enumerate(value):
-                    self._take(
-                        None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1, is_metric=False
-                    )
+        if kind is _TENSOR:
+            if self._is_new(value):
+                found.tensors.append(FoundTensor(value, path, (id(value), name)))
         elif kind is Kind.ITERATOR:
             if cell is not None:
                 found.iterators.append((cell, name, value))
-        elif self._is_seen(value):
+        elif kind is _INERT or self._is_seen(value):
             return
+        elif kind is Kind.TUPLE:
+            if depth < _DEEPEST:
+                for index, entry in enumerate(value):
+                    self._take(None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1)
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:
@@ -193,15 +192,16 @@ class Walk:
             found.arrays.append((value, path, (id(value) if cell is None else id(cell.target), name)))
         else:
             for one in cells_of(value, kind, path):
-                if one.target is value:
+                if one.target is value or not self._is_seen(one.target):
                     self._queue.append((one, depth + 1, False))
-                else:
-                    self._add(one, depth + 1, is_metric=False)
 
-    def _tensor(self, cell: Cell | None, name: Any, tensor: Tensor, path: Path, *, copied: bool | None) -> None:
-        if id(tensor) not in self._trained and not self._is_seen(tensor) and not is_lazy(tensor):
-            slot = (id(cell.target) if cell is not None else id(tensor), name)
-            self.found.tensors.append(FoundTensor(tensor, path, slot, copied))
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is to be noted, and was not met before."""
+        identity = id(tensor)
+        if identity in self._trained or identity in self._known or identity in self.seen:
+            return False
+        self.seen.add(identity)
+        return not is_lazy(tensor)
 
 
 _Entry = tuple[Any, Any, Kind]
@@ -209,5 +209,4 @@ _Entry = tuple[Any, Any, Kind]
 
 def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
     """Return the entries of a cell that can change themselves, with their names and kinds."""
-    inert = Kind.INERT
-    return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not inert]
+    return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not _INERT]
