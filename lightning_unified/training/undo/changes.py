@@ -28,7 +28,7 @@ class Change:
 
     Args:
         path: Where, as Python writes it.
-        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"members"` of a set, `"tensor"` written in place, or `"state"` of a
+        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"members"` of a set, `"tensor"` or `"array"` written in place, or `"state"` of a
             generator.
         before: The value; for a tail nothing; `ABSENT` where there was none, None for a tensor too large to keep.
         after: The value, or what was appended.
@@ -36,7 +36,7 @@ class Change:
     """
 
     path: str
-    kind: Literal["entry", "tail", "members", "tensor", "state"]
+    kind: Literal["entry", "tail", "members", "tensor", "array", "state"]
     before: Any
     after: Any
     put: Callable[[Any], None]
@@ -153,13 +153,13 @@ def _put_tensor(tensor: Tensor, value: Tensor) -> None:
 
 def _changed_values(noted: Noted) -> Iterator[Change]:
     """Yield changes of generators, and of arrays written in place."""
-    for value, before in noted.states:
+    for value, before, path in noted.states:
         after = state_of(value)
         if not is_same(before, after):
-            yield Change(f"{type(value).__name__} {id(value):#x}", "state", before, after, partial(set_state, value))
-    for array, before in noted.arrays:
+            yield Change(path_text(path), "state", before, after, partial(set_state, value))
+    for array, before, path in noted.arrays:
         if not is_same(before, array):
-            yield Change(f"an array of shape {array.shape}", "entry", before, array.copy(), partial(_put_array, array))
+            yield Change(f"{path_text(path)} in place", "array", before, array.copy(), partial(_put_array, array))
 
 
 def _put_array(array: Any, value: Any) -> None:

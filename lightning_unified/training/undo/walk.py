@@ -51,7 +51,7 @@ class Found:
 
     Attributes:
         cells: Each with a copy of its contents.
-        states: Generators and the like.
+        states: Generators and the like, each with where it was found.
         iterators: Each with the cell that holds it and its name there.
         arrays: NumPy arrays, with their paths.
         tensors: That are not trained.
@@ -60,7 +60,7 @@ class Found:
     """
 
     cells: list[tuple[Cell, Any]] = field(default_factory=list)
-    states: list[Any] = field(default_factory=list)
+    states: list[tuple[Any, Path]] = field(default_factory=list)
     iterators: list[tuple[Cell, Any, Any]] = field(default_factory=list)
     arrays: list[tuple[Any, Path, tuple[int, Any]]] = field(default_factory=list)
     tensors: list[FoundTensor] = field(default_factory=list)
@@ -187,7 +187,7 @@ class Walk:
         elif kind is Kind.MODULE:
             found.modules.append((value, path))
         elif kind is Kind.STATE:
-            found.states.append(value)
+            found.states.append((value, path))
         elif kind is Kind.ARRAY:
             found.arrays.append((value, path, (id(value) if cell is None else id(cell.target), name)))
         else:

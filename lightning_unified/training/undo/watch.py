@@ -9,7 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_unified.errors import RunError
-from lightning_unified.training.undo.cells import Cell, ClosureCell, LongCell, NamesCell, SlotsCell, path_text
+from lightning_unified.training.undo.cells import Cell, ClosureCell, LongCell, NamesCell, Path, SlotsCell, path_text
 from lightning_unified.training.undo.kinds import Kind
 from lightning_unified.training.undo.roots import Roots
 from lightning_unified.training.undo.states import iterator_copied, set_state, state_of
@@ -159,19 +159,19 @@ class Noted:
     ) -> None:
         self.tensors, self.metric_paths = tensors, metric_paths
         self._still, self._cells = still, changing.cells
-        self._states = [(value, state_of(value)) for value in (*scanned.states, *changing.states)]
+        self._states = [(value, state_of(value), path) for value, path in (*scanned.states, *changing.states)]
         self._iterators = [(cell, name, iterator_copied(value)) for cell, name, value in changing.iterators]
-        small = (array for array, _, _ in (*scanned.arrays, *changing.arrays) if array.nbytes <= _SMALL_ARRAY)
-        self._arrays = [(array, array.copy()) for array in small]
+        small = (one for one in (*scanned.arrays, *changing.arrays) if one[0].nbytes <= _SMALL_ARRAY)
+        self._arrays = [(array, array.copy(), path) for array, path, _ in small]
 
     @property
-    def states(self) -> list[tuple[Any, Any]]:
-        """Generators and the like, each with its state."""
+    def states(self) -> list[tuple[Any, Any, Path]]:
+        """Generators and the like, each with its state and where it was found."""
         return self._states
 
     @property
-    def arrays(self) -> list[tuple[Any, Any]]:
-        """Small NumPy arrays, each with a copy."""
+    def arrays(self) -> list[tuple[Any, Any, Path]]:
+        """Small NumPy arrays, each with a copy and where it was found."""
         return self._arrays
 
     def moved_cells(self) -> Iterator[tuple[Cell, Any]]:
@@ -197,9 +197,9 @@ class Noted:
                 errors.append(error)
         for cell, name, iterator in self._iterators:
             cell.put(name, iterator_copied(iterator))
-        for value, state in self._states:
+        for value, state, _ in self._states:
             set_state(value, state)
-        for array, entries in self._arrays:
+        for array, entries, _ in self._arrays:
             if array.flags.writeable:
                 array[...] = entries
         if self.tensors is not None:
