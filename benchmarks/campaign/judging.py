@@ -16,6 +16,7 @@ from campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
 __all__ = ["Row", "judge"]
 
+_SAID = "is written once a micro-batch of a split batch"
 _SLOWER = 2.0  # a run with the strategy and faults in seconds of a plain one's training: only so that moments spread over the run
 
 
@@ -41,6 +42,7 @@ class Row:
         missed: Rows that counted less.
         struck: How often something went wrong; of a real limit only what was recovered from in the last start is known.
         recoveries: Steps repeated, in the last start.
+        said: Whether it said of state that it may differ: the step writes it, and memory never sufficed for a check of two rows.
         hung: Whether a process had to be ended because its time was over.
         notes: Errors met on the way, or what is wrong.
         seconds: All processes of the case together.
@@ -63,17 +65,22 @@ class Row:
     missed: int
     struck: int
     recoveries: int
+    said: bool
     hung: bool
     notes: list[str]
     seconds: float
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was lost."""
-        exact = self.difference == 0.0 and not self.other_state and not self.logs_differ
-        near = self.rounding is None or self.rounding <= ROUNDING
+        """Whether nothing was lost, and nothing differs of which the run did not say so."""
         lost = self.steps_lost or self.counted_twice or self.missed or self.hung
-        return self.ended != "lost" and exact and near and not lost
+        return self.ended != "lost" and not lost and (self.is_same or self.said)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether weights, state and logs are those of an undisturbed run."""
+        near = self.rounding is None or self.rounding <= ROUNDING
+        return self.difference == 0.0 and not self.other_state and not self.logs_differ and near
 
 
 @dataclass(kw_only=True)
@@ -227,6 +234,7 @@ def _row(
         steps_redone=story.redone,
         struck=story.signals + _size(folder / "run" / STRIKES) + (recoveries if limited else 0) + noticed,
         recoveries=recoveries,
+        said=_SAID in (folder / "run" / "log").read_text(encoding="utf-8", errors="replace"),
         hung=story.hung,
         notes=story.notes,
         seconds=round(story.seconds, 2),
