@@ -32,6 +32,7 @@ _UNTAGGED = frozenset({"random", "random_", "binomial", "_fused_dropout"})  # to
 _PERMUTES = frozenset({"randperm"})
 _INDICES = frozenset({"multinomial"})  # its entries are indices of columns, so rows of it can be placed
 _RRELU = "rrelu_with_noise"  # writes the slopes that it draws into its second argument
+_CUDNN_STATE = "_cudnn_init_dropout_state"
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -88,9 +89,14 @@ class _Draws(TorchDispatchMode):
                 return self._rrelu(func, name, args, kwargs)
             if is_random(func, name) and not _is_inner(name):
                 return self.draw(func, name, args, kwargs)
+            if name == _CUDNN_STATE:
+                self.leave_out_seed()
         result = func(*args, **kwargs)
         self._precision.look(result)
         return result
+
+    def leave_out_seed(self) -> None:
+        """Forget the draw before, which seeds a state that cuDNN makes once in a process, and that inner dropout alone uses."""
 
     def _rrelu(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw the slopes of a leaky ReLU only where it trains; one in place is run beside its input, which it would overwrite."""
@@ -124,6 +130,11 @@ class RecordDraws(_Draws):
             Draw(name, drawn.detach().to("cpu", copy=True) if isinstance(drawn, Tensor) else torch.empty(0))
         )
         return result
+
+    def leave_out_seed(self) -> None:
+        """Forget the draw of a seed for cuDNN."""
+        if self.draws and self.draws[-1].name == "random_":
+            self.draws.pop()
 
     @property
     def has_drawn(self) -> bool:
@@ -253,9 +264,7 @@ def is_random(func: Any, name: str) -> bool:
 
 def _is_inner(name: str) -> bool:
     """Return whether an operator draws inside a kernel that does more: attention, recurrent layers."""
-    return (
-        "attention" in name or name.endswith("_rnn") or "dropout_state" in name
-    )  # cuDNN makes the last once and keeps it
+    return "attention" in name or name.endswith("_rnn") or name == _CUDNN_STATE
 
 
 def _without_inner_dropout(
