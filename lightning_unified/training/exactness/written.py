@@ -229,7 +229,11 @@ class WrittenOverParts:
                 known.put(merged("equal", [one.after for one in changes if one is not None], parts))
             else:
                 values = [known.before if one is None else one.after for one in changes]
-                known.put(self._merged(path, known, values, parts))
+                value = self._merged(path, known, values, parts)
+                if not same(
+                    value, values[-1], tolerance=0.0
+                ):  # else it is there, and a graph may still need it as it is
+                    known.put(value)
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
