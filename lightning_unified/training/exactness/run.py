@@ -25,7 +25,7 @@ from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
-from lightning_unified.training.metrics import UpdateRecord, can_join
+from lightning_unified.training.metrics import ComputeRecord, UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
 from lightning_unified.training.snapshot import metric_state
@@ -54,6 +54,7 @@ class Results:
         metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
         joins: Whether states of those that do not say so add up over batches, by path.
         logged_metrics: The paths of the torchmetrics objects that were logged, by the path of the log.
+        logged_totals: The names of logs whose value a torchmetrics object gave for all batches so far.
         written: Buffers, frozen parameters and attributes that the step wrote, by path.
         generators: The states of Python's and numpy's global generators after the run.
         draws_on_host: Whether the run moved these generators.
@@ -66,6 +67,7 @@ class Results:
     metrics: dict[str, dict[str, Any]]
     joins: dict[str, bool]
     logged_metrics: dict[str, str]
+    logged_totals: set[str]
     written: Written
     generators: tuple[Any, Any]
     draws_on_host: bool
@@ -113,6 +115,8 @@ def aside(
         records = {path: UpdateRecord(metric) for path, metric in metrics.items() if not can_join(metric)}
         for record in records.values():
             stack.enter_context(record.watching())
+        asked = ComputeRecord(metrics.values())
+        stack.enter_context(asked.watching())
         before = _host_generators()
 
         def gather(rows: int, returned: Any) -> Results:
@@ -127,6 +131,7 @@ def aside(
                 metrics=_states_of(undone.metrics),
                 joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
+                logged_totals=_logged_totals(logs.logged, asked),
                 written=written,
                 generators=after,
                 draws_on_host=after != before,
@@ -314,6 +319,12 @@ def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metr
     by_identity = {id(metric): path for path, metric in metrics.items()}
     values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
     return {name: by_identity[id(value)] for name, value in values.items() if id(value) in by_identity}
+
+
+def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set[str]:
+    """Return the names of logs whose value a metric gave for all batches so far."""
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name for name, value in values.items() if isinstance(value, Tensor) and asked.has(value)}
 
 
 def _host_generators() -> tuple[Any, Any]:
