@@ -123,6 +123,12 @@ class MovesATeacher(Small):
         self.teacher.bias.mul_(0.5).add_(self.net[2].bias.detach())
 
 
+class FreezesInTheStep(Small):
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
 class CallsTheClosureItself(Small):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         loss = optimizer_closure()

@@ -22,6 +22,7 @@ WORKING = [
     users.ZeroesInPlace,
     users.AveragesWeights,
     users.MovesATeacher,
+    users.FreezesInTheStep,
     users.CallsTheClosureItself,
     users.StepsEverySecondBatch,
     users.WarmsUp,

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +164,7 @@ class Runner:
         self._module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+        self._sampled: list[Tensor] = []
         self._state = state_of_step(trainer)
 
     @property
@@ -202,23 +203,24 @@ class Runner:
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
         with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
-            parameters = self._parameters
-            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in self._parameters) else 1.0
             with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own, parameters, scale=scale)
-            gradient = sample_gradients(parameters, scale=scale)
+                result = self._differentiated(kwargs, own, scale=scale)
+            self._sampled = self._parameters  # the step may have frozen some
+            gradient = sample_gradients(self._sampled, scale=scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
-    def _differentiated(
-        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor], *, scale: float
-    ) -> ClosureResult:
+    def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any, *, scale: float) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         with self.counters.watching():
             result = self._step(own)
-        for parameter in parameters:  # as Lightning's zero_grad does after the step
+        for parameter in (
+            *self._module.parameters(),
+            *self._parameters,
+        ):  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
@@ -247,7 +249,7 @@ class Runner:
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has this index."""
-        parameter = self._parameters[index]
+        parameter = self._sampled[index]
         return next(
             (name for name, one in self._module.named_parameters() if one is parameter), "a parameter of the optimizer"
         )
