@@ -263,6 +263,11 @@ class UnifiedOptimization(_AutomaticOptimization):
             if self._policy.runs_whole(refusal):
                 return whole
             raise
+        if overrides(self.trainer, "on_before_backward"):
+            self._policy.say_once_a_part(
+                "the hook on_before_backward runs",
+                "What it logs is merged; keep other state of losses in on_train_batch_end.",
+            )
         parts = self._splitter.micro_batches(batch, sizes)
         return SplitBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],

@@ -18,6 +18,7 @@ from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import LogRecorder
+from lightning_unified.training.silent_loggers import SilentLoggers
 from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
@@ -30,7 +31,7 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 class Undone:
     """A block in which a module may run: all that a step may change is as before after it.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, calls are not replayed, and no gradients are
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed, and no gradients are
     there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
 
     Args:
@@ -71,6 +72,7 @@ class Undone:
         self._kernels = ExitStack()
         self._kernels.enter_context(_attention_without_cudnn())
         self._kernels.enter_context(eager_calls())
+        self._loggers = self._kernels.enter_context(SilentLoggers(trainer))
         self._logs = LogRecorder().recording(self._results)
         self._logs.__enter__()
         for parameter, _, _ in self._gradients:
@@ -88,6 +90,11 @@ class Undone:
     def look(self) -> None:
         """Find what a step has made inside the block."""
         self._state.look()
+
+    @property
+    def writes_logs(self) -> bool:
+        """Whether a step has asked a logger to write, past `self.log`."""
+        return self._loggers.is_asked
 
     @property
     def noted(self) -> Noted:

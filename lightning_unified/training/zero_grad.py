@@ -6,6 +6,8 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from lightning_unified.training.undo.kinds import is_ours
+
 __all__ = ["LateZeroGrad", "ZeroGrad", "overrides"]
 
 
@@ -73,10 +75,15 @@ class LateZeroGrad(ZeroGrad):
 
 
 def overrides(trainer: L.Trainer, hook: str) -> bool:
-    """Return whether the module or a callback of `trainer` has its own `hook`."""
-    users: list[tuple[Any, type]] = [(trainer.lightning_module, L.LightningModule)]
-    users += [(callback, L.Callback) for callback in getattr(trainer, "callbacks", [])]
-    return any(getattr(type(user), hook) is not getattr(base, hook) or hook in vars(user) for user, base in users)
+    """Return whether the module or one of the user's callbacks has its own `hook`."""
+    if _has_own(trainer.lightning_module, hook, L.LightningModule):
+        return True
+    return any(_has_own(callback, hook, L.Callback) for callback in getattr(trainer, "callbacks", []))
+
+
+def _has_own(user: Any, hook: str, base: type) -> bool:
+    is_in_class = getattr(type(user), hook) is not getattr(base, hook) and not is_ours(type(user))
+    return is_in_class or hook in vars(user)  # as of LambdaCallback
 
 
 def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:

@@ -79,7 +79,7 @@ def train(kind, strategy, callbacks=(), **options):
         precision="64-true",
         max_epochs=2,
         callbacks=[recorder, *callbacks],
-        logger=False,
+        logger=options.pop("logger", False),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -155,6 +155,45 @@ def test_a_repeated_step_moves_the_teacher_once(monkeypatch):
     assert trainer.strategy.recoveries == 1
     torch.testing.assert_close(weights(ours), weights(plain), **EXACT)
     torch.testing.assert_close(ours.seen, plain.seen, **EXACT)
+
+
+class KeepsLosses(L.Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.last = loss.detach()
+
+
+def test_a_hook_that_runs_for_each_micro_batch_is_said():
+    callbacks = [KeepsLosses()], [L.pytorch.callbacks.LambdaCallback(on_before_backward=lambda *_: None)], []
+    events = [train(users.Small, strategy_of("split"), one)[2].strategy.events for one in callbacks]
+
+    assert [any("on_before_backward" in event for event in one) for one in events] == [True, True, False]
+
+
+class WritesToTheLogger(users.Small):
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"rows": len(batch["x"])}, step=self.global_step)
+        self.logger.experiment.add_text("rows", str(len(batch["x"])))
+        return super().training_step(batch, batch_idx)
+
+
+class Written(L.pytorch.loggers.logger.DummyLogger):
+    """Keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows += [metrics["rows"]] if "rows" in metrics else []
+
+
+def test_the_check_writes_nothing_to_loggers_and_names_a_step_that_does():
+    logger = Written()
+    trainer = train(WritesToTheLogger, strategy_of("split"), logger=logger)[2]
+
+    assert logger.rows == [3, 3, 2, 3, 3, 2, 3] * 2
+    assert any("writes to the logger" in event for event in trainer.strategy.events)
+    assert trainer.loggers == [logger]
 
 
 def test_manual_optimization_runs_as_under_plain_lightning():

@@ -28,6 +28,7 @@ from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of
 from lightning_unified.training.metrics import ComputeRecord, UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
+from lightning_unified.training.silent_loggers import say_direct_logs
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
 from lightning_unified.training.undo import StateWatch
@@ -139,6 +140,8 @@ def aside(
             )
 
         yield gather
+        if undone.writes_logs:
+            say_direct_logs(trainer)
 
 
 class Runner:
