@@ -46,7 +46,9 @@ class Counters:
                     known: Any = getattr(owner, name)
                     undo.callback(setattr, owner, name, known)
                     is_property = isinstance(known, property)
-                    setattr(owner, name, self._noting(known, counter) if is_property else self._noting_call(known, counter))
+                    setattr(
+                        owner, name, self._noting(known, counter) if is_property else self._noting_call(known, counter)
+                    )
             yield
 
     def _noting_call(self, known: Callable[..., Any], counter: str) -> Callable[..., Any]:

@@ -326,6 +326,19 @@ def test_a_whole_gradient_of_zero_is_compared_with_parts_that_have_one():
         run(ZeroForMany, batches(number=1))
 
 
+class HardestTenth(Net):
+    """A tenth of eight rows is none."""
+
+    def loss(self, out, batch):
+        losses = F.cross_entropy(out, batch["y"], reduction="none")
+        return losses.topk(len(out) // 10).values.sum()
+
+
+def test_rows_whose_gradient_says_nothing_are_followed_by_more():
+    with pytest.raises(SplitError, match="the gradient of 24 rows differs"):
+        run(HardestTenth, batches(number=1, size=24))
+
+
 def test_what_stays_undecided_is_checked_ever_more_rarely(checks):
     run(Zero, batches(number=40))
 
