@@ -37,6 +37,7 @@ from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, StateWatc
 from lightning_unified.training.weighting import Weighting
 from lightning_unified.training.weights import WeightsCopy, WeightsWatch
 from lightning_unified.training.window import WindowTerms
+from lightning_unified.training.zero_grad import LateZeroGrad, ZeroGrad, overrides
 
 __all__ = ["UnifiedOptimization"]
 
@@ -67,6 +68,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
+        self._zeroing: ZeroGrad | None = None
         self._phase = "forward"
         self._batch_idx = 0
 
@@ -181,7 +183,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._weights = None
         if self._gradients is not None:
             self._gradients.restore()
-        self._gradients = None
+        if self._zeroing is not None:
+            self._zeroing.undo()
+        self._gradients = self._zeroing = None
         snapshot.restore()
         self._state.forget()
 
@@ -259,6 +263,11 @@ class UnifiedOptimization(_AutomaticOptimization):
             if self._policy.runs_whole(refusal):
                 return whole
             raise
+        if overrides(self.trainer, "on_before_backward"):
+            self._policy.say_once_a_part(
+                "the hook on_before_backward runs",
+                "What it logs is merged; keep other state of losses in on_train_batch_end.",
+            )
         parts = self._splitter.micro_batches(batch, sizes)
         return SplitBatch(
             [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
@@ -311,6 +320,13 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._phase = "forward"
         return scaled
 
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
+        """Return what zeroes gradients in a batch of `parts` micro-batches; None within an accumulation window."""
+        self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
+        if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
+            self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
+        return self._zeroing
+
     def has_terms(self) -> bool:
         """Return whether the batch counts in its window at all."""
         return self._window is None or self._window.factor > 0
@@ -356,7 +372,7 @@ def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
 
 
 class _MicroBatchClosure(Closure):
-    """Lightning's closure over several micro-batches, in its order: training_step, zero_grad, backward, then the next one."""
+    """Lightning's closure over several micro-batches, each in its order: training_step, zero_grad once a batch, backward."""
 
     def __init__(
         self,
@@ -374,12 +390,13 @@ class _MicroBatchClosure(Closure):
         loop, batch = self._loop, self._batch
         outputs: list[ClosureResult] = []
         scaled: Tensor | None = None
+        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
         batch.begin()
         for index in range(batch.parts):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
             batch.end_part()
-            if index == 0 and self._zero_grad_fn is not None:
-                self._zero_grad_fn()
+            if zeroing is not None:
+                zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
                 with batch.recording():
                     scaled = loop.backward_part(

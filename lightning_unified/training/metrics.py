@@ -1,6 +1,6 @@
 """torchmetrics objects of a batch that ran as micro-batches: their states and values are those of the whole batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any, cast
@@ -15,7 +15,7 @@ from lightning_unified.training.exactness.merging import MergeTable, Parts, merg
 from lightning_unified.training.snapshot import metric_state, set_metric_state
 from lightning_unified.training.undo import Roots, StateWatch
 
-__all__ = ["MetricsOverParts", "UpdateRecord", "can_join", "metrics_of"]
+__all__ = ["ComputeRecord", "MetricsOverParts", "UpdateRecord", "can_join", "metrics_of"]
 
 
 class MetricsOverParts:
@@ -135,6 +135,68 @@ class UpdateRecord:
         for args, kwargs in self._calls:
             metric.update(*args, **kwargs)
         return metric
+
+
+class ComputeRecord:
+    """The numbers that a step asks metrics for (`compute`), which are of all batches so far; those of a `forward` are the batch's own.
+
+    Args:
+        metrics: That may be asked.
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+        self._values: list[Tensor] = []
+        self._inside = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the numbers that are asked for inside the block."""
+        with ExitStack() as stack:
+            for metric in self._metrics:
+                stack.enter_context(_replaced(metric, "compute", self._noting(metric.compute)))
+                stack.enter_context(_replaced(metric, "forward", self._forward(metric.forward)))
+            yield
+
+    def has(self, value: Tensor) -> bool:
+        """Return whether `value` is one of the numbers."""
+        return any(same(value.double().cpu(), one, tolerance=1e-6) for one in self._values)
+
+    def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            value = compute(*args, **kwargs)
+            if not self._inside:
+                apply_to_collection(
+                    value, Tensor, lambda one: self._values.extend(one.detach().double().cpu().reshape(-1))
+                )
+            return value
+
+        return noting
+
+    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+
+        return inside
+
+
+@contextmanager
+def _replaced(metric: Metric, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Let `metric` have another method inside the block."""
+    attributes = vars(cast("Any", metric))
+    own = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        if own is None:
+            del attributes[name]
+        else:
+            attributes[name] = own
 
 
 class _Twin:

@@ -306,6 +306,15 @@ class MemoryPolicy:
             log.warning,
         )
 
+    def say_once_a_part(self, what: str, instead: str) -> None:
+        """Warn once of something that happens once for each micro-batch of a split batch.
+
+        Args:
+            what: Happens.
+            instead: What to do to have it happen once a batch.
+        """
+        self._say(f"{what} once for each micro-batch where a batch is split. {instead}", log.warning)
+
     def _say(self, words: str, how: Callable[..., None]) -> None:
         if words not in self._said:
             self._said.add(words)

@@ -18,6 +18,7 @@ from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import LogRecorder
+from lightning_unified.training.silent_loggers import SilentLoggers
 from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
@@ -30,7 +31,7 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 class Undone:
     """A block in which a module may run: all that a step may change is as before after it.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, calls are not replayed, and no gradients are
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed, and no gradients are
     there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
 
     Args:
@@ -65,14 +66,16 @@ class Undone:
             results=self._results,
         )
         self._watch = BatchWatch(self._batch)
-        self._gradients = [(parameter, parameter.grad) for parameter in _parameters(trainer)]
+        parameters = _parameters(trainer)  # frozen ones too: a step may train them, and freeze others
+        self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
         # nothing is changed above, where memory may run out
         self._kernels = ExitStack()
         self._kernels.enter_context(_attention_without_cudnn())
         self._kernels.enter_context(eager_calls())
+        self._loggers = self._kernels.enter_context(SilentLoggers(trainer))
         self._logs = LogRecorder().recording(self._results)
         self._logs.__enter__()
-        for parameter, _ in self._gradients:
+        for parameter, _, _ in self._gradients:
             parameter.grad = None
         for child in module.modules():
             if self._in_eval(child):
@@ -89,6 +92,11 @@ class Undone:
         self._state.look()
 
     @property
+    def writes_logs(self) -> bool:
+        """Whether a step has asked a logger to write, past `self.log`."""
+        return self._loggers.is_asked
+
+    @property
     def noted(self) -> Noted:
         """The state as it was when the block began."""
         return self._snapshot.state
@@ -98,8 +106,10 @@ class Undone:
     ) -> None:
         self._logs.__exit__(None, None, None)
         self._kernels.close()
-        for parameter, gradient in self._gradients:
+        for parameter, gradient, is_trained in self._gradients:
             parameter.grad = gradient
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
         self._snapshot.restore()
         self._watch.again()
 
@@ -134,7 +144,8 @@ def gradient_sample(
         step: Runs `training_step`.
         parameters: Whose gradient; by default of all that are trained.
     """
-    parameters = _parameters(trainer) if parameters is None else parameters
+    if parameters is None:
+        parameters = [parameter for parameter in _parameters(trainer) if parameter.requires_grad]
     scale = _FLOAT16_SCALE if str(trainer.precision_plugin.precision).startswith("16") else 1.0
     with torch.enable_grad():
         loss = step().closure_loss
@@ -163,7 +174,7 @@ def _parameters(trainer: L.Trainer) -> list[Tensor]:
         for parameter in group["params"]
     )
     both = {id(parameter): parameter for parameter in (*trainer.lightning_module.parameters(), *of_optimizers)}
-    return [parameter for parameter in both.values() if parameter.requires_grad]
+    return list(both.values())
 
 
 def draws_or_mixes(child: nn.Module) -> bool:

@@ -47,6 +47,9 @@ class WholeBatch:
     def end_part(self) -> None:
         """Leave what the step has written."""
 
+    def settle(self) -> None:
+        """Leave what the step has written."""
+
     def share(self, _index: int) -> float | None:
         """Return None: the loss is the batch's own."""
         return None
@@ -105,6 +108,15 @@ class SplitResults:
         if self._written is not None:
             self._written.end_part()
 
+    def settle(self, parts: Parts) -> None:
+        """Write what the whole batch's step would have written; later calls do nothing more.
+
+        Args:
+            parts: What the micro-batches weigh.
+        """
+        if self._written is not None:
+            self._written.finish(parts)
+
     def recording(self) -> AbstractContextManager[None]:
         """Hold back what is logged inside the block."""
         return self._logs.recording(self._results)
@@ -122,8 +134,7 @@ class SplitResults:
         if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
             self._learn(tables.logs, new)
         self._metrics.finish(parts)
-        if self._written is not None:
-            self._written.finish(parts)
+        self.settle(parts)
         if self._results is not None:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts))
         return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
@@ -234,6 +245,10 @@ class SplitBatch:
     def end_part(self) -> None:
         """Note what a micro-batch's step has written, before the hooks that run once a batch."""
         self._merging.end_part()
+
+    def settle(self) -> None:
+        """Write what the whole batch's step would have written, before the hooks that follow it."""
+        self._merging.settle(self._weighting.parts)
 
     def share(self, index: int) -> float | None:
         """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""

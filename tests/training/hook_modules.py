@@ -105,6 +105,30 @@ class AveragesWeights(Small):
         self.seen.append(float(self.gradient()))
 
 
+class MovesATeacher(Small):
+    """Compares rows with a teacher that `on_before_zero_grad` moves, and starts the step's count of rows anew there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+        self.rows = 0
+
+    def loss(self, batch):
+        self.rows += len(batch["x"])
+        return F.mse_loss(self.net(batch["x"]), self.teacher(batch["x"]))
+
+    def on_before_zero_grad(self, optimizer):
+        self.seen.append((self.rows, float(self.gradient())))
+        self.rows = 0
+        self.teacher.bias.mul_(0.5).add_(self.net[2].bias.detach())
+
+
+class FreezesInTheStep(Small):
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(batch_idx > 0)
+        return super().training_step(batch, batch_idx)
+
+
 class CallsTheClosureItself(Small):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         loss = optimizer_closure()

@@ -7,7 +7,7 @@ from modules import MLP, RaggedTokens
 from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.errors import OutOfMemoryError
+from lightning_unified.errors import OutOfMemoryError, SplitError
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 
@@ -191,6 +191,19 @@ def test_another_error_comes_through_untouched():
     module = made(kind=Breaks)
     with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         trainer("unified").validate(module, module.loader(), verbose=False)
+
+
+@pytest.mark.parametrize("needed", [2, 8])
+@pytest.mark.parametrize(("how", "step"), [("validate", "validation_step"), ("test", "test_step")])
+def test_an_error_on_fewer_rows_is_a_refusal_that_names_the_step(how, step, needed):
+    class Whole(Evaluates):
+        def evaluate(self, batch):
+            assert len(batch["x"]) >= needed, "asks for more rows"
+            return super().evaluate(batch)
+
+    message = rf"^Whole.{step} fails on \d of \d rows of its batch \(AssertionError: asks for more rows\)"
+    with pytest.raises(SplitError, match=message):
+        getattr(trainer(UnifiedStrategy()), how)(made(3, Whole), MLP.loader(), verbose=False)
 
 
 def test_without_recovery_the_original_error_is_raised():

@@ -21,6 +21,8 @@ WORKING = [
     users.KeepsTheGraph,
     users.ZeroesInPlace,
     users.AveragesWeights,
+    users.MovesATeacher,
+    users.FreezesInTheStep,
     users.CallsTheClosureItself,
     users.StepsEverySecondBatch,
     users.WarmsUp,
@@ -77,7 +79,7 @@ def train(kind, strategy, callbacks=(), **options):
         precision="64-true",
         max_epochs=2,
         callbacks=[recorder, *callbacks],
-        logger=False,
+        logger=options.pop("logger", False),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -116,7 +118,7 @@ def test_a_module_that_uses_a_hook_trains_as_under_plain_lightning(kind, size):
 
 @pytest.mark.parametrize("size", ["whole", "split"])
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=["window", "by value", "by norm"])
-@pytest.mark.parametrize("kind", [users.LogsEverywhere, users.ClipsByItself, users.ZeroesInPlace])
+@pytest.mark.parametrize("kind", [users.LogsEverywhere, users.ClipsByItself, users.ZeroesInPlace, users.MovesATeacher])
 def test_windows_and_clipping_reach_the_hooks_as_under_plain_lightning(kind, options, size):
     assert_same(kind, size, **options)
 
@@ -135,6 +137,63 @@ def test_an_error_of_lightnings_is_raised_as_by_plain_lightning(kind, size):
         train(kind, strategy_of(size))
 
     assert str(ours.value) == str(plain.value)
+
+
+def test_a_repeated_step_moves_the_teacher_once(monkeypatch):
+    plain, _, _ = train(users.MovesATeacher, "auto")
+    failures = iter([False] * 4 + [True])  # memory runs out in the second batch, after one of its micro-batches
+
+    def loss(self, batch):
+        if len(batch["x"]) < 8 and self.trainer.training and self.global_step == 1 and next(failures, False):
+            raise torch.OutOfMemoryError("out of memory")
+        return kept(self, batch)
+
+    kept = users.MovesATeacher.loss
+    monkeypatch.setattr(users.MovesATeacher, "loss", loss)
+    ours, _, trainer = train(users.MovesATeacher, UnifiedStrategy(micro_batch_size=SPLIT))
+
+    assert trainer.strategy.recoveries == 1
+    torch.testing.assert_close(weights(ours), weights(plain), **EXACT)
+    torch.testing.assert_close(ours.seen, plain.seen, **EXACT)
+
+
+class KeepsLosses(L.Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.last = loss.detach()
+
+
+def test_a_hook_that_runs_for_each_micro_batch_is_said():
+    callbacks = [KeepsLosses()], [L.pytorch.callbacks.LambdaCallback(on_before_backward=lambda *_: None)], []
+    events = [train(users.Small, strategy_of("split"), one)[2].strategy.events for one in callbacks]
+
+    assert [any("on_before_backward" in event for event in one) for one in events] == [True, True, False]
+
+
+class WritesToTheLogger(users.Small):
+    def training_step(self, batch, batch_idx):
+        self.logger.log_metrics({"rows": len(batch["x"])}, step=self.global_step)
+        self.logger.experiment.add_text("rows", str(len(batch["x"])))
+        return super().training_step(batch, batch_idx)
+
+
+class Written(L.pytorch.loggers.logger.DummyLogger):
+    """Keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows += [metrics["rows"]] if "rows" in metrics else []
+
+
+def test_the_check_writes_nothing_to_loggers_and_names_a_step_that_does():
+    logger = Written()
+    trainer = train(WritesToTheLogger, strategy_of("split"), logger=logger)[2]
+
+    assert logger.rows == [3, 3, 2, 3, 3, 2, 3] * 2
+    assert any("writes to the logger" in event for event in trainer.strategy.events)
+    assert trainer.loggers == [logger]
 
 
 def test_manual_optimization_runs_as_under_plain_lightning():
@@ -238,7 +297,7 @@ def test_a_split_batch_repeats_step_and_backward_only(options):
     assert repeated == expected
 
 
-def test_gradients_are_zeroed_once_between_the_first_step_and_the_first_backward():
+def test_gradients_are_zeroed_once_between_the_last_step_and_its_backward():
     ours, _, _ = train(Recorded, unchecked())
     first = [told(call)[0] for call in ours.seen]
     first = [name for name in first[: first.index("on_train_batch_end")] if not name.endswith(" ends")]
@@ -247,9 +306,9 @@ def test_gradients_are_zeroed_once_between_the_first_step_and_the_first_backward
     assert first == [
         "on_train_batch_start",
         "optimizer_step",
+        *step,
+        *step,
         *("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
-        *step,
-        *step,
         "on_after_backward",
         "on_before_optimizer_step",
         "configure_gradient_clipping",

@@ -1,9 +1,11 @@
 """Modules whose steps write into them: what each micro-batch may write, and what is written once a batch."""
 
 import torch
+from modules import Rows
 from split_modules import Net
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class Writes(Net):
@@ -64,6 +66,39 @@ class Largest(Writes):
 
     def write(self, batch, out, loss):
         self.largest = max(self.largest, float(out.max()))
+
+
+class Smallest(Writes):
+    smallest = float("inf")
+
+    def write(self, batch, out, loss):
+        self.smallest = min(self.smallest, float(out.max()))
+
+
+class LastTotal(Writes):
+    """The total of the last batch: at first, when it was zero, a sum that grows would be the same."""
+
+    total = 0.0
+
+    def write(self, batch, out, loss):
+        self.total = float(out.sum())
+
+
+class LossOfEachSample(Writes):
+    """A table by sample: zeros at first, when sums and largest values would be the same as what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("losses", torch.zeros(24))
+
+    def write(self, batch, out, loss):
+        self.losses[batch["sample"]] = F.cross_entropy(out, batch["y"], reduction="none")
+
+    @staticmethod
+    def loader(seed=0, dtype=torch.float64):
+        """Return five batches, so that an epoch's first ones are not due to be checked."""
+        rows = [{**row, "sample": sample} for sample, row in enumerate(Net.loader(seed, dtype).dataset)]
+        return DataLoader(Rows(rows), batch_size=5)
 
 
 class Teacher(Writes):

@@ -105,7 +105,8 @@ class ExactnessCheck:
         counters = self._runner.counters.facts(
             epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
         )
-        return facts_of(batch, rows) | counters | self._module_facts.now()
+        figures = self._runner.counters.figures(trainer)
+        return facts_of(batch, rows) | counters | figures | self._module_facts.now()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what the checks have found, for a checkpoint; None if nothing yet."""

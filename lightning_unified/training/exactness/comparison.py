@@ -95,6 +95,13 @@ class Comparison:
         runs = (self.whole, *self.split.runs)
         return Tolerance.of({one for run in runs for one in run.formats})
 
+    @property
+    def says_nothing(self) -> str:
+        """Why gradients cannot be compared; empty if they can. Zeros can be, with parts that have a gradient."""
+        parts = [run.gradient for run in self.split.runs]
+        is_zero = not self.whole.gradient.values.any()
+        return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
+
     def can_count(self, rule: LossRule) -> bool:
         """Return whether an inferred rule counts 0 or more terms in every part; a declared one that does not is an error."""
         if rule.count is None or rule.name == "loss_weight":

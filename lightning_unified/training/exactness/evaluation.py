@@ -21,7 +21,7 @@ from lightning_unified.training.exactness.profile import BatchProfiles, facts_of
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import splits_of, starts_of, window
 from lightning_unified.training.exactness.run import Results, aside, copied
-from lightning_unified.training.oom import caught
+from lightning_unified.training.oom import caught, is_out_of_memory
 
 __all__ = ["EvaluationCheck"]
 
@@ -126,7 +126,7 @@ class EvaluationCheck:
         whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
         precision = WatchPrecision()
         recorded = RecordDraws(precision)
-        whole = self._run(step, whole_batch, size, recorded, precision)
+        whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
         self.draws |= recorded.has_drawn or whole.draws_on_host
         for sizes in splits_of(size // unit):
             sizes = [unit * one for one in sizes]  # noqa: PLW2901
@@ -139,8 +139,27 @@ class EvaluationCheck:
                 replay = ReplayDraws(
                     recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
                 )
-                runs.append(self._run(step, part, one, replay, precision))
+                runs.append(self._part(step, part, one, replay, precision, of=size))
             self._learn(whole, runs, batches, sizes, whole_batch, likely)
+
+    def _part(
+        self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision, *, of: int
+    ) -> Results:
+        """Run the step on `rows` of `of` rows; an error there is one of splitting."""
+        try:
+            return self._run(step, batch, rows, draws, precision)
+        except Exception as error:
+            if is_out_of_memory(error) or rows == of:
+                raise
+            raise SplitError(self._does_not_run(error, rows, of=of)) from error
+
+    def _does_not_run(self, error: BaseException, rows: int, *, of: int) -> str:
+        stage, text = self._trainer.state.stage, (str(error).splitlines() or [""])[0]
+        phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value
+        return (
+            f"{type(self._module).__name__}.{phase}_step fails on {rows} of {of} rows of its batch ({type(error).__name__}: {text}), so the "
+            "batch cannot be split. Use a smaller batch; or give MicroBatchRules(unit=n) if n rows belong together."
+        )
 
     def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
         own = copied(batch)

@@ -94,7 +94,7 @@ class Judge:
             comparison = self._compared(kwargs, trial, order="interleaved")
         precision = WatchPrecision()
         repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
-        if undecided := comparison.whole.gradient.says_nothing:
+        if undecided := comparison.says_nothing:
             self._learn(comparison, self._closest(comparison, rules), repeat=repeat, since=since)
             return undecided
         off = {rule.name: comparison.off(rule) for rule in rules}

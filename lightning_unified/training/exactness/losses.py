@@ -88,7 +88,8 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
     found = [LossRule("rows")]
     later: list[LossRule] = []
     for path, tensor in named_tensors(batch):
-        if tensor.dim() and tensor.shape[0] == rows and tensor.numel():
+        is_sparse = tensor.layout not in (torch.strided, torch.jagged)
+        if tensor.dim() and tensor.shape[0] == rows and tensor.numel() and not is_sparse:
             is_label = path.rsplit(".", 1)[-1] in _LABELS
             if is_label and not tensor.is_floating_point():
                 found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")

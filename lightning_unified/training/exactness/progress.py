@@ -4,14 +4,21 @@ A contrastive term may be switched on in a later epoch, warmed up by the step, o
 nothing of that, so these are facts too: batches with new facts are checked before their update (see profile.py).
 """
 
+import argparse
+import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import lightning as L
-from torch import nn
+from lightning.fabric.utilities.data import AttributeDict
+from torch import Tensor, nn
+
+from lightning_unified.training.undo.kinds import is_ours
 
 __all__ = ["Counters", "ModuleFacts", "WatchedIndex"]
 
@@ -21,10 +28,10 @@ Fact = tuple[str, str, Any]
 
 
 class Counters:
-    """Notes which counters a step reads: `"epoch"`, `"step"` or `"batch"`.
+    """Notes what a step reads of the run's progress: `"epoch"`, `"step"`, `"batch"`, `"rates"` (of learning) or `"metrics"`.
 
     Attributes:
-        read: The counters read so far.
+        read: What has been read so far.
     """
 
     def __init__(self) -> None:
@@ -32,13 +39,25 @@ class Counters:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note reads of `current_epoch` and `global_step`, of the module and of its Trainer, inside the block."""
+        """Note reads of counters, of metrics and of optimizers, of the module and of its Trainer, inside the block."""
         with ExitStack() as undo:
-            for owner in (L.LightningModule, L.Trainer):
-                for name, counter in (("current_epoch", "epoch"), ("global_step", "step")):
-                    undo.callback(setattr, owner, name, getattr(owner, name))
-                    setattr(owner, name, self._noting(getattr(owner, name), counter))
+            for owner, names in _READS.items():
+                for name, counter in names.items():
+                    known: Any = getattr(owner, name)
+                    undo.callback(setattr, owner, name, known)
+                    is_property = isinstance(known, property)
+                    setattr(
+                        owner, name, self._noting(known, counter) if is_property else self._noting_call(known, counter)
+                    )
             yield
+
+    def _noting_call(self, known: Callable[..., Any], counter: str) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.read.add(counter)
+            return known(*args, **kwargs)
+
+        return call
 
     def _noting(self, known: property, counter: str) -> property:
         def read(owner: Any) -> Any:
@@ -50,7 +69,35 @@ class Counters:
     def facts(self, *, epoch: int, step: int, batch: int) -> frozenset[Fact]:
         """Return where the run is, as far as steps read it: each epoch is new, and so are the first 16 steps and one in 16 after them."""
         values = {"epoch": epoch, "step": _sparse(step), "batch": _sparse(batch)}
-        return frozenset(("progress", counter, values[counter]) for counter in self.read)
+        return frozenset(("progress", counter, values[counter]) for counter in self.read & values.keys())
+
+    def figures(self, trainer: L.Trainer) -> frozenset[Fact]:
+        """Return the learning rates and the metrics known so far, each by its order of magnitude, as far as steps read them."""
+        facts: set[Fact] = set()
+        if "rates" in self.read:
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            facts |= {("progress", f"rate {index}", _order(float(group["lr"]))) for index, group in enumerate(groups)}
+        if "metrics" in self.read:
+            known = trainer.callback_metrics.items()
+            facts |= {("progress", f"metric {name}", _order(float(value))) for name, value in known}
+        return frozenset(facts)
+
+
+_READS: dict[type, dict[str, str]] = {
+    L.LightningModule: {
+        "current_epoch": "epoch",
+        "global_step": "step",
+        "optimizers": "rates",
+        "lr_schedulers": "rates",
+    },
+    L.Trainer: {
+        "current_epoch": "epoch",
+        "global_step": "step",
+        "optimizers": "rates",
+        "callback_metrics": "metrics",
+        "logged_metrics": "metrics",
+    },
+}
 
 
 def _sparse(count: int) -> int:
@@ -87,9 +134,9 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 
 
 class ModuleFacts:
-    """What of a module may decide how it computes: modes, which parameters are trained, and its plain attributes.
+    """What of a module may decide how it computes: modes, which parameters are trained, its plain attributes, and those of what it holds.
 
-    Numbers count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers
+    It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers
     are left out. This is asked before every split batch, so the tree of modules is walked only when it has changed.
 
     Args:
@@ -104,11 +151,12 @@ class ModuleFacts:
         """Return the facts as they are now."""
         children = self._children
         found = None if children is None else self._children_now()
-        if found is None or len(found) != len(children or ()) or not all(map(operator.is_, found, children or ())):
+        same = found is not None and len(found) == len(children or ()) and all(map(operator.is_, found, children or ()))
+        if not same or any(owner.get(name) is not value for owner, name, value in self._holders):
             self._scan()
         modes = bytes([bool(child.training) for child in self._modules])
         trained = bytes([one.requires_grad for held in self._parameters for one in held.values() if one is not None])
-        return self._attributes() | {("module", "modes", modes), ("module", "trained", trained)}
+        return self._attributes() | self._counted() | {("module", "modes", modes), ("module", "trained", trained)}
 
     def _children_now(self) -> list[nn.Module | None]:
         return [child for held in self._held for child in held.values()]
@@ -120,6 +168,12 @@ class ModuleFacts:
         self._children = self._children_now()
         ours = [(path, one) for path, one in zip(paths, self._modules, strict=True) if not _is_of_torch(one)]
         self._paths, self._owned = [path for path, _ in ours], [vars(one) for _, one in ours]
+        self._holders = [
+            (vars(one), name, value) for _, one in ours for name, value in vars(one).items() if _is_holder(value)
+        ]
+        self._paths += [f"holder {name}" for _, name, _ in self._holders]
+        self._owned += [value if isinstance(value, AttributeDict) else vars(value) for _, _, value in self._holders]
+        self._buffers = [(path, one._buffers) for path, one in ours if one._buffers]
         self._plain: list[Any] = []
         self._facts: frozenset[Fact] = frozenset()
 
@@ -134,9 +188,31 @@ class ModuleFacts:
             )
         return self._facts
 
+    def _counted(self) -> frozenset[Fact]:
+        """Return the facts about buffers of one entry, such as counters of steps."""
+        found = (
+            (f"{path}.{name}", one) for path, held in self._buffers for name, one in held.items() if _is_number(one)
+        )
+        return frozenset(
+            (path, "attribute", _order(float(one))) for path, one in itertools.islice(found, _MOST_BUFFERS)
+        )
 
+
+_MOST_BUFFERS = 8  # each costs a transfer from the device
 _NAMES = (bool, str, type(None))
 _PLAIN = (*_NAMES, int, float)
+
+
+def _is_number(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.numel() == 1 and not buffer.is_complex() and not buffer.is_meta
+
+
+def _is_holder(value: Any) -> bool:
+    """Return whether `value` is a namespace, an object of the user's with attributes, or hyperparameters."""
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace, AttributeDict)):
+        return True
+    skipped = isinstance(value, (nn.Module, Tensor, type, dict, list, tuple, set)) or callable(value)
+    return not skipped and hasattr(value, "__dict__") and not is_ours(type(value))
 
 
 def _is_of_torch(module: nn.Module) -> bool:

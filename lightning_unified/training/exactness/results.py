@@ -83,6 +83,8 @@ def learn_results(
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
         calls = [run.logs.get(key) for run in runs]
         _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
+    for path in whole.logged_totals:  # metrics are empty in a check, so that a rule may fit by chance
+        tables.logs.reject(path)
     _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
     return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
 

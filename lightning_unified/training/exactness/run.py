@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,10 @@ from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
 from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
-from lightning_unified.training.metrics import UpdateRecord, can_join
+from lightning_unified.training.metrics import ComputeRecord, UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
 from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
+from lightning_unified.training.silent_loggers import say_direct_logs
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
 from lightning_unified.training.undo import StateWatch
@@ -54,6 +55,7 @@ class Results:
         metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
         joins: Whether states of those that do not say so add up over batches, by path.
         logged_metrics: The paths of the torchmetrics objects that were logged, by the path of the log.
+        logged_totals: The names of logs whose value a torchmetrics object gave for all batches so far.
         written: Buffers, frozen parameters and attributes that the step wrote, by path.
         generators: The states of Python's and numpy's global generators after the run.
         draws_on_host: Whether the run moved these generators.
@@ -66,6 +68,7 @@ class Results:
     metrics: dict[str, dict[str, Any]]
     joins: dict[str, bool]
     logged_metrics: dict[str, str]
+    logged_totals: set[str]
     written: Written
     generators: tuple[Any, Any]
     draws_on_host: bool
@@ -113,6 +116,8 @@ def aside(
         records = {path: UpdateRecord(metric) for path, metric in metrics.items() if not can_join(metric)}
         for record in records.values():
             stack.enter_context(record.watching())
+        asked = ComputeRecord(metrics.values())
+        stack.enter_context(asked.watching())
         before = _host_generators()
 
         def gather(rows: int, returned: Any) -> Results:
@@ -127,6 +132,7 @@ def aside(
                 metrics=_states_of(undone.metrics),
                 joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
                 logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
+                logged_totals=_logged_totals(logs.logged, asked),
                 written=written,
                 generators=after,
                 draws_on_host=after != before,
@@ -134,6 +140,8 @@ def aside(
             )
 
         yield gather
+        if undone.writes_logs:
+            say_direct_logs(trainer)
 
 
 class Runner:
@@ -159,6 +167,7 @@ class Runner:
         self._module = trainer.lightning_module
         self.keeps_autocast = self.draws_in_eval = False
         self.counters = Counters()
+        self._sampled: list[Tensor] = []
         self._state = state_of_step(trainer)
 
     @property
@@ -197,23 +206,24 @@ class Runner:
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
         with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
-            parameters = self._parameters
-            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in self._parameters) else 1.0
             with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own, parameters, scale=scale)
-            gradient = sample_gradients(parameters, scale=scale)
+                result = self._differentiated(kwargs, own, scale=scale)
+            self._sampled = self._parameters  # the step may have frozen some
+            gradient = sample_gradients(self._sampled, scale=scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
-    def _differentiated(
-        self, kwargs: "OrderedDict[str, Any]", batch: Any, parameters: Sequence[Tensor], *, scale: float
-    ) -> ClosureResult:
+    def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any, *, scale: float) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         with self.counters.watching():
             result = self._step(own)
-        for parameter in parameters:  # as Lightning's zero_grad does after the step
+        for parameter in (
+            *self._module.parameters(),
+            *self._parameters,
+        ):  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
@@ -242,7 +252,7 @@ class Runner:
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has this index."""
-        parameter = self._parameters[index]
+        parameter = self._sampled[index]
         return next(
             (name for name, one in self._module.named_parameters() if one is parameter), "a parameter of the optimizer"
         )
@@ -314,6 +324,12 @@ def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metr
     by_identity = {id(metric): path for path, metric in metrics.items()}
     values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
     return {name: by_identity[id(value)] for name, value in values.items() if id(value) in by_identity}
+
+
+def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set[str]:
+    """Return the names of logs whose value a metric gave for all batches so far."""
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name for name, value in values.items() if isinstance(value, Tensor) and asked.has(value)}
 
 
 def _host_generators() -> tuple[Any, Any]:

@@ -90,16 +90,17 @@ def learn_written(
         unmergeable = set(table.unmergeable)
         learn_tree(table, values, after, parts, tolerance=tolerance, path=path)
         new = table.unmergeable - unmergeable
-        if not new:
-            continue
         changes = [_change(known.before, value) for value in (after, *values)]
-        if not any(change is None for change in changes):
+        if not any(
+            change is None for change in changes
+        ):  # learnt beside other rules, which may fit because of zeros before
             table.learn(_added(path), changes[1:], changes[0], parts, tolerance=tolerance)
             table.unmergeable.discard(_added(path))
             if "sum" in table.all_rules(_added(path)):
                 table.unmergeable -= new
                 continue
-        troubles.append(path)
+        if new:
+            troubles.append(path)
     return troubles
 
 
@@ -127,14 +128,16 @@ def _added(path: str) -> str:
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else."""
+    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else, and where it is not finite."""
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (before, after))
     tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
     arrays = (
         isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
     )
     if numbers or arrays or (tensors and before.shape == after.shape and before.dtype not in (torch.bool, torch.uint8)):
-        return after - before
+        change = after - before
+        finite = torch.isfinite(change).all() if isinstance(change, Tensor) else np.isfinite(change).all()
+        return change if finite else None
     return None
 
 
@@ -229,7 +232,11 @@ class WrittenOverParts:
                 known.put(merged("equal", [one.after for one in changes if one is not None], parts))
             else:
                 values = [known.before if one is None else one.after for one in changes]
-                known.put(self._merged(path, known, values, parts))
+                value = self._merged(path, known, values, parts)
+                if not same(
+                    value, values[-1], tolerance=0.0
+                ):  # else it is there, and a graph may still need it as it is
+                    known.put(value)
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
@@ -243,7 +250,8 @@ class WrittenOverParts:
             )
 
         changes = [_change(known.before, value) for value in values]
-        if "sum" in self._table.all_rules(_added(path)) and self._table.rule(path) != "equal":
+        adds = "sum" in self._table.all_rules(_added(path)) and not any(change is None for change in changes)
+        if adds and self._table.rule(path) != "equal":
             return known.before + sum(changes)
         return merge_tree(self._table, values, parts, fallback=fallback, path=path)
 

@@ -204,6 +204,12 @@ def test_tensors_of_another_length_features_and_complex_ones_are_no_candidates()
     assert [rule.name for rule in candidates(batch, ROWS)] == ["rows", "sum"]
 
 
+def test_sparse_tensors_are_no_candidates():
+    batch = {"x": X, "edges": torch.eye(ROWS, dtype=torch.long).to_sparse(), "rows": torch.eye(ROWS).to_sparse_csr()}
+
+    assert [rule.name for rule in candidates(batch, ROWS)] == ["rows", "sum"]
+
+
 def test_parts_without_terms_have_no_share_and_none_at_all_go_by_rows():
     batch = {"labels": torch.tensor([[-100, -100], [1, 2], [3, -100]])}
     rule = candidates(batch, 3)[1]

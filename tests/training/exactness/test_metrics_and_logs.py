@@ -246,6 +246,37 @@ def test_values_that_a_step_asks_a_collection_for_are_the_whole_batchs_or_named(
         torch.testing.assert_close(ours.callback_metrics[name], value)
 
 
+class Total(Held):
+    """Logs what its metric makes of all batches so far, and of this batch."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["x"])
+        self.log("of batch", self.metric(logits, batch["y"]))
+        self.log("so far", float(self.metric.compute()))
+        return F.cross_entropy(logits, batch["y"])
+
+    def make_metric(self):
+        return MulticlassAccuracy(CLASSES, average="micro")
+
+
+def test_a_total_that_a_step_asks_a_metric_for_is_named():
+    expected, seen, _, ours = compared(Total)
+
+    assert any("'so far'" in event for event in ours.strategy.events)
+    assert expected != seen
+
+
+class Batchwise(Total):
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["x"])
+        self.log("of batch", self.metric(logits, batch["y"]))
+        return F.cross_entropy(logits, batch["y"])
+
+
+def test_the_value_of_a_batch_is_no_total():
+    assert assert_same(Batchwise).strategy.events == []
+
+
 def test_a_metric_that_fails_on_a_single_row_is_refused():
     class Determination(Regression):
         def make_metric(self):

@@ -1,5 +1,7 @@
 """What a step reads of the run's progress, and what changes of its module, makes a batch news, though the batch itself shows nothing."""
 
+from types import SimpleNamespace
+
 import lightning as L
 import pytest
 import torch
@@ -8,10 +10,18 @@ from torch import nn
 from lightning_unified.training.exactness.progress import Counters, ModuleFacts, WatchedIndex
 
 
+class Settings:
+    def __init__(self):
+        self.is_warm = True
+
+
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.net, self.alpha, self.calls, self.mode, self.flag = nn.Linear(2, 2), 0.5, 3, "warm", False
+        self.settings, self.own = SimpleNamespace(weight=0.0), Settings()
+        self.save_hyperparameters({"margin": 0.5})
+        self.register_buffer("steps", torch.tensor(3))
 
 
 @pytest.mark.parametrize(
@@ -21,6 +31,8 @@ class Module(L.LightningModule):
         (lambda module, index: module.trainer.current_epoch, {"epoch"}),
         (lambda module, index: module.global_step, {"step"}),
         (lambda module, index: module.trainer.global_step > 3, {"step"}),
+        (lambda module, index: module.optimizers(), {"rates"}),
+        (lambda module, index: module.trainer.callback_metrics, {"metrics"}),
         (lambda module, index: index % 2, {"batch"}),
         (lambda module, index: index == 0, {"batch"}),
         (lambda module, index: bool(index), {"batch"}),
@@ -69,6 +81,18 @@ def test_epochs_are_each_news_and_steps_ever_more_rarely():
     assert (len(set(steps)), len(set(epochs))) == (19, 64)
 
 
+@pytest.mark.parametrize(("read", "known"), [("rates", "rate 0"), ("metrics", "metric loss")])
+def test_rates_and_metrics_that_were_read_are_facts(read, known):
+    counters, trainer = Counters(), L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.strategy.optimizers = [torch.optim.SGD([torch.zeros(1)], 0.1)]
+    trainer.callback_metrics["loss"] = torch.tensor(0.5)
+    assert counters.figures(trainer) == frozenset()
+
+    counters.read.add(read)
+
+    assert [name for _, name, _ in counters.figures(trainer)] == [known]
+
+
 class Flagged(nn.Module):
     def __init__(self):
         super().__init__()
@@ -89,6 +113,11 @@ CHANGES = {
     "a number that becomes 0": (lambda module: setattr(module, "alpha", 0.0), True),
     "a number of another order": (lambda module: setattr(module, "calls", 16), True),
     "a number of another sign": (lambda module: setattr(module, "alpha", -0.5), True),
+    "a number in a namespace": (lambda module: setattr(module.settings, "weight", 1.0), True),
+    "another namespace": (lambda module: setattr(module, "settings", SimpleNamespace(weight=1.0)), True),
+    "a flag of a settings object": (lambda module: setattr(module.own, "is_warm", False), True),
+    "a hyperparameter": (lambda module: module.hparams.update(margin=2.0), True),
+    "a counter in a buffer": (lambda module: module.steps.add_(1), True),
     "a number that is not finite": (lambda module: setattr(module, "alpha", float("inf")), True),
     "a number of the same order": (lambda module: setattr(module, "calls", 2), False),
     "weights": (lambda module: nn.init.ones_(module.net.weight), False),

@@ -18,6 +18,8 @@ from writing_modules import (
     LargeList,
     Largest,
     LargeTeacher,
+    LastTotal,
+    LossOfEachSample,
     Nothing,
     Outputs,
     OutputsByRow,
@@ -25,6 +27,7 @@ from writing_modules import (
     RunningLoss,
     RunningMean,
     SeenRows,
+    Smallest,
     Spectral,
     Teacher,
     Writes,
@@ -40,6 +43,9 @@ SAME = [
     RunningMean,
     AddedUp,
     Largest,
+    Smallest,
+    LastTotal,
+    LossOfEachSample,
     Teacher,
     DataWrite,
     LargeTeacher,
@@ -99,7 +105,7 @@ def run(kind, strategy, **options):
 
 def state_of(module):
     buffers = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    names = ("calls", "rows", "average", "largest", "outs", "last", "kept", "depth", "large")
+    names = ("calls", "rows", "average", "largest", "smallest", "total", "outs", "last", "kept", "depth", "large")
     return {**buffers, **{name: getattr(module, name) for name in names if name in vars(module)}}
 
 

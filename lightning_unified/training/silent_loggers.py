@@ -1,0 +1,61 @@
+"""Loggers that write nothing, for runs of a step that are to leave nothing behind."""
+
+from types import TracebackType
+from typing import Any, Self
+
+import lightning as L
+from lightning.fabric.loggers.logger import _DummyExperiment
+from lightning.pytorch.loggers import Logger
+
+__all__ = ["SilentLoggers", "say_direct_logs"]
+
+_WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
+
+
+class SilentLoggers:
+    """A block in which the loggers of a Trainer write nothing, whoever calls them.
+
+    A stand-in is of its logger's class and has its attributes, so that a step finds whatever else it asks for.
+
+    Args:
+        trainer: Whose loggers.
+
+    Attributes:
+        is_asked: Whether someone has asked a logger to write.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer, self._loggers = trainer, trainer.loggers
+        self.is_asked = False
+
+    def __enter__(self) -> Self:
+        self._trainer.loggers = [self._silent(logger) for logger in self._loggers]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._trainer.loggers = self._loggers
+
+    def _silent(self, logger: Logger) -> Logger:
+        def write(*_args: Any, **_kwargs: Any) -> None:
+            self.is_asked = True
+
+        def experiment(_logger: Logger) -> _DummyExperiment:
+            self.is_asked = True
+            return _DummyExperiment()
+
+        methods = {**dict.fromkeys(_WRITING, write), "experiment": property(experiment)}
+        silent = object.__new__(type(type(logger).__name__, (type(logger),), methods))
+        object.__setattr__(silent, "__dict__", vars(logger))
+        return silent
+
+
+def say_direct_logs(trainer: L.Trainer) -> None:
+    """Warn once that the step writes to a logger past `self.log`, where there is a strategy that splits batches."""
+    policy = getattr(trainer.strategy, "policy", None)
+    if policy is not None:
+        policy.say_once_a_part(
+            "the step itself writes to the logger (self.logger): it does so",
+            "Use self.log, which logs the whole batch's value, or write in a hook such as on_train_batch_end.",
+        )
