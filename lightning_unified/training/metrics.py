@@ -160,14 +160,14 @@ class ComputeRecord:
 
     def has(self, value: Tensor) -> bool:
         """Return whether `value` is one of the numbers."""
-        return any(same(value.double().cpu(), one, tolerance=1e-6) for one in self._values)
+        return any(same(value.cpu().double(), one, tolerance=1e-6) for one in self._values)
 
     def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)
             if not self._inside:
                 apply_to_collection(
-                    value, Tensor, lambda one: self._values.extend(one.detach().double().cpu().reshape(-1))
+                    value, Tensor, lambda one: self._values.extend(one.detach().cpu().double().reshape(-1))
                 )
             return value
 

@@ -31,8 +31,8 @@ _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, ex
 class Undone:
     """A block in which a module may run: all that a step may change is as before after it.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed, and no gradients are
-    there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed,
+    and no gradients are there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
 
     Args:
         trainer: In `fit`.

@@ -136,8 +136,8 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 class ModuleFacts:
     """What of a module may decide how it computes: modes, which parameters are trained, its plain attributes, and those of what it holds.
 
-    It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers
-    are left out. This is asked before every split batch, so the tree of modules is walked only when it has changed.
+    It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers
+    count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out. This is asked before every split batch, so the tree of modules is walked only when it has changed.
 
     Args:
         module: Whose facts.

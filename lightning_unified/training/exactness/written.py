@@ -91,9 +91,8 @@ def learn_written(
         learn_tree(table, values, after, parts, tolerance=tolerance, path=path)
         new = table.unmergeable - unmergeable
         changes = [_change(known.before, value) for value in (after, *values)]
-        if not any(
-            change is None for change in changes
-        ):  # learnt beside other rules, which may fit because of zeros before
+        # learnt beside other rules, which may fit because of zeros before
+        if not any(change is None for change in changes):
             table.learn(_added(path), changes[1:], changes[0], parts, tolerance=tolerance)
             table.unmergeable.discard(_added(path))
             if "sum" in table.all_rules(_added(path)):
@@ -233,9 +232,7 @@ class WrittenOverParts:
             else:
                 values = [known.before if one is None else one.after for one in changes]
                 value = self._merged(path, known, values, parts)
-                if not same(
-                    value, values[-1], tolerance=0.0
-                ):  # else it is there, and a graph may still need it as it is
+                if not same(value, values[-1], tolerance=0.0):  # else it is there, and a graph may need it as it is
                     known.put(value)
         if self._noted is not None:
             self._watch.learn(self._noted)
