@@ -20,7 +20,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     Shapes:
         logits (N, C), labels (N), of rows that were not trained on.
     """
-    scores, labels = logits.detach().double().cpu(), labels.cpu()
+    scores, labels = logits.detach().cpu().double(), labels.cpu()
     with torch.inference_mode(mode=False), torch.enable_grad():
         scores = scores.clone()  # what was made in inference mode takes no part in a backward pass
         logarithm = torch.zeros((), dtype=torch.float64, requires_grad=True)

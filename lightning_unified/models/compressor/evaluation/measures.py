@@ -50,7 +50,7 @@ def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool =
     found = {
         "dropped_cross_entropy": _cross_entropy(logits, ids, scored=dropped),
         "continuation_cross_entropy": _cross_entropy(following, batch.continuation, scored=batch.continuation_mask),
-        "kept_ratio": Sums(sums=keep.sum(1).double().tolist(), counts=batch.mask.sum(1).tolist()),
+        "kept_ratio": Sums(sums=keep.sum(1).float().tolist(), counts=batch.mask.sum(1).tolist()),
     }
     if reconstruct:
         decode: Callable[[list[int]], str] = subject.tokenizer.decode
