@@ -17,6 +17,7 @@ Orders of magnitude are powers of two, so that new facts become rare.
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,20 +38,38 @@ Fact = tuple[str, str, Any]
 
 def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
     """Return the facts about the tensors of `batch` that have one entry for each of its `rows`; one transfer from the device."""
-    leaves = [(path, leaf.detach()) for path, leaf in named_tensors(batch) if _has_rows(leaf, rows)]
-    if not leaves:
-        return frozenset()
-    figures = [_figures(leaf) for _, leaf in leaves]
-    numbers = (
-        torch.cat([one.cpu() if one.device.type != figures[0].device.type else one for one in figures]).cpu().tolist()
-    )
+    groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small ones of one shape together, which takes fewer kernels
+    for path, leaf in named_tensors(batch):
+        if _has_rows(leaf, rows):
+            flat = leaf.detach().reshape(rows, -1)
+            key = (leaf.device, leaf.dtype, flat.shape[1], path if leaf.numel() > _LARGE else "")
+            groups.setdefault(key, []).append((path, flat))
+    leaves = [[leaf for _, leaf in group] for group in groups.values()]
+    stacks = [torch.stack(group) if len(group) > 1 else group[0][None] for group in leaves]
+    figures = [_figures(stack) for stack in stacks]
     facts: set[Fact] = set()
-    for index, (path, leaf) in enumerate(leaves):
-        facts |= _facts(path, leaf, numbers[index * _COUNT : (index + 1) * _COUNT])
+    for group, numbers in zip(groups.values(), _on_host(figures), strict=True):
+        for (path, leaf), own in zip(group, numbers, strict=True):
+            facts |= _facts(path, leaf, own[:_COUNT], occurs=own[_COUNT:])
     return frozenset(facts)
 
 
 _COUNT = 9
+_LARGE = (
+    1 << 20
+)  # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
+_REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+
+def _on_host(figures: Sequence[Tensor]) -> list[list[list[float]]]:
+    """Return the figures as numbers: one transfer for each device."""
+    if not figures:
+        return []
+    devices = {one.device for one in figures}
+    if len(devices) > 1:
+        return [one.tolist() for one in figures]
+    numbers = iter(torch.cat([one.reshape(-1) for one in figures]).tolist())
+    return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in figures]
 
 
 def _has_rows(leaf: Tensor, rows: int) -> bool:
@@ -63,31 +82,42 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
     )
 
 
-def _figures(leaf: Tensor) -> Tensor:
-    """Return lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with most, ignored of the one with most, and
-    how many rows repeat a number at an end.
+def _figures(stack: Tensor) -> Tensor:
+    """Return (leaves, figures) of leaves of one shape: lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with
+    most, ignored of the row with most, how many rows repeat a number at an end, and which of the whole numbers from the lowest on occur.
+
+    Shapes:
+        stack (leaves, rows, entries of a row).
     """
-    flat = leaf.reshape(leaf.shape[0], -1)
-    zeros = (flat == 0).sum(1)
-    if leaf.is_floating_point():
-        bad = (~flat.isfinite()).sum()
-        low = high = ignored = most_ignored = repeats = torch.zeros((), device=leaf.device)
-    else:
-        whole = flat.long()
-        low, high, bad = whole.min(), whole.max(), torch.zeros((), device=leaf.device)
-        ignored_by_row = (flat == _IGNORED).sum(1) if leaf.dtype not in (torch.bool, torch.uint8) else zeros * 0
-        ignored, most_ignored = ignored_by_row.sum(), ignored_by_row.max()
-        repeats = ((flat[:, 0] == flat[:, :2][:, -1]) | (flat[:, -1] == flat[:, -2:][:, 0])).sum()
-    figures = (low, high, zeros.sum(), ignored, bad, zeros.min(), zeros.max(), most_ignored, repeats)
-    return torch.stack([one.to(torch.float32 if leaf.device.type == "mps" else torch.float64) for one in figures])
+    wide = torch.float32 if stack.device.type == "mps" else torch.float64
+    zeros = (stack == 0).sum(2)
+    if stack.is_floating_point():
+        bad = (~stack.isfinite()).flatten(1).sum(1)
+        none = torch.zeros_like(bad)
+        figures = [none, none, zeros.sum(1), none, bad, zeros.amin(1), zeros.amax(1), none, none]
+        return torch.stack([one.to(wide) for one in figures], 1)
+    whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
+    flat = whole.flatten(1)
+    low, high = flat.amin(1), flat.amax(1)
+    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
+    repeats = ((whole[:, :, 0] == whole[:, :, :2][:, :, -1]) | (whole[:, :, -1] == whole[:, :, -2:][:, :, 0])).sum(1)
+    bad = torch.zeros_like(repeats)
+    figures = [low, high, zeros.sum(1), ignored.sum(1), bad, zeros.amin(1), zeros.amax(1), ignored.amax(1), repeats]
+    numbers = torch.stack([one.to(wide) for one in figures], 1)
+    if flat.shape[1] > _LARGE:
+        return numbers
+    places = (flat.long() - low.long()[:, None]).clamp_(max=_KINDS)
+    occurs = torch.zeros(len(stack), _KINDS + 1, dtype=wide, device=stack.device)
+    return torch.cat([numbers, occurs.scatter_(1, places, 1.0)[:, :_KINDS]], 1)
 
 
-def _facts(path: str, leaf: Tensor, figures: Sequence[float]) -> set[Fact]:
+def _facts(path: str, leaf: Tensor, figures: Sequence[float], *, occurs: Sequence[float]) -> set[Fact]:
     low, high, zeros, ignored, bad, fewest, most, most_ignored, repeats = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
     facts: set[Fact] = {(path, "row size", _order(size))}
     if not leaf.is_floating_point() and high - low < _KINDS:
-        facts |= {(path, "value", value) for value in leaf.reshape(-1).unique().tolist()}
+        values = [int(low) + place for place, one in enumerate(occurs) if one] or leaf.unique().tolist()
+        facts |= {(path, "value", value) for value in values}
     elif not leaf.is_floating_point():
         facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
         facts.add((path, "void", high == _VOID))

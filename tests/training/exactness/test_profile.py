@@ -128,3 +128,25 @@ def test_an_attribute_that_changes_in_every_batch_is_news_eight_times():
         profiles.add(facts)
 
     assert news == [True] * 8 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64]
+)
+def test_the_values_of_few_whole_numbers_are_facts(dtype):
+    values = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0]]).to(dtype)
+
+    assert {fact for fact in facts_of({"y": values}, 4) if fact[1] == "value"} == {("y", "value", 0), ("y", "value", 1)}
+
+
+def test_leaves_of_one_shape_have_the_facts_that_each_has_alone():
+    together = facts_of(SEEN, 8)
+
+    assert together == frozenset().union(*(facts_of({name: value}, 8) for name, value in SEEN.items()))
+
+
+def test_the_values_of_a_large_leaf_are_those_of_a_small_one(monkeypatch):
+    small = facts_of(SEEN, 8)
+    monkeypatch.setattr("lightning_unified.training.exactness.profile._LARGE", 4)
+
+    assert facts_of(SEEN, 8) == small
