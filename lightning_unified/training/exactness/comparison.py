@@ -108,6 +108,10 @@ class Comparison:
             return True
         return all(float(rule.count(batch)) >= 0 for batch in self.split.batches)
 
+    def none_agrees(self, rules: Sequence[LossRule]) -> bool:
+        """Return whether gradients differ by more than rounding under each of `rules`."""
+        return all(self.off(rule).excess > 1 for rule in rules)
+
     def off(self, rule: LossRule) -> Disagreement:
         """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
         if rule.name not in self.known:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ConstantDraws", "Draw", "NoDraws", "Order", "RecordDraws", "ReplayDraws", "WatchPrecision"]
+__all__ = ["ConstantDraws", "Draw", "DrawMode", "NoDraws", "Order", "RecordDraws", "ReplayDraws", "WatchPrecision"]
 
 Order = Literal["interleaved", "blocks"]
 
@@ -72,12 +72,18 @@ class _Draws(TorchDispatchMode):
 
     Attributes:
         leaves_out: Whether a kernel that draws inside has run without its dropout.
+        covers_backward: Whether the backward pass is to run in the mode too, where activations that are recomputed are drawn again, and
+            kernels that draw inside have passes of their own. It takes half of the mode's time.
     """
 
-    def __init__(self, precision: WatchPrecision) -> None:
+    def __init__(self, precision: WatchPrecision, *, covers_backward: bool = True) -> None:
         super().__init__()
-        self._precision = precision
+        self._precision, self._covers_backward = precision, covers_backward
         self.leaves_out = False
+
+    @property
+    def covers_backward(self) -> bool:
+        return self._covers_backward or self.leaves_out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,8 +124,8 @@ class RecordDraws(_Draws):
         draws: What was drawn, on the host.
     """
 
-    def __init__(self, precision: WatchPrecision) -> None:
-        super().__init__(precision)
+    def __init__(self, precision: WatchPrecision, *, covers_backward: bool = True) -> None:
+        super().__init__(precision, covers_backward=covers_backward)
         self.draws: list[Draw] = []
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +158,10 @@ class NoDraws:
 
     Attributes:
         has_drawn: Whether it drew.
+        covers_backward: The backward pass is watched too.
     """
+
+    covers_backward = True
 
     def __init__(self, generators: Callable[[], Any]) -> None:
         self._generators, self.has_drawn = generators, False
@@ -162,11 +171,14 @@ class NoDraws:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.has_drawn = not _same_states(self._before, self._generators())
+        self.has_drawn |= not _same_states(self._before, self._generators())
 
 
 def _same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(state, other[name]) for name, state in one.items() if isinstance(state, Tensor))
+
+
+DrawMode = _Draws | NoDraws
 
 
 class ReplayDraws(_Draws):
@@ -179,6 +191,7 @@ class ReplayDraws(_Draws):
         stop: The row after its last one.
         order: How rows lie in draws of k entries a row.
         precision: Told of every operator's result.
+        covers_backward: Whether the backward pass runs in the mode too.
 
     Attributes:
         troubles: Why the replay is not valid; empty as long as it is.
@@ -186,9 +199,17 @@ class ReplayDraws(_Draws):
     """
 
     def __init__(
-        self, draws: Sequence[Draw], *, rows: int, start: int, stop: int, order: Order, precision: WatchPrecision
+        self,
+        draws: Sequence[Draw],
+        *,
+        rows: int,
+        start: int,
+        stop: int,
+        order: Order,
+        precision: WatchPrecision,
+        covers_backward: bool = True,
     ) -> None:
-        super().__init__(precision)
+        super().__init__(precision, covers_backward=covers_backward)
         self._draws, self._next = draws, 0
         self._rows, self._start, self._stop, self._order = rows, start, stop, order
         self.troubles: list[str] = []

@@ -90,8 +90,8 @@ class Judge:
             BaseException: Whatever the step itself raises on whole rows, untouched.
         """
         comparison = self._quiet(kwargs, trial) if trial.is_quiet else None
-        if comparison is None or _none_agrees({rule.name: comparison.off(rule) for rule in rules}):
-            comparison = self._compared(kwargs, trial, order="interleaved")
+        if comparison is None or comparison.none_agrees(rules):
+            comparison = self._replayed(kwargs, trial, rules)
         precision = WatchPrecision()
         repeat = partial(self._whole, kwargs, trial, RecordDraws(precision), precision)
         if undecided := comparison.says_nothing:
@@ -99,11 +99,6 @@ class Judge:
             return undecided
         off = {rule.name: comparison.off(rule) for rule in rules}
         noise = _DRAWN if comparison.is_drawn else ""
-        if _none_agrees(off) and comparison.is_ordered:
-            other = self._compared(kwargs, trial, order="blocks")
-            found = {rule.name: other.off(rule) for rule in rules}
-            if not _none_agrees(found):
-                comparison, off = other, found
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
             with equal_host_draws():
@@ -139,14 +134,33 @@ class Judge:
         draws = [NoDraws(generators) for _ in trial.split]
         return Comparison(whole=whole, split=self._parts(kwargs, trial, draws, precision))
 
-    def _compared(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order) -> Comparison:
+    def _replayed(self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule]) -> Comparison:
+        """Return the comparison under replayed draws: first without watching the backward pass, which seldom draws."""
+        comparison = self._compared(kwargs, trial, order="interleaved", covers_backward=False)
+        if comparison.says_nothing or not comparison.is_drawn or not comparison.none_agrees(rules):
+            return comparison
+        comparison = self._compared(kwargs, trial, order="interleaved", covers_backward=True)
+        if not comparison.is_ordered or not comparison.none_agrees(rules):
+            return comparison
+        other = self._compared(kwargs, trial, order="blocks", covers_backward=True)
+        return comparison if other.none_agrees(rules) else other
+
+    def _compared(
+        self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order, covers_backward: bool
+    ) -> Comparison:
         """Return the comparison in which each part is given its rows' entries of the draws of the whole run."""
         precision = WatchPrecision()
-        recorded = RecordDraws(precision)
+        recorded = RecordDraws(precision, covers_backward=covers_backward)
         whole = self._whole(kwargs, trial, recorded, precision)
         replays = [
             ReplayDraws(
-                recorded.draws, rows=trial.rows, start=start, stop=start + size, order=order, precision=precision
+                recorded.draws,
+                rows=trial.rows,
+                start=start,
+                stop=start + size,
+                order=order,
+                precision=precision,
+                covers_backward=recorded.covers_backward,
             )
             for start, size in zip(starts_of(trial.split), trial.split, strict=True)
         ]

@@ -74,7 +74,9 @@ def _features(batch: Any, rows: int) -> Tensor | None:
             columns.append((flat == _IGNORED).sum(1) if leaf.dtype not in (torch.bool, torch.uint8) else columns[-1])
             if flat.shape[1] == 1:
                 columns.append(flat[:, 0].long())
-    return torch.stack([column.cpu() for column in columns], 1) if columns else None
+    if len({column.device for column in columns}) > 1:
+        columns = [column.cpu() for column in columns]
+    return torch.stack(columns, 1).cpu() if columns else None
 
 
 def _rarities(features: Tensor) -> list[dict[int, float]]:

@@ -3,9 +3,10 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torchmetrics import Metric
 
-from lightning_unified.training.exactness.draws import NoDraws, WatchPrecision
+from lightning_unified.training.exactness.draws import DrawMode, NoDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import GradientSample, sample_gradients
 from lightning_unified.training.exactness.progress import Counters, WatchedIndex
 from lightning_unified.training.exactness.written import Written, written_since
@@ -190,7 +191,7 @@ class Runner:
         batch: Any,
         *,
         rows: int,
-        draws: AbstractContextManager[Any],
+        draws: DrawMode,
         precision: WatchPrecision,
     ) -> Run:
         """Run the step on `batch` and differentiate its loss; everything is as before afterwards.
@@ -206,28 +207,34 @@ class Runner:
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
         with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
-            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in self._parameters) else 1.0
-            with draws, torch.enable_grad():
-                result = self._differentiated(kwargs, own, scale=scale)
-            self._sampled = self._parameters  # the step may have frozen some
+            parameters = self._parameters()
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            with torch.enable_grad():
+                result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+            self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
             gradient = sample_gradients(self._sampled, scale=scale)
             return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
 
-    def _differentiated(self, kwargs: "OrderedDict[str, Any]", batch: Any, *, scale: float) -> ClosureResult:
+    def _differentiated(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        batch: Any,
+        draws: DrawMode,
+        parameters: Sequence[Tensor],
+        *,
+        scale: float,
+    ) -> ClosureResult:
         key = next(iter(kwargs))
         own = OrderedDict(kwargs, **{key: batch})
         if "batch_idx" in own:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
-        with self.counters.watching():
+        with draws, self.counters.watching():
             result = self._step(own)
-        for parameter in (
-            *self._module.parameters(),
-            *self._parameters,
-        ):  # as Lightning's zero_grad does after the step
+        for parameter in parameters:  # as Lightning's zero_grad does after the step
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
-            with inside_hook(self._module, "backward"):
+            with draws if draws.covers_backward else nullcontext(), inside_hook(self._module, "backward"):
                 self._module.backward(loss * scale)
         result.closure_loss = None
         return result
@@ -243,12 +250,12 @@ class Runner:
                 return None if is_out_of_memory(error) else error
         return None
 
-    @property
     def _parameters(self) -> list[Tensor]:
-        optimizers = self._trainer.strategy.optimizers
-        of_optimizers = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
-        both = {id(one): one for one in (*self._module.parameters(), *of_optimizers)}
-        return [one for one in both.values() if one.requires_grad]
+        """Return the parameters of the module and of the optimizers, frozen ones too: a step may train them."""
+        groups = (
+            group["params"] for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups
+        )
+        return list({id(one): one for one in (*self._module.parameters(), *chain.from_iterable(groups))}.values())
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has this index."""
