@@ -158,10 +158,10 @@ class NoDraws:
 
     Attributes:
         has_drawn: Whether it drew.
-        covers_backward: The backward pass is watched too.
+        covers_backward: The backward pass is not watched: what it draws anew, the forward pass has drawn.
     """
 
-    covers_backward = True
+    covers_backward = False
 
     def __init__(self, generators: Callable[[], Any]) -> None:
         self._generators, self.has_drawn = generators, False

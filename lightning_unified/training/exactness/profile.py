@@ -61,7 +61,7 @@ _LARGE = (
 _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
-def _on_host(figures: Sequence[Tensor]) -> list[list[list[float]]]:
+def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
     """Return the figures as numbers: one transfer for each device."""
     if not figures:
         return []
@@ -83,40 +83,39 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _figures(stack: Tensor) -> Tensor:
-    """Return (leaves, figures) of leaves of one shape: lowest, highest, zeros, ignored, non-finite, zeros of the row with fewest and with
-    most, ignored of the row with most, how many rows repeat a number at an end, and which of the whole numbers from the lowest on occur.
+    """Return (leaves, figures) of leaves of one shape, as whole numbers: lowest, highest, zeros, ignored, non-finite, zeros of the row with
+    fewest and with most, ignored of the row with most, how many rows repeat a number at an end, and which numbers from the lowest on occur.
 
     Shapes:
         stack (leaves, rows, entries of a row).
     """
-    wide = torch.float32 if stack.device.type == "mps" else torch.float64
     zeros = (stack == 0).sum(2)
+    none = torch.zeros_like(zeros[:, 0])
+    counts = (zeros.sum(1), zeros.amin(1), zeros.amax(1))
     if stack.is_floating_point():
         bad = (~stack.isfinite()).flatten(1).sum(1)
-        none = torch.zeros_like(bad)
-        figures = [none, none, zeros.sum(1), none, bad, zeros.amin(1), zeros.amax(1), none, none]
-        return torch.stack([one.to(wide) for one in figures], 1)
+        return torch.stack([none, none, counts[0], none, bad, *counts[1:], none, none], 1)
     whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
     flat = whole.flatten(1)
-    low, high = flat.amin(1), flat.amax(1)
-    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
-    repeats = ((whole[:, :, 0] == whole[:, :, :2][:, :, -1]) | (whole[:, :, -1] == whole[:, :, -2:][:, :, 0])).sum(1)
-    bad = torch.zeros_like(repeats)
-    figures = [low, high, zeros.sum(1), ignored.sum(1), bad, zeros.amin(1), zeros.amax(1), ignored.amax(1), repeats]
-    numbers = torch.stack([one.to(wide) for one in figures], 1)
+    low, high = flat.amin(1).long(), flat.amax(1).long()
+    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else none[:, None]
+    second = min(1, whole.shape[2] - 1)
+    repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
+    figures = [low, high, counts[0], ignored.sum(1), none, *counts[1:], ignored.amax(1), repeats.sum(1)]
+    numbers = torch.stack(figures, 1)
     if flat.shape[1] > _LARGE:
         return numbers
-    places = (flat.long() - low.long()[:, None]).clamp_(max=_KINDS)
-    occurs = torch.zeros(len(stack), _KINDS + 1, dtype=wide, device=stack.device)
-    return torch.cat([numbers, occurs.scatter_(1, places, 1.0)[:, :_KINDS]], 1)
+    places = (flat.long() - low[:, None]).clamp_(max=_KINDS)
+    occurs = none.new_zeros(len(stack), _KINDS + 1).scatter_(1, places, 1)
+    return torch.cat([numbers, occurs[:, :_KINDS]], 1)
 
 
-def _facts(path: str, leaf: Tensor, figures: Sequence[float], *, occurs: Sequence[float]) -> set[Fact]:
+def _facts(path: str, leaf: Tensor, figures: Sequence[int], *, occurs: Sequence[int]) -> set[Fact]:
     low, high, zeros, ignored, bad, fewest, most, most_ignored, repeats = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
     facts: set[Fact] = {(path, "row size", _order(size))}
     if not leaf.is_floating_point() and high - low < _KINDS:
-        values = [int(low) + place for place, one in enumerate(occurs) if one] or leaf.unique().tolist()
+        values = [low + place for place, one in enumerate(occurs) if one] or leaf.unique().tolist()
         facts |= {(path, "value", value) for value in values}
     elif not leaf.is_floating_point():
         facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
