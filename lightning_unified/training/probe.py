@@ -1,8 +1,9 @@
 """Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from lightning_unified.training.silent_loggers import SilentLoggers
 from lightning_unified.training.snapshot import StepSnapshot
 from lightning_unified.training.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
-__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout", "state_of_step"]
+__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout", "parameters_of_step", "state_of_step"]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
@@ -66,7 +67,8 @@ class Undone:
             results=self._results,
         )
         self._watch = BatchWatch(self._batch)
-        parameters = _parameters(trainer)  # frozen ones too: a step may train them, and freeze others
+        children = list(module.modules())
+        parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others
         self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
         # nothing is changed above, where memory may run out
         self._kernels = ExitStack()
@@ -77,8 +79,8 @@ class Undone:
         self._logs.__enter__()
         for parameter, _, _ in self._gradients:
             parameter.grad = None
-        for child in module.modules():
-            if self._in_eval(child):
+        for child in children:
+            if child.training and self._in_eval(child):
                 child.training = False
         return self
 
@@ -145,7 +147,7 @@ def gradient_sample(
         parameters: Whose gradient; by default of all that are trained.
     """
     if parameters is None:
-        parameters = [parameter for parameter in _parameters(trainer) if parameter.requires_grad]
+        parameters = [parameter for parameter in parameters_of_step(trainer) if parameter.requires_grad]
     scale = _FLOAT16_SCALE if str(trainer.precision_plugin.precision).startswith("16") else 1.0
     with torch.enable_grad():
         loss = step().closure_loss
@@ -166,15 +168,16 @@ def _sample(parameter: Tensor) -> Tensor:
     return gradient.detach().flatten()[::stride].clone()
 
 
-def _parameters(trainer: L.Trainer) -> list[Tensor]:
-    of_optimizers = (
-        parameter
-        for optimizer in trainer.strategy.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    both = {id(parameter): parameter for parameter in (*trainer.lightning_module.parameters(), *of_optimizers)}
-    return list(both.values())
+def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
+    """Return the parameters of the module and of the optimizers, each once, frozen ones too: a step may train them."""
+    return _parameters(trainer, trainer.lightning_module.modules())
+
+
+def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:
+    groups = (group["params"] for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups)
+    owned = (child._parameters.values() for child in children)
+    both = (one for one in chain(chain.from_iterable(owned), chain.from_iterable(groups)) if one is not None)
+    return list({id(parameter): parameter for parameter in both}.values())
 
 
 def draws_or_mixes(child: nn.Module) -> bool:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -28,7 +27,7 @@ from lightning_unified.training.hooks import inside_hook
 from lightning_unified.training.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.training.metrics import ComputeRecord, UpdateRecord, can_join
 from lightning_unified.training.oom import is_out_of_memory
-from lightning_unified.training.probe import Undone, draws_or_mixes, state_of_step
+from lightning_unified.training.probe import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.training.silent_loggers import say_direct_logs
 from lightning_unified.training.snapshot import metric_state
 from lightning_unified.training.split.containers import entries_of, with_entries
@@ -207,7 +206,7 @@ class Runner:
         own = copied(batch)
         in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
         with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
-            parameters = self._parameters()
+            parameters = parameters_of_step(self._trainer)
             scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
             with torch.enable_grad():
                 result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
@@ -249,13 +248,6 @@ class Runner:
             except Exception as error:
                 return None if is_out_of_memory(error) else error
         return None
-
-    def _parameters(self) -> list[Tensor]:
-        """Return the parameters of the module and of the optimizers, frozen ones too: a step may train them."""
-        groups = (
-            group["params"] for optimizer in self._trainer.strategy.optimizers for group in optimizer.param_groups
-        )
-        return list({id(one): one for one in (*self._module.parameters(), *chain.from_iterable(groups))}.values())
 
     def name_of(self, index: int) -> str:
         """Return the name of the parameter whose gradient has this index."""
