@@ -22,6 +22,7 @@ from lightning_unified.training.exactness.results import Tables, learn_results, 
 from lightning_unified.training.exactness.rows import splits_of, starts_of, window
 from lightning_unified.training.exactness.run import Results, aside, copied
 from lightning_unified.training.exactness.trees import all_values
+from lightning_unified.training.exactness.written import drawn_unequally
 from lightning_unified.training.oom import caught, is_out_of_memory
 
 __all__ = ["EvaluationCheck"]
@@ -153,6 +154,7 @@ class EvaluationCheck:
                     recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
                 )
                 runs.append(self._part(step, part, one, replay, precision, of=size))
+            self.draws |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
             self._learn(whole, runs, batches, sizes, whole_batch, likely)
 
     def _part(

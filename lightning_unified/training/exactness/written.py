@@ -18,6 +18,7 @@ Where nothing fits, the batch cannot be split exactly. Two kinds of writes are l
 module's own, which advance with every draw, and values that two equal runs write differently, such as times.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,21 @@ from lightning_unified.training.undo import Noted, StateWatch
 from lightning_unified.training.undo.changes import (
     Change,
     changes_since,
+    is_same,
     moved_since,
     versions_of,
 )
 
-__all__ = ["Write", "Written", "WrittenOverParts", "differing", "learn_written", "written_since"]
+__all__ = [
+    "Write",
+    "Written",
+    "WrittenOverParts",
+    "differing",
+    "drawn_unequally",
+    "learn_written",
+    "with_states_of",
+    "written_since",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,28 @@ def differing(one: Written, other: Written) -> set[str]:
             paths.add(path)
             table.unmergeable.clear()
     return paths
+
+
+def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
+    """Return the paths of Python's and NumPy's generators that parts left in another state than the whole rows did."""
+    return sorted(
+        path
+        for path in {path for one in (whole, *runs) for path in one if _is_of_host(one[path])}
+        if not all(path in run and path in whole and is_same(run[path].after, whole[path].after) for run in runs)
+    )
+
+
+def with_states_of(written: Written, other: Written) -> Written:
+    """Return what a run wrote, with the states of generators that another run left."""
+    own = {path: write for path, write in written.items() if write.kind != "state"}
+    return own | {path: write for path, write in other.items() if write.kind == "state"}
+
+
+def _is_of_host(write: Write) -> bool:
+    """Return whether a generator of Python or NumPy was drawn from; torch's are recorded and replayed."""
+    state = write.after
+    is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
+    return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
 
 
 def _kept(value: Any) -> Any:
