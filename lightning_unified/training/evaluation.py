@@ -9,7 +9,6 @@ import lightning as L
 from lightning_unified.training.encoders import Encoders, encoders_of
 from lightning_unified.training.exactness.evaluation import EvaluationCheck
 from lightning_unified.training.exactness.merging import MergeTable, Parts
-from lightning_unified.training.exactness.trees import all_paths
 from lightning_unified.training.foresight import Foresight
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import caught
@@ -113,9 +112,15 @@ class EvaluationSteps:
             with results.part(index):
                 outputs.append(whole(part))
             results.end_part()
+        weights = self._weights(check, parts, sizes)
+        if phase == "predict" and check.guesses(outputs, weights):
+            if self._policy.checks(_STAGES[phase]):
+                check.learn(whole, batch, **self._extent(shape))
+            check.refuse_guesses(outputs, weights)
+        whole_result = results.finish(outputs, weights)
         if phase == "predict":
-            check.refuse_guesses(list(all_paths(check.tables.outputs, outputs)))
-        return results.finish(outputs, self._weights(check, parts, sizes))
+            check.refuse_guesses(outputs, weights)  # a rule may not apply to these values
+        return whole_result
 
     def _learn_more(
         self,

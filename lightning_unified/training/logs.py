@@ -4,9 +4,15 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _METRICS,
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+)
 from torch import Tensor
 
 __all__ = ["LogKey", "LogRecorder", "Logged", "path_of_log"]
@@ -49,14 +55,35 @@ class LogRecorder:
         if results is None:
             yield
             return
-        outer = results.__dict__.get("log")
+        outer = {name: results.__dict__.get(name) for name in ("log", "metrics")}
         results.__dict__["log"] = self._record
+        results.__dict__["metrics"] = partial(self._metrics, results, results.metrics)
+        is_empty = not results
+        if is_empty:  # Lightning asks an empty collection for nothing
+            results[_NOTHING] = _nothing()
         try:
             yield
         finally:
-            del results.__dict__["log"]
-            if outer is not None:
-                results.__dict__["log"] = outer
+            if is_empty:
+                results.pop(_NOTHING, None)
+            for name, method in outer.items():
+                del results.__dict__[name]
+                if method is not None:
+                    results.__dict__[name] = method
+
+    def _metrics(self, results: _ResultCollection, outer: Callable[[bool], _METRICS], on_step: bool) -> _METRICS:
+        """Return what `trainer.callback_metrics` and its like are made from, with what this micro-batch has logged so far."""
+        metrics = outer(on_step)
+        own = _ResultCollection(training=results.training)
+        own.dataloader_idx, own.batch, own.batch_size = results.dataloader_idx, results.batch, results.batch_size
+        for call in self.logged.values():
+            if call.parts[-1] == self._part:
+                cast("Any", own).log(
+                    call.fx, call.name, call.values[-1], **call.options, batch_size=call.batch_sizes[-1]
+                )
+        for kind, logged in own.metrics(on_step).items():
+            cast("Any", metrics)[kind].update(logged)
+        return metrics
 
     def forget(self) -> None:
         """Drop what has been recorded."""
@@ -72,15 +99,22 @@ class LogRecorder:
         self.logged = {key: call for key, call in self.logged.items() if key in names}
 
     def flush(
-        self, results: _ResultCollection, reduce: Callable[[LogKey, Logged], tuple[Any, Any]] | None = None
+        self,
+        results: _ResultCollection,
+        reduce: Callable[[LogKey, Logged], tuple[Any, Any]] | None = None,
+        *,
+        by_steps: bool = False,
     ) -> None:
-        """Log every recorded name once.
+        """Log every recorded name once, and drop it.
 
         Args:
             results: Where Lightning gathers what is logged.
             reduce: Returns the whole batch's value and `batch_size`; by default they are the last ones recorded.
+            by_steps: Whether to keep names that hooks have logged for another flush.
         """
-        for key, call in self.logged.items():
+        chosen = {key: call for key, call in self.logged.items() if not by_steps or call.fx.endswith("_step")}
+        self.logged = {key: call for key, call in self.logged.items() if key not in chosen}
+        for key, call in chosen.items():
             value, batch_size = (call.values[-1], call.batch_sizes[-1]) if reduce is None else reduce(key, call)
             cast("Any", results).log(call.fx, call.name, value, **call.options, batch_size=batch_size)
 
@@ -92,6 +126,16 @@ class LogRecorder:
         call.parts.append(self._part)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.batch_sizes.append(batch_size)
+
+
+_NOTHING = "nothing"  # a key without a dot, which none of Lightning's is
+
+
+def _nothing() -> _ResultMetric:
+    """Return a result that has no value."""
+    result = _ResultMetric(_Metadata(fx=_NOTHING, name=_NOTHING), is_tensor=True)
+    result.has_reset = True
+    return result
 
 
 def path_of_log(key: LogKey) -> str:

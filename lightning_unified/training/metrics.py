@@ -137,6 +137,10 @@ class UpdateRecord:
         return metric
 
 
+class _Total(Tensor):
+    """A number of all batches so far; torch's operators return such tensors for such tensors."""
+
+
 class ComputeRecord:
     """The numbers that a step asks metrics for (`compute`), which are of all batches so far; those of a `forward` are the batch's own.
 
@@ -159,19 +163,19 @@ class ComputeRecord:
             yield
 
     def has(self, value: Tensor) -> bool:
-        """Return whether `value` is one of the numbers."""
-        return any(same(value.cpu().double(), one, tolerance=1e-6) for one in self._values)
+        """Return whether `value` is one of the numbers, or a tensor computed from them."""
+        return isinstance(value, _Total) or any(same(value.cpu().double(), one, tolerance=1e-6) for one in self._values)
 
     def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             value = compute(*args, **kwargs)
-            if not self._inside:
-                apply_to_collection(
-                    value, Tensor, lambda one: self._values.extend(one.detach().cpu().double().reshape(-1))
-                )
-            return value
+            return value if self._inside else apply_to_collection(value, Tensor, self._noted)
 
         return noting
+
+    def _noted(self, value: Tensor) -> Tensor:
+        self._values.extend(value.detach().cpu().double().reshape(-1))
+        return value.as_subclass(_Total)
 
     def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:

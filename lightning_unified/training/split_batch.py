@@ -88,7 +88,7 @@ class SplitResults:
 
     def begin(self) -> None:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
-        self._logs = LogRecorder()
+        self._logs, self._is_settled = LogRecorder(), False
         self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
         self._written: WrittenOverParts | None = None
         if self._state is not None:
@@ -109,13 +109,24 @@ class SplitResults:
             self._written.end_part()
 
     def settle(self, parts: Parts) -> None:
-        """Write what the whole batch's step would have written; later calls do nothing more.
+        """Write, count and log what the whole batch's step would have; later calls do nothing more.
 
         Args:
             parts: What the micro-batches weigh.
         """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
+            self._learn(self._tables.logs, new)
+        self._metrics.finish(parts)
         if self._written is not None:
             self._written.finish(parts)
+        self._flush(parts, by_steps=True)
+
+    def _flush(self, parts: Parts, *, by_steps: bool) -> None:
+        if self._results is not None:
+            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts), by_steps=by_steps)
 
     def recording(self) -> AbstractContextManager[None]:
         """Hold back what is logged inside the block."""
@@ -131,12 +142,8 @@ class SplitResults:
         tables = self._tables
         if new := list(unknown_paths(tables.outputs, values)):
             self._learn(tables.outputs, new)
-        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
-            self._learn(tables.logs, new)
-        self._metrics.finish(parts)
         self.settle(parts)
-        if self._results is not None:
-            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts))
+        self._flush(parts, by_steps=False)
         return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:

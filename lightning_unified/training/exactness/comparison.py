@@ -90,6 +90,11 @@ class Comparison:
     known: dict[str, Disagreement] = field(default_factory=dict)
 
     @property
+    def all_runs(self) -> Sequence[Run]:
+        """The whole run, then those of parts."""
+        return (self.whole, *self.split.runs)
+
+    @property
     def tolerance(self) -> Tolerance:
         """What counts as rounding in the formats that were computed in."""
         runs = (self.whole, *self.split.runs)

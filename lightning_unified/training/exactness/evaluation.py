@@ -16,16 +16,19 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.training.exactness.draws import RecordDraws, ReplayDraws, WatchPrecision
 from lightning_unified.training.exactness.gradients import Tolerance
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, shares
-from lightning_unified.training.exactness.merging import Parts
+from lightning_unified.training.exactness.merging import Parts, merged, same
 from lightning_unified.training.exactness.profile import BatchProfiles, facts_of
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import splits_of, starts_of, window
 from lightning_unified.training.exactness.run import Results, aside, copied
+from lightning_unified.training.exactness.trees import all_values
+from lightning_unified.training.exactness.written import drawn_unequally
 from lightning_unified.training.oom import caught, is_out_of_memory
 
 __all__ = ["EvaluationCheck"]
 
 _UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
+_ROUNDING = 1e-6  # relative; of a mean of equal values
 
 
 class EvaluationCheck:
@@ -104,20 +107,31 @@ class EvaluationCheck:
         """The names that the step logs."""
         return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
 
-    def refuse_guesses(self, paths: Sequence[str]) -> None:
-        """Raise `SplitError` if the step predicts and there is no rule for what it returned at `paths`, or more than one."""
-        if not self._predicts:
-            return
-        outputs = self.tables.outputs
-        for path in paths:
-            if path not in outputs.given and not _is_certain(outputs.all_rules(path)):
-                name = type(self._module).__name__
-                where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
-                raise SplitError(
-                    f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the "
-                    "predictions of micro-batches together for certain. Say how in configure_micro_batches: "
-                    f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "concatenate"}})); or use a smaller batch.'
-                )
+    def guesses(self, returned: Sequence[Any], parts: Parts) -> dict[str, Sequence[Any]]:
+        """Return those predictions of micro-batches, by path, of which the rules leave open what the whole batch's are.
+
+        Args:
+            returned: What the step returned for each micro-batch.
+            parts: What the micro-batches weigh.
+        """
+        table = self.tables.outputs
+        return {
+            path: values
+            for path, values in all_values(table, returned)
+            if path not in table.given and not _is_certain(table.all_rules(path), values, parts)
+        }
+
+    def refuse_guesses(self, returned: Sequence[Any], parts: Parts) -> None:
+        """Raise `SplitError` if `guesses` finds any."""
+        for path, values in self.guesses(returned, parts).items():
+            name = type(self._module).__name__
+            where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
+            rule = "equal" if all(same(value, values[0]) for value in values[1:]) else "concatenate"
+            raise SplitError(
+                f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the "
+                "predictions of micro-batches together for certain. Say how in configure_micro_batches: "
+                f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "{rule}"}})); or use a smaller batch.'
+            )
 
     def _checked(
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
@@ -140,6 +154,7 @@ class EvaluationCheck:
                     recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
                 )
                 runs.append(self._part(step, part, one, replay, precision, of=size))
+            self.draws |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
             self._learn(whole, runs, batches, sizes, whole_batch, likely)
 
     def _part(
@@ -207,7 +222,18 @@ class EvaluationCheck:
         return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
 
 
-def _is_certain(rules: frozenset[str]) -> bool:
-    """Return whether a value is rows one after another in one way only, or always the same."""
+def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: Parts) -> bool:
+    """Return whether values are rows one after another, or always the same, and no other rule that fits gives anything else here.
+
+    A constant 0 is a sum too. The two rules differ only where a value is no longer 0, and a check there tells them apart.
+    """
     concatenations = [rule for rule in rules if rule.startswith("concatenate")]
-    return rules == {"equal"} or (len(concatenations) == 1 and "equal" not in rules)
+    if len(rules) == 1 and concatenations:
+        return True
+    if not concatenations and "equal" not in rules:
+        return False
+    try:
+        first, *others = [merged(rule, values, parts) for rule in sorted(rules, key=lambda rule: rule != "equal")]
+    except SplitError:
+        return False
+    return all(same(other, first, tolerance=_ROUNDING) for other in others)

@@ -22,7 +22,7 @@ from lightning_unified.training.exactness.losses import LossRule, likeliest
 from lightning_unified.training.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Run, Runner
-from lightning_unified.training.exactness.written import differing
+from lightning_unified.training.exactness.written import differing, drawn_unequally, with_states_of
 from lightning_unified.training.generators import GeneratorWatch
 from lightning_unified.training.oom import is_out_of_memory
 
@@ -101,8 +101,11 @@ class Judge:
         noise = _DRAWN if comparison.is_drawn else ""
         if _none_agrees(off) and comparison.troubles:
             why = comparison.troubles[0]
-            with equal_host_draws():
+            drawn = comparison
+            with equal_host_draws(self._runner.module):
                 comparison = self._without_noise(kwargs, trial, why=why)
+            for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
+                run.written = with_states_of(run.written, other.written)
             off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
         if _none_agrees(off):
@@ -170,11 +173,13 @@ class Judge:
         troubles = [trouble for replay in replays for trouble in replay.troubles]
         if any(run.generators != whole.generators for run in split.runs):
             troubles.append("its step draws from Python's or NumPy's generator, more or less often for fewer rows")
+        own = drawn_unequally(whole.written, [run.written for run in split.runs])
+        troubles += [f"its step draws from {path}, more or less often for fewer rows" for path in own]
         return Comparison(
             whole=whole,
             split=split,
             troubles=troubles,
-            is_drawn=recorded.has_drawn or whole.draws_on_host,
+            is_drawn=recorded.has_drawn or whole.draws_on_host or bool(own),
             is_ordered=any(replay.is_ordered for replay in replays),
         )
 
@@ -258,7 +263,8 @@ class Judge:
         tried = "; ".join(f"{name}: {one.relative:.1e}" for name, one in off.items())
         closest = min(off.values(), key=lambda one: one.excess)
         drawn = (
-            f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too."
+            f" Its random draws could not be replayed ({troubles[0]}), and without them it differs too; draw in prepare or "
+            "on_after_batch_transfer, which run once a batch."
             if troubles
             else ""
         )

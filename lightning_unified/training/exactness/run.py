@@ -171,6 +171,11 @@ class Runner:
         self._state = state_of_step(trainer)
 
     @property
+    def module(self) -> L.LightningModule:
+        """The one whose step it is."""
+        return self._module
+
+    @property
     def has_dropout(self) -> bool:
         """Whether a layer of the module drops out in training."""
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self._module.modules())

@@ -7,7 +7,7 @@ from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.merging import MergeTable, Parts, merged
 from lightning_unified.training.split.containers import entries_of, is_sequence, joined, with_entries
 
-__all__ = ["all_paths", "learn_tree", "merge_tree", "unknown_paths"]
+__all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
 
 
 def learn_tree(
@@ -71,14 +71,14 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
         yield from unknown_paths(table, column, joined(path, name))
 
 
-def all_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[str]:
-    """Yield the paths of all values that are put together by a rule of their own."""
+def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
+    """Yield path and values, one for each part, of everything that is put together by a rule of its own."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
-        yield path
+        yield path, values
         return
     for name, column in columns.items():
-        yield from all_paths(table, column, joined(path, name))
+        yield from all_values(table, column, joined(path, name))
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:

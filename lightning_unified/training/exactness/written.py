@@ -8,38 +8,52 @@ rule that the exactness check has found, as outputs are:
 |---|---|---|
 | what each micro-batch writes | a teacher moved towards the weights, `self.calls += 1`, spectral norm | `"equal"`: once a batch |
 | the mean of what micro-batches write | running statistics of InstanceNorm, a moving average of the loss | `"mean"`, `"mean of rows"` |
-| the sum of what micro-batches add | `self.seen += len(batch)` | `"sum"` of changes |
+| the sum of what micro-batches add | `self.seen += len(batch)`, `self.labels.update(y)` of a Counter | `"sum"` of changes |
 | an entry that one micro-batch writes, others not | `self.losses[sample] = loss` | as written |
 | what micro-batches add to a set | `self.seen.update(samples)` | all of it |
+| a dict or set that it makes | `self.cache = {}` | entry by entry |
 | what micro-batches append, merged | `self.outputs.append(loss)` | a rule for each entry |
 
 Where nothing fits, the batch cannot be split exactly. Two kinds of writes are left as they come: states of random generators of the
 module's own, which advance with every draw, and values that two equal runs write differently, such as times.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.training.exactness.merging import MergeTable, Parts, merged, same
-from lightning_unified.training.exactness.trees import learn_tree, merge_tree
+from lightning_unified.training.exactness.entries import (
+    UNWRITTEN,
+    is_known,
+    is_mergeable,
+    learn_entry,
+    merge_entry,
+)
+from lightning_unified.training.exactness.merging import MergeTable, Parts, same
+from lightning_unified.training.exactness.trees import learn_tree
 from lightning_unified.training.undo import Noted, StateWatch
 from lightning_unified.training.undo.changes import (
     Change,
     changes_since,
+    is_same,
     moved_since,
     versions_of,
 )
 
-__all__ = ["Write", "Written", "WrittenOverParts", "differing", "learn_written", "written_since"]
-
-
-_AS_WRITTEN = "as written"  # by the one micro-batch that writes it
+__all__ = [
+    "Write",
+    "Written",
+    "WrittenOverParts",
+    "differing",
+    "drawn_unequally",
+    "learn_written",
+    "with_states_of",
+    "written_since",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +88,15 @@ def learn_written(
         writes = [one.get(path) for one in (whole, *runs)]
         known = next(one for one in writes if one is not None)
         after, *values = [known.before if one is None else one.after for one in writes]
-        writers = [one.after for one in writes[1:] if one is not None]
         if known.kind == "members":
             if after != set().union(known.before, *values):
                 troubles.append(path)
-            continue
-        is_one_of = writes[0] is not None and 0 < len(writers) < len(runs)
-        if is_one_of and all(same(one, after, tolerance=tolerance) for one in writers):
-            table.note(_family(path), _AS_WRITTEN)
-            continue
-        if known.kind == "state":
+        elif known.kind == "state":
             table.learn(path, values, after, parts, tolerance=0.0)
             table.unmergeable.discard(path)
-            continue
-        unmergeable = set(table.unmergeable)
-        learn_tree(table, values, after, parts, tolerance=tolerance, path=path)
-        new = table.unmergeable - unmergeable
-        changes = [_change(known.before, value) for value in (after, *values)]
-        # learnt beside other rules, which may fit because of zeros before
-        if not any(change is None for change in changes):
-            table.learn(_added(path), changes[1:], changes[0], parts, tolerance=tolerance)
-            table.unmergeable.discard(_added(path))
-            if "sum" in table.all_rules(_added(path)):
-                table.unmergeable -= new
-                continue
-        if new:
-            troubles.append(path)
+        else:
+            after, *values = [UNWRITTEN if one is None else one.after for one in writes]
+            troubles += learn_entry(table, path, known.before, after, values, parts, tolerance=tolerance)
     return troubles
 
 
@@ -117,27 +114,26 @@ def differing(one: Written, other: Written) -> set[str]:
     return paths
 
 
-def _family(path: str) -> str:
-    """Return one path for all entries of a dict: of a dict by sample, each batch writes other ones."""
-    return f"{path.rsplit('[', 1)[0]}[*]" if path.endswith("]") else path
-
-
-def _added(path: str) -> str:
-    return f"{path} (change)"
-
-
-def _change(before: Any, after: Any) -> Any:
-    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else, and where it is not finite."""
-    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (before, after))
-    tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
-    arrays = (
-        isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
+def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
+    """Return the paths of Python's and NumPy's generators that parts left in another state than the whole rows did."""
+    return sorted(
+        path
+        for path in {path for one in (whole, *runs) for path in one if _is_of_host(one[path])}
+        if not all(path in run and path in whole and is_same(run[path].after, whole[path].after) for run in runs)
     )
-    if numbers or arrays or (tensors and before.shape == after.shape and before.dtype not in (torch.bool, torch.uint8)):
-        change = after - before
-        finite = torch.isfinite(change).all() if isinstance(change, Tensor) else np.isfinite(change).all()
-        return change if finite else None
-    return None
+
+
+def with_states_of(written: Written, other: Written) -> Written:
+    """Return what a run wrote, with the states of generators that another run left."""
+    own = {path: write for path, write in written.items() if write.kind != "state"}
+    return own | {path: write for path, write in other.items() if write.kind == "state"}
+
+
+def _is_of_host(write: Write) -> bool:
+    """Return whether a generator of Python or NumPy was drawn from; torch's are recorded and replayed."""
+    state = write.after
+    is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
+    return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
 
 
 def _kept(value: Any) -> Any:
@@ -186,7 +182,7 @@ class WrittenOverParts:
     def _back(self, changes: Iterable[Change]) -> None:
         """Take back the writes of the micro-batch before, which are put together at the end; those that nothing puts together stay."""
         changes = list(changes)
-        new = [one for one in changes if not self._knows(one)]
+        new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:
             for one in changes:
                 _put_back(one)
@@ -199,20 +195,9 @@ class WrittenOverParts:
             if self._merges(one):
                 _put_back(one)
 
-    def _knows(self, change: Change) -> bool:
-        if change.kind == "members" or self._table.knows(_family(change.path)):
-            return True
-        return any(path == change.path or path.startswith(f"{change.path}.") for path in self._table.paths)
-
     def _merges(self, change: Change) -> bool:
         """Return whether some rule puts together what is written there."""
-        path = change.path
-        if change.kind == "members" or self._table.rule(_family(path)) == _AS_WRITTEN:
-            return True
-        added = "sum" in self._table.all_rules(_added(path))
-        return added or any(
-            self._table.rule(one) is not None for one in self._table.paths if one == path or one.startswith(f"{path}.")
-        )
+        return change.kind == "members" or is_mergeable(self._table, change.path)
 
     def finish(self, parts: Parts) -> None:
         """Write what the whole batch would have written.
@@ -227,30 +212,15 @@ class WrittenOverParts:
                 continue
             if known.kind == "members":
                 known.put(set().union(known.before, *(one.after for one in changes if one is not None)))
-            elif self._table.rule(_family(path)) == _AS_WRITTEN and None in changes:
-                known.put(merged("equal", [one.after for one in changes if one is not None], parts))
-            else:
-                values = [known.before if one is None else one.after for one in changes]
-                value = self._merged(path, known, values, parts)
-                if not same(value, values[-1], tolerance=0.0):  # else it is there, and a graph may need it as it is
-                    known.put(value)
+                continue
+            values = [UNWRITTEN if one is None else one.after for one in changes]
+            value = merge_entry(self._table, path, known.before, values, parts)
+            if values[-1] is UNWRITTEN or not same(value, values[-1], tolerance=0.0):
+                known.put(value)  # else it is there, and a graph may still need it as it is
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
         self._noted, self._writes = None, []
-
-    def _merged(self, path: str, known: Change, values: list[Any], parts: Parts) -> Any:
-        def fallback(at: str, _values: Sequence[Any]) -> Any:
-            raise SplitError(
-                f"the step writes {at}, and what micro-batches write is no longer put together as in the batches checked; write it once a "
-                "batch, in on_train_batch_end, or declare MicroBatchRules(splittable=False)."
-            )
-
-        changes = [_change(known.before, value) for value in values]
-        adds = "sum" in self._table.all_rules(_added(path)) and not any(change is None for change in changes)
-        if adds and self._table.rule(path) != "equal":
-            return known.before + sum(changes)
-        return merge_tree(self._table, values, parts, fallback=fallback, path=path)
 
 
 def _put_back(change: Change) -> None:

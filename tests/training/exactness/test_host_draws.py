@@ -4,7 +4,14 @@ import random
 
 import numpy as np
 import pytest
+import torch
+from modules import fit
+from split_modules import Net
+from torch import nn
+from torch.nn import functional as F
 
+from lightning_unified import UnifiedStrategy
+from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.host_draws import equal_host_draws
 
 DRAWS = {
@@ -41,3 +48,63 @@ def test_functions_are_put_back():
 
     assert not set(inside) & set(before)
     assert (random.random, random.shuffle, np.random.randn, np.random.choice) == before
+
+
+class Own(nn.Module):
+    """Holds generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.numpy, self.legacy, self.python = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+
+
+OWN = {
+    "Generator": lambda own, rows: own.numpy.normal(size=(rows, 3)),
+    "integers": lambda own, rows: own.numpy.integers(0, 99, rows),
+    "RandomState": lambda own, rows: own.legacy.rand(rows, 3),
+    "Random": lambda own, rows: np.array([own.python.gauss(0, 1) for _ in range(rows)]),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_generators_of_a_module_give_every_row_the_same(name):
+    own, twin = Own(), Own()
+    with equal_host_draws(own):
+        many, few = OWN[name](own, 8), OWN[name](own, 3)
+
+    assert (many == many[:1]).all()
+    assert (few == many[:3]).all()
+    assert (OWN[name](own, 8) == OWN[name](twin, 8)).all()
+
+
+class NoisyRows(Net):
+    """Adds noise to each row, drawn from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def noisy(self, x):
+        return x + 0.1 * torch.from_numpy(self.rng.normal(size=tuple(x.shape)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(self.noisy(batch["x"])), batch["y"])
+
+
+class MixedRows(NoisyRows):
+    def noisy(self, x):
+        return x[torch.from_numpy(self.rng.permutation(len(x)))] + x
+
+
+def test_noise_from_a_generator_of_its_own_is_said():
+    strategy = UnifiedStrategy(micro_batch_size=3)
+    fit(NoisyRows().double(), NoisyRows.loader(), strategy=strategy)
+
+    assert any("its step draws from NoisyRows.rng" in str(event) for event in strategy.events)
+
+
+def test_rows_mixed_by_a_generator_of_its_own_are_refused_with_the_way_out():
+    with pytest.raises(
+        SplitError, match=r"its step draws from MixedRows\.rng.*draw in prepare or on_after_batch_transfer"
+    ):
+        fit(MixedRows().double(), MixedRows.loader(), strategy=UnifiedStrategy(micro_batch_size=3))

@@ -9,7 +9,7 @@ import torch
 
 from lightning_unified.errors import SplitError
 from lightning_unified.training.exactness.merging import FIGURES, MergeTable, Parts, fitting, merged, same
-from lightning_unified.training.exactness.trees import all_paths, learn_tree, merge_tree, unknown_paths
+from lightning_unified.training.exactness.trees import all_values, learn_tree, merge_tree, unknown_paths
 
 SIZES = [1, 2, 5]
 BY_ROWS = Parts(SIZES, [1.0, 2.0, 5.0])
@@ -298,7 +298,7 @@ def test_nested_values_are_merged_entry_by_entry():
 def test_paths_are_keys_fields_and_indices():
     table, values = learned_tree(), [step(part) for part in ROWS.split(SIZES)]
 
-    assert set(all_paths(table, values)) == {"out.logits", "out.correct", "pair.0", "pair.1", "name"}
+    assert {path for path, _ in all_values(table, values)} == {"out.logits", "out.correct", "pair.0", "pair.1", "name"}
     assert table.unmergeable == {"pair.1"}
     assert list(unknown_paths(table, values)) == []
     assert list(unknown_paths(table, [{**value, "new": 1} for value in values])) == ["new"]

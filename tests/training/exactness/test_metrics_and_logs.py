@@ -266,6 +266,26 @@ def test_a_total_that_a_step_asks_a_metric_for_is_named():
     assert expected != seen
 
 
+class MeanOfClasses(Held):
+    """Logs a number that it computes from totals."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["x"])
+        self.metric.update(logits, batch["y"])
+        self.log("mean", 100 * self.metric.compute().mean())
+        return F.cross_entropy(logits, batch["y"])
+
+    def make_metric(self):
+        return MulticlassF1Score(CLASSES, average="none")
+
+
+def test_a_number_computed_from_totals_is_named():
+    expected, seen, _, ours = compared(MeanOfClasses)
+
+    assert any("'mean'" in event for event in ours.strategy.events)
+    assert expected != seen
+
+
 class Batchwise(Total):
     def training_step(self, batch, batch_idx):
         logits = self.net(batch["x"])
