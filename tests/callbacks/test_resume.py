@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from lanes import crossed
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,9 +34,24 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize("second", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("first", [4, 5, 6])
-@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_2, VALIDATE_NEVER], ids=str)
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    crossed(
+        [{}, VALIDATE_EVERY_2, VALIDATE_NEVER],
+        [4, 5, 6],
+        [1, 2, 4, 5, 6],
+        fast=[
+            ({}, 4, 1),
+            ({}, 5, 5),
+            ({}, 6, 4),
+            (VALIDATE_EVERY_2, 5, 1),
+            (VALIDATE_EVERY_2, 6, 6),
+            (VALIDATE_NEVER, 4, 2),
+            (VALIDATE_NEVER, 5, 5),
+        ],
+    ),
+    ids=str,
+)
 def test_a_run_stopped_twice_ends_with_the_same_weights(small_run, tmp_path, options, first, second):
     """The first stop may be at an epoch's last batch, which is the fifth; the second counts from there."""
     options = {**BY_EPOCHS, **options}

@@ -6,6 +6,7 @@ import sys
 import lightning as L
 import pytest
 import torch
+from lanes import slow
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -29,7 +30,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "order", ["import lightning as L, lightning_unified", "import lightning_unified, lightning as L"]
+    "order", ["import lightning as L, lightning_unified", slow("import lightning_unified, lightning as L")]
 )
 def test_the_name_is_registered_in_either_import_order(order):
     result = python(
