@@ -8,6 +8,8 @@ import pytest
 import torch
 from lanes import slow
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -131,7 +133,9 @@ def test_a_training_step_that_draws_its_own_batches_passes_through():
     assert trainer.global_step == 3
 
 
-def test_a_skipped_step_is_skipped():
+def test_a_skipped_step_is_skipped(monkeypatch):
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # warns once in a process
+
     class Skips(BoringModel):
         def training_step(self, batch, batch_idx):
             return None

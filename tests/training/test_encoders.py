@@ -57,7 +57,8 @@ class Fails(L.Callback):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), crossed(KINDS, range(1, 9), fast=[(kind, size) for kind in KINDS for size in (1, 3, 8)])
+    ("kind", "size"),
+    crossed(KINDS, range(1, 9), fast=[*((kind, 3) for kind in KINDS), (SimCLR, 1), (Clip, 8), (Momentum, 5)]),
 )
 def test_weights_logs_and_outputs_are_those_of_plain_lightning(kind, size):
     is_as_plain(kind, run(kind, UnifiedStrategy(micro_batch_size=size)))
