@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import lightning  # noqa: F401  what it brings is there before the heap is frozen
 import pytest
 import torch
 
@@ -19,7 +18,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start: each core has a worker already
-gc.freeze()  # a collection after each shortage would walk over every object of torch and Lightning
 
 # programs that tests start find this checkout, from whatever folder, beside what was there to be found
 ROOT = str(Path(__file__).parents[1])
@@ -28,6 +26,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 _STATE = tempfile.TemporaryDirectory(prefix="lightning-unified-state-")  # removed when the process ends
 os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the home
 os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap():
+    """Freeze all objects before each test file: the collection after each shortage walks only over newer ones."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ SIZES = (
     "classifier",
     "classifier-tiny",
     "compressor-125m",
+    "compressor-small",
     "compressor-smollm2",
     "gearhead-small",
     "gearhead-34m",

@@ -432,6 +432,7 @@ print(f"step={trainer.global_step}", guard.stopped_for)
 """
 
 
+@pytest.mark.slow
 def test_a_starved_process_saves_and_ends_by_itself(tmp_path):
     small = str(Path(__file__).with_name("small_run.py"))
     command = [sys.executable, "-c", SCRIPT, small, str(tmp_path)]

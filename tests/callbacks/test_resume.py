@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from lanes import crossed
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,8 +24,24 @@ def stopped_and_resumed(small_run, folder, *, batches, **options):
     return small_run.fit(folder, callbacks=[RunCheckpoint(folder)], seed=99, resume=folder / "last.ckpt", **options)
 
 
-@pytest.mark.parametrize("batches", [1, 4, 5, 6, 7, 10])
-@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_2, VALIDATE_NEVER, BY_EPOCHS], ids=str)
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    crossed(
+        [{}, VALIDATE_EVERY_2, VALIDATE_NEVER, BY_EPOCHS],
+        [1, 4, 5, 6, 7, 10],
+        fast=[
+            ({}, 4),
+            ({}, 5),
+            ({}, 6),
+            (VALIDATE_EVERY_2, 1),
+            (VALIDATE_EVERY_2, 10),
+            (VALIDATE_NEVER, 5),
+            (BY_EPOCHS, 5),
+            (BY_EPOCHS, 7),
+        ],
+    ),
+    ids=str,
+)
 def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, options):
     straight, straight_trainer = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **options)
     resumed, trainer = stopped_and_resumed(small_run, tmp_path / "b", batches=batches, **options)
@@ -33,9 +50,24 @@ def test_a_resumed_run_ends_with_the_same_weights(small_run, tmp_path, batches, 
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize("second", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("first", [4, 5, 6])
-@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_2, VALIDATE_NEVER], ids=str)
+@pytest.mark.parametrize(
+    ("options", "first", "second"),
+    crossed(
+        [{}, VALIDATE_EVERY_2, VALIDATE_NEVER],
+        [4, 5, 6],
+        [1, 2, 4, 5, 6],
+        fast=[
+            ({}, 4, 1),
+            ({}, 5, 5),
+            ({}, 6, 4),
+            (VALIDATE_EVERY_2, 5, 1),
+            (VALIDATE_EVERY_2, 6, 6),
+            (VALIDATE_NEVER, 4, 2),
+            (VALIDATE_NEVER, 5, 5),
+        ],
+    ),
+    ids=str,
+)
 def test_a_run_stopped_twice_ends_with_the_same_weights(small_run, tmp_path, options, first, second):
     """The first stop may be at an epoch's last batch, which is the fifth; the second counts from there."""
     options = {**BY_EPOCHS, **options}
@@ -83,8 +115,15 @@ def test_a_run_in_another_precision_than_its_module_is_built_in_goes_on_with_eve
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize("batches", [1, 5, 7, 9, 10, 12])
-@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_3, BY_EPOCHS], ids=str)
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    crossed(
+        [{}, VALIDATE_EVERY_3, BY_EPOCHS],
+        [1, 5, 7, 9, 10, 12],
+        fast=[({}, 1), ({}, 9), (VALIDATE_EVERY_3, 5), (VALIDATE_EVERY_3, 7), (BY_EPOCHS, 5), (BY_EPOCHS, 12)],
+    ),
+    ids=str,
+)
 def test_a_run_stopped_inside_an_accumulation_window_goes_on_with_its_gradients(small_run, tmp_path, batches, options):
     options = {"max_steps": 9, "accumulate_grad_batches": 2, **options}
     straight, _ = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **options)
@@ -93,8 +132,11 @@ def test_a_run_stopped_inside_an_accumulation_window_goes_on_with_its_gradients(
     assert small_run.same_weights(straight, resumed)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", [{}, VALIDATE_EVERY_2], ids=str)
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    crossed([{}, VALIDATE_EVERY_2], [1, 2], fast=[({}, 2), (VALIDATE_EVERY_2, 1)]),
+    ids=str,
+)
 def test_every_step_file_leads_to_the_same_weights(small_run, tmp_path, accumulate, options):
     options = {"max_steps": 9, "accumulate_grad_batches": accumulate, **options}
     every = RunCheckpoint(tmp_path / "a", every_n_steps=1, keep=100)
@@ -262,9 +304,16 @@ def logged_losses():
     return logger
 
 
-@pytest.mark.parametrize("batches", [4, 5, 6])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", [VALIDATE_EVERY_2, VALIDATE_NEVER], ids=str)
+@pytest.mark.parametrize(
+    ("options", "accumulate", "batches"),
+    crossed(
+        [VALIDATE_EVERY_2, VALIDATE_NEVER],
+        [1, 2],
+        [4, 5, 6],
+        fast=[(VALIDATE_EVERY_2, 1, 5), (VALIDATE_EVERY_2, 2, 4), (VALIDATE_NEVER, 1, 6), (VALIDATE_NEVER, 2, 5)],
+    ),
+    ids=str,
+)
 def test_the_logs_of_a_resumed_run_go_on_where_they_were(small_run, tmp_path, batches, accumulate, options):
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": accumulate, "max_steps": 9, **options}
     whole, first, second = logged_losses(), logged_losses(), logged_losses()

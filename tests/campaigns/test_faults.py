@@ -7,34 +7,38 @@ import sys
 from pathlib import Path
 
 import pytest
+from lanes import slow
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
-RUNS = 36  # two of each kind
+FEW, MANY = 3, 36  # runs: of three kinds, and two of each kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory):
+def record(tmp_path_factory, request):
     output = tmp_path_factory.mktemp("campaign") / "record.json"
-    arguments = ["--runs", str(RUNS), "--seed", "7", "--output", str(output)]
+    arguments = ["--runs", str(request.param), "--seed", "7", "--output", str(output)]
     done = subprocess.run([sys.executable, CAMPAIGN, *arguments], capture_output=True, text=True, check=False)
     assert output.exists(), done.stderr
     return json.loads(output.read_text()), done
 
 
-def test_no_run_of_the_sample_loses_anything(record):
+@pytest.mark.parametrize(("record", "runs"), [(FEW, FEW), slow(MANY, MANY)], indirect=["record"])
+def test_no_run_of_the_sample_loses_anything(record, runs):
     found, done = record
     totals = found["totals"]["all"]
 
     assert done.returncode == 0, done.stdout
-    assert totals["runs"] == RUNS
+    assert totals["runs"] == runs
     nothing = ("lost", "steps lost", "counted twice", "missed", "state or logs differ", "hangs", "unsound")
     assert {name: totals[name] for name in nothing} == dict.fromkeys(nothing, 0)
     assert totals["largest difference"] == 0
     assert totals["largest rounding"] < 1e-9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("record", [MANY], indirect=True)
 def test_the_sample_has_some_of_each_kind_and_most_of_them_strike(record):
     found, _ = record
     totals = found["totals"]

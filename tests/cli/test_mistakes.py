@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from lanes import some
 
 from lightning_unified.cli.run import machine
 from lightning_unified.hardware import Figure, read
@@ -73,7 +74,24 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+OF_EACH_SORT = (
+    "hardware that is not here",
+    "a misspelt choice in a sweep",
+    "a group left out",
+    "a run directory that is a file",
+    "a negative seed",
+    "a misspelt key",
+    "a list without -m",
+    "an unknown flag",
+    "a budget that cannot hold the weights",
+    "a micro-batch of nothing",
+    "two precisions",
+    "files that are not there",
+    "resuming from nothing",
+)
+
+
+@pytest.mark.parametrize("name", some(MISTAKES, *OF_EACH_SORT))
 def test_a_mistake_is_refused_in_one_clear_message_and_leaves_nothing(command, name, tmp_path):
     arguments, message = MISTAKES[name]
     done = command(*arguments)

@@ -94,6 +94,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         assert text in done.out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(command, tiny, tmp_path):
     steady = ("model.schedule=constant", *tiny)
     whole = command("memory=small", "trainer.max_steps=6", "run_dir=whole", *steady)
@@ -124,6 +125,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(command, 
     assert "copy one of best.ckpt over it" in broken.err
 
 
+@pytest.mark.slow
 def test_a_sweep_names_its_runs_and_goes_on_past_a_failing_one(command, tiny, tmp_path):
     done = command("-m", "memory.micro_batch_size=0,2", "trainer.max_steps=2", "run_dir=sweep", *tiny)
 
@@ -170,6 +172,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(command, tiny, tmp_pa
     assert command("resume=run", "trainer.max_steps=4").code == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_where_it_is_now_and_no_run_is_written_over(command, tiny, tmp_path):
     assert command("memory=small", "trainer.max_steps=2", "run_dir=run", *tiny).code == 0
     again = command("memory=small", "trainer.max_steps=2", "run_dir=run", *tiny)

@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+from lanes import slow
 
 from lightning_unified.cli.doctor import main as doctor
 from lightning_unified.cli.main import main
@@ -32,8 +33,16 @@ def test_a_run_on_a_simulated_mac_keeps_its_contract_and_marks_every_figure(comm
     assert "Apple M2 (simulated m2-16gb)" in done.out
     assert "GiB (simulated m2-16gb)" in done.out + done.err  # the progress bar
 
-    again = command("resume=run", "trainer.max_steps=13")
-    assert again.code == 0, again.err
+
+@pytest.mark.slow
+def test_a_resumed_run_stays_on_the_simulated_machine(command, tiny, tmp_path):
+    own = tuple(each for each in tiny if each != "hardware=cpu")
+    done = [
+        command("hardware=mps", "simulate=m2-16gb", "memory=small", "trainer.max_steps=2", "run_dir=run", *own),
+        command("resume=run", "trainer.max_steps=3"),
+    ]
+
+    assert [each.code for each in done] == [0, 0], done
     assert json.loads((tmp_path / "run/summary.json").read_text())["device"] == "mps (simulated m2-16gb on cpu)"
 
 
@@ -44,12 +53,12 @@ def test_a_run_on_a_simulated_mac_keeps_its_contract_and_marks_every_figure(comm
             ("hardware=cuda", "simulate=m2-16gb"),
             "hardware=cuda contradicts simulate=m2-16gb, which has: mps (Apple M2 ",
         ),
-        (("hardware=cpu", "simulate=h200"), "use hardware=cuda or hardware=auto, or simulate another machine"),
-        (("hardware=jetson", "simulate=gb10-128gb"), "use hardware=dgx_spark or hardware=auto"),
-        (("simulate=m2-16",), "simulate=m2-16 is not a machine that is known; did you mean m2-16gb?"),
+        slow(("hardware=cpu", "simulate=h200"), "use hardware=cuda or hardware=auto, or simulate another machine"),
+        slow(("hardware=jetson", "simulate=gb10-128gb"), "use hardware=dgx_spark or hardware=auto"),
+        slow(("simulate=m2-16",), "simulate=m2-16 is not a machine that is known; did you mean m2-16gb?"),
         (("simulate=m2-16gb", "hardware.compile=true"), "compiled code takes memory where it cannot be counted"),
         (("simulate=m2-16gb", "trainer.strategy=auto"), "only the unified strategy runs on a simulated machine"),
-        (("simulate=m2-16gb", "memory=large"), "a budget of 28.00 GiB is above the pool of mps, 11.84 GiB"),
+        slow(("simulate=m2-16gb", "memory=large"), "a budget of 28.00 GiB is above the pool of mps, 11.84 GiB"),
     ],
 )
 def test_what_contradicts_the_simulated_machine_is_refused(command, overrides, message, tmp_path):

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120
 
@@ -42,6 +44,7 @@ def test_a_terminated_run_saves_and_returns_143(tiny, tmp_path):
     assert "resume=run" in out
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_ends_the_whole_sweep_with_success(tiny, tmp_path):
     process = start("-m", "memory=debug,small", "trainer.max_steps=1000000", "run_dir=sweep", *tiny, cwd=tmp_path)
     when_training(process, lambda: tmp_path.glob("sweep/*/metrics.csv")).send_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from lanes import slow
 
 from lightning_unified.cli.main import main
 from lightning_unified.cli.watch.command import main as watch
@@ -69,7 +70,7 @@ def start(*arguments):
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), slow(signal.SIGTERM, 143)])
 def test_a_live_watch_prints_line_after_line_until_it_is_stopped_without_a_word(number, code):
     process = start("--json", "--every", "0.1")
     lines = [process.stdout.readline() for _ in range(2)]
@@ -117,6 +118,7 @@ L.Trainer(strategy=strategy, accelerator="cpu", max_steps=100000, logger=False, 
 """
 
 
+@pytest.mark.slow
 def test_a_training_process_shows_with_its_micro_batch_and_is_gone_once_it_is_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIGHTNING_UNIFIED_STATE_DIR", str(tmp_path / "state"))
     process = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.DEVNULL)

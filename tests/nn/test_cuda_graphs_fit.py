@@ -5,6 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
+from lanes import crossed
 from lasting import Lasting
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -75,9 +76,15 @@ def fit(module, *callbacks, rows, window):
     return trainer
 
 
-@pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("rows", ["auto", 4, 3])
+@pytest.mark.parametrize(
+    ("rows", "window", "short"),
+    crossed(
+        ["auto", 4, 3],
+        [1, 3],
+        [False, True],
+        fast=[("auto", 1, False), ("auto", 3, True), (4, 1, True), (3, 3, False)],
+    ),
+)
 def test_weights_are_those_of_a_fit_without(rows, window, short, monkeypatch):
     ours = Module()
     plain = copy.deepcopy(ours)

@@ -8,6 +8,7 @@ import ddp_modules
 import ddp_runs
 import pytest
 import torch
+from lanes import slow, some
 from lightning.pytorch.strategies import StrategyRegistry
 from on_ranks import Ended, on_ranks
 
@@ -138,6 +139,7 @@ def test_a_window_by_terms_counts_those_of_all_ranks():
         torch.testing.assert_close(gradient, together, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     for fits in on_ranks(ddp_runs.resumed, str(tmp_path)):
         assert torch.equal(fits["resumed"]["weights"], fits["straight"]["weights"])
@@ -147,7 +149,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "own", "text"),
     [
-        (ddp_modules.Broken, "KeyError", "rank 1 failed: KeyError: 'no such column'"),
+        slow(ddp_modules.Broken, "KeyError", "rank 1 failed: KeyError: 'no such column'"),
         (
             ddp_modules.TooLarge,
             "OutOfMemoryError",
@@ -162,7 +164,7 @@ def test_an_error_on_one_rank_ends_all_and_is_told(kind, own, text):
     assert text in first.text
 
 
-@pytest.mark.parametrize("phase", ["forward", "optimizer step"])
+@pytest.mark.parametrize("phase", some(["forward", "optimizer step"], "forward"))
 def test_all_end_where_nothing_is_to_be_repeated(phase):
     first, second = on_ranks(ddp_runs.unrecovered, phase)
 
@@ -304,6 +306,7 @@ def test_a_fit_that_ended_badly_says_so_in_these_tests():
     assert isinstance(on_ranks(int, "no number")[0], Ended)
 
 
+@pytest.mark.slow
 def test_a_compressor_on_two_ranks_is_that_of_one_process_on_the_joined_batch():
     ranks = on_ranks(ddp_compressor.on_two)
     for objective in ("relaxed", "reinforce"):

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lanes import slow
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
@@ -70,8 +71,8 @@ def undivided():
     [
         ("m2-16gb", "48MiB", "RuntimeError: MPS backend out of memory (MPS allocated: "),
         ("rtx3060-12gb", "40MiB", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."),
-        ("rx6750xt-12gb", "40MiB", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB."),
-        ("gb10-128gb", "40MiB", "OutOfMemoryError: CUDA out of memory."),
+        slow("rx6750xt-12gb", "40MiB", "OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 MiB."),
+        slow("gb10-128gb", "40MiB", "OutOfMemoryError: CUDA out of memory."),
     ],
 )
 def test_a_batch_that_does_not_fit_is_cut_and_trains_the_same(machine, budget, words, undivided, caplog):

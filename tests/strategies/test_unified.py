@@ -6,7 +6,10 @@ import sys
 import lightning as L
 import pytest
 import torch
+from lanes import slow
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -29,7 +32,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "order", ["import lightning as L, lightning_unified", "import lightning_unified, lightning as L"]
+    "order", ["import lightning as L, lightning_unified", slow("import lightning_unified, lightning as L")]
 )
 def test_the_name_is_registered_in_either_import_order(order):
     result = python(
@@ -130,7 +133,9 @@ def test_a_training_step_that_draws_its_own_batches_passes_through():
     assert trainer.global_step == 3
 
 
-def test_a_skipped_step_is_skipped():
+def test_a_skipped_step_is_skipped(monkeypatch):
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # warns once in a process
+
     class Skips(BoringModel):
         def training_step(self, batch, batch_idx):
             return None

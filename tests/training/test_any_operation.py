@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lanes import crossed
 from lasting import Lasting
 from lightning.pytorch.callbacks import Callback
 from modules import MLP, weights
@@ -44,8 +45,9 @@ class FailsAt(Callback):
             self.mode.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("more", [0, 1])
-@pytest.mark.parametrize("nth", [1, 5, 20, 60, 100])
+@pytest.mark.parametrize(
+    ("nth", "more"), crossed([1, 5, 20, 60, 100], [0, 1], fast=[(1, 0), (20, 1), (60, 0), (100, 1)])
+)
 def test_memory_that_runs_out_at_any_operation_leaves_no_trace(nth, more):
     failing = FailsAt(nth, more)
     module, seen, trainer = run(MLP, failing)

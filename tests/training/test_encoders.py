@@ -21,6 +21,7 @@ from contrastive_modules import (
     is_as_plain,
     run,
 )
+from lanes import crossed
 from lasting import Lasting
 from modules import fit, weights
 from torch import nn
@@ -55,8 +56,10 @@ class Fails(L.Callback):
             raise RuntimeError(TEXT)
 
 
-@pytest.mark.parametrize("size", range(1, 9))
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    crossed(KINDS, range(1, 9), fast=[*((kind, 3) for kind in KINDS), (SimCLR, 1), (Clip, 8), (Momentum, 5)]),
+)
 def test_weights_logs_and_outputs_are_those_of_plain_lightning(kind, size):
     is_as_plain(kind, run(kind, UnifiedStrategy(micro_batch_size=size)))
 
@@ -73,8 +76,10 @@ def test_autocast_is_that_of_plain_lightning_but_for_rounding(kind):
     is_as_plain(kind, found, atol=2e-2, precision="bf16-mixed")
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("phase", "check"),
+    crossed(["forward", "backward"], [True, False], fast=[("forward", True), ("backward", False)]),
+)
 def test_a_step_out_of_memory_is_repeated_in_smaller_chunks(phase, check):
     times = 1 if check else 2
     found = run(Clip, UnifiedStrategy(check_split=check), Fails(phase, times=times))

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lanes import crossed
 from modules import MLP, RaggedTokens
 from torch.nn import functional as F
 
@@ -85,8 +86,10 @@ def evaluated(how, *, most=99, strategy=None):
     return figures, outputs.seen, strategy, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("how", ["validate", "test"])
-@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("how", "most"),
+    crossed(["validate", "test"], [1, 3, 5], fast=[("validate", 3), ("test", 1), ("test", 5)]),
+)
 def test_figures_of_a_repeated_evaluation_are_those_of_the_undisturbed_one(how, most):
     plain = evaluated(how, strategy="auto")[0]
     figures, _, strategy, _ = evaluated(how, most=most)

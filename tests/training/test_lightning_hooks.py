@@ -4,6 +4,7 @@ import hook_modules as users
 import lightning as L
 import pytest
 import torch
+from lanes import slow
 from lasting import Lasting
 from modules import weights
 
@@ -116,7 +117,7 @@ def test_a_module_that_uses_a_hook_trains_as_under_plain_lightning(kind, size):
     assert_same(kind, size)
 
 
-@pytest.mark.parametrize("size", ["whole", "split"])
+@pytest.mark.parametrize("size", [slow("whole"), "split"])
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=["window", "by value", "by norm"])
 @pytest.mark.parametrize("kind", [users.LogsEverywhere, users.ClipsByItself, users.ZeroesInPlace, users.MovesATeacher])
 def test_windows_and_clipping_reach_the_hooks_as_under_plain_lightning(kind, options, size):

@@ -5,6 +5,7 @@ import pickle
 import lightning as L
 import pytest
 import torch
+from lanes import slow
 from modules import MLP, fit, weights
 from spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
 from torch import nn
@@ -86,13 +87,15 @@ class Blocks(ValidatedMLP):
 @pytest.mark.parametrize(
     ("kind", "bar", "options"),
     [
-        (ValidatedMLP, MemoryProgressBar, {}),
+        slow(ValidatedMLP, MemoryProgressBar, {}),
         (
             ValidatedMLP,
             MemoryProgressBar,
             {"micro_batch_size": 3, "micro_batches": MicroBatchRules(loss_weight=lambda batch: rows_of(batch))},
         ),
-        (ValidatedMLP, RichMemoryProgressBar, {"simulate": "m2-16gb", "micro_batch_size": 3, "window_mean": "terms"}),
+        slow(
+            ValidatedMLP, RichMemoryProgressBar, {"simulate": "m2-16gb", "micro_batch_size": 3, "window_mean": "terms"}
+        ),
         (Blocks, RichMemoryProgressBar, {"recompute": True, "optimizer_kernel": "foreach", "optimizer_rollback": True}),
     ],
     ids=["whole", "split", "simulated", "recomputed"],

@@ -6,6 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lanes import crossed, some
 from lasting import Lasting
 from lightning.pytorch.plugins import MixedPrecision
 from modules import MLP, weights
@@ -72,7 +73,19 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("hook", "batch", "window"), POSITIONS)
+EVERY_HOOK = (
+    ("on_before_backward", 0, 1),
+    ("on_before_backward", 1, 3),
+    ("on_after_backward", 5, 2),
+    ("on_after_backward", 0, 3),
+    ("on_before_optimizer_step", 2, 3),
+    ("on_before_optimizer_step", 1, 1),
+    ("on_before_zero_grad", 0, 2),
+    ("on_before_zero_grad", 5, 1),
+)
+
+
+@pytest.mark.parametrize(("hook", "batch", "window"), some(POSITIONS, *EVERY_HOOK))
 def test_memory_that_runs_out_in_a_hook_at_any_place_of_a_window_leaves_no_trace(hook, batch, window):
     assert_recovered_as_undisturbed(Stateful, FailsIn(hook, batch), window=window, clip=0.3)
 
@@ -108,8 +121,9 @@ class Measures(Stateful):
         self.values.reset()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("batch", [0, 4])
+@pytest.mark.parametrize(
+    ("batch", "phase"), crossed([0, 4], ["forward", "backward"], fast=[(0, "backward"), (4, "forward")])
+)
 def test_metric_lists_groups_and_generators_are_put_back(phase, batch):
     assert_recovered_as_undisturbed(Measures, Fails(phase, batch))
 

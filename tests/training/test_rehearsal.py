@@ -6,6 +6,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lanes import slow
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from live_bytes import Loader, live_peak, peak_of
 from rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
@@ -47,9 +48,9 @@ def transformed():
 @pytest.mark.parametrize(
     ("kind", "precision", "parts"),
     [
-        (Perceptron, "32-true", 1),
+        slow(Perceptron, "32-true", 1),
         (Perceptron, "bf16-mixed", 2),
-        (Transformer, "32-true", 2),
+        slow(Transformer, "32-true", 2),
         (Transformer, "bf16-mixed", 1),
     ],
 )

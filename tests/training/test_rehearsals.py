@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from lanes import slow, some
 from rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -59,7 +60,7 @@ def followed(module, batch, **setting):
 POLICIES = (None, True, RecomputePolicy(blocks=1, keep_attention=True), False)
 
 
-@pytest.mark.parametrize("kind", [Transformer, Switched])
+@pytest.mark.parametrize("kind", some([Transformer, Switched], Switched))
 def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind):
     module, batch, shadows = kind(), kind.batch(8), {}
     setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
@@ -89,7 +90,7 @@ def by_themselves(module, batch, **setting):
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
-        (Convolutions, {"precision": "bf16-mixed"}),
+        slow(Convolutions, {"precision": "bf16-mixed"}),
         (LowRank, {}),
         (Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
     ],
@@ -132,7 +133,7 @@ class KeepsAll(Keeps):
         self.all = [*getattr(self, "all", ()), logits.mean()]
 
 
-@pytest.mark.parametrize("kind", [KeepsRows, KeepsAll, Adversaries])
+@pytest.mark.parametrize("kind", some([KeepsRows, KeepsAll, Adversaries], KeepsRows))
 def test_where_a_step_finds_what_others_left_each_is_rehearsed_by_itself(kind):
     module, batch = kind(), kind.batch(8)
     traces, shared = followed(module, batch)
@@ -160,7 +161,7 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
     assert list(map(told, traces)) == list(map(told, by_themselves(Alternates(), Transformer.batch(8))))
 
 
-@pytest.mark.parametrize("kind", [Convolutions, Transformer])
+@pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
 def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
     setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
     quick = rehearse(kind(), kind.batch(4), **setting)

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lanes import crossed
 from torch.utils.data import DataLoader, TensorDataset
 from undo_modules import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
 
@@ -47,8 +48,9 @@ def tensors(module):
     return torch.cat([one.detach().flatten().double() for one in (*module.parameters(), *module.buffers())])
 
 
-@pytest.mark.parametrize("at", [1, 2, 4], ids=lambda at: f"backward {at}")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "at"), crossed(KINDS, [1, 2, 4], fast=[*((name, 2) for name in KINDS), ("list", 1), ("list", 4)])
+)
 def test_a_step_that_failed_once_leaves_no_state_behind(name, at):
     whole = {"batch_size": 1}
     undisturbed, _ = train(KINDS[name], **whole)
@@ -130,8 +132,7 @@ def test_a_large_tensor_that_a_failed_step_writes_for_the_first_time_is_refused_
         train(lambda: Writes({4}, seen=seen), at=[5])
 
 
-@pytest.mark.parametrize("seen", [False, True], ids=["through .data", "in place"])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(("at", "seen"), crossed([1, 4], [False, True], fast=[(1, True), (4, False)]))
 def test_a_large_tensor_that_every_step_writes_is_put_back(at, seen):
     undisturbed, _ = train(lambda: Writes(range(9), seen=seen), batch_size=1)
     failed, trainer = train(lambda: Writes(range(9), seen=seen), at=[at], batch_size=1)

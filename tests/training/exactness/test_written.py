@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from lanes import crossed
 from modules import fit, weights
 from writing_modules import (
     AddedUp,
@@ -128,8 +129,10 @@ def compare(one, other, name):
         assert one == pytest.approx(other, rel=1e-6), name
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("kind", SAME, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    crossed(SAME, [1, 2], fast=[*((kind, 1) for kind in SAME), (AddedUp, 2), (Teacher, 2), (Outputs, 2)]),
+)
 def test_state_that_the_step_writes_is_the_whole_batchs(kind, window):
     plain, _ = run(kind, "auto", accumulate_grad_batches=window)
     split, _ = run(kind, UnifiedStrategy(micro_batch_size=3), accumulate_grad_batches=window)
