@@ -5,7 +5,7 @@ batch that differs in kind from those checked is checked too, before its update.
 
 | fact | of | so that |
 |---|---|---|
-| the values that occur | whole numbers with at most 64 different ones | a new or a missing label is seen |
+| the values that occur | whole numbers with at most 64 different ones, texts | a new or a missing label is seen |
 | the order of magnitude of the largest and smallest, and whether the largest is 255 | other whole numbers | |
 | the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
 | the order of magnitude of the share of rows that begin or end with the same number twice | whole numbers | padding by any number is seen |
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.training.exactness.host_fields import arrays_of, columns_of
 from lightning_unified.training.exactness.leaves import named_tensors
 
 __all__ = ["BatchProfiles", "facts_of"]
@@ -36,15 +37,18 @@ Fact = tuple[str, str, Any]
 
 
 def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
-    """Return the facts about the tensors of `batch` that have one entry for each of its `rows`; one transfer from the device."""
-    leaves = [(path, leaf.detach()) for path, leaf in named_tensors(batch) if _has_rows(leaf, rows)]
+    """Return the facts about the tensors, arrays and lists of `batch` that have one entry for each of its `rows`; one transfer from the device."""
+    leaves = [
+        (path, leaf.detach()) for path, leaf in (*named_tensors(batch), *arrays_of(batch)) if _has_rows(leaf, rows)
+    ]
+    listed = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
     if not leaves:
-        return frozenset()
+        return frozenset(listed)
     figures = [_figures(leaf) for _, leaf in leaves]
     numbers = (
         torch.cat([one.cpu() if one.device.type != figures[0].device.type else one for one in figures]).cpu().tolist()
     )
-    facts: set[Fact] = set()
+    facts: set[Fact] = listed
     for index, (path, leaf) in enumerate(leaves):
         facts |= _facts(path, leaf, numbers[index * _COUNT : (index + 1) * _COUNT])
     return frozenset(facts)
