@@ -3,9 +3,11 @@
 from collections.abc import Collection, Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated.pools import MetalHeaps
 from lightning_unified.units import format_bytes
 
@@ -36,8 +38,17 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
         module: With its parameters in their final dtype; they may be on the meta device.
         optimizers: Those of the run. State that exists is counted as it is, state that does not yet by the optimizer's kind;
             an optimizer of unknown kind, such as torchao's 8-bit ones, counts 0 before its first step and what it made after it.
+
+    Raises:
+        ConfigurationError: If the module has lazy layers that have not run yet, so that their weights have no size.
     """
     parameters = list(module.parameters())
+    lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
+    if lazy:
+        raise ConfigurationError(
+            f"{type(module).__name__} has lazy layers whose weights have no size yet ({lazy[0]} and {len(lazy) - 1} more); a strategy that plans "
+            "memory needs their sizes before the first step. Run them once on an example, in __init__ or in configure_model."
+        )
     return {
         "weights": sum(_bytes(parameter) for parameter in parameters),
         "gradients": sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),

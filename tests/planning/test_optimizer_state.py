@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, RMSprop
 
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.planning import static_bytes
 
 
@@ -62,3 +63,13 @@ def test_state_counted_before_the_first_step_is_what_the_first_step_makes(make, 
 
     assert counted == states * 64 * 64 * 4
     assert static_bytes(module, [optimizer])["optimizer state"] == counted + 4
+
+
+def test_lazy_layers_without_sizes_are_refused_by_name():
+    module = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+    with pytest.raises(ConfigurationError, match=r"lazy layers .*0\.weight and 1 more.*Run them once"):
+        static_bytes(module)
+
+    module(torch.ones(1, 3))
+    assert static_bytes(module)["weights"] == 4 * (3 * 4 + 4 + 4 * 2 + 2)

@@ -25,7 +25,7 @@ from lightning_unified.training.exactness.examination import UNITS, Check, Exami
 from lightning_unified.training.exactness.losses import LossRule, candidates, declared, likeliest, restored, shares
 from lightning_unified.training.exactness.merging import MergeTable
 from lightning_unified.training.exactness.profile import BatchProfiles, Fact, facts_of
-from lightning_unified.training.exactness.progress import ModuleFacts
+from lightning_unified.training.exactness.progress import ModuleFacts, OutsideFacts
 from lightning_unified.training.exactness.results import Tables
 from lightning_unified.training.exactness.rows import starts_of
 from lightning_unified.training.exactness.run import Runner
@@ -65,6 +65,7 @@ class ExactnessCheck:
         self._runner = Runner(trainer, step=step)
         self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
         self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
+        self._outside_facts = OutsideFacts(trainer.lightning_module)
         self._rejected: set[str] = set()
         self._verdict: Verdict | None = None
         self._tied: list[LossRule] = []
@@ -106,7 +107,7 @@ class ExactnessCheck:
             epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
         )
         figures = self._runner.counters.figures(trainer)
-        return facts_of(batch, rows) | counters | figures | self._module_facts.now()
+        return facts_of(batch, rows) | counters | figures | self._module_facts.now() | self._outside_facts.now()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what the checks have found, for a checkpoint; None if nothing yet."""

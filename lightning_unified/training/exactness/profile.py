@@ -5,7 +5,7 @@ batch that differs in kind from those checked is checked too, before its update.
 
 | fact | of | so that |
 |---|---|---|
-| the values that occur | whole numbers with at most 64 different ones | a new or a missing label is seen |
+| the values that occur | whole numbers with at most 64 different ones, texts | a new or a missing label is seen |
 | the order of magnitude of the largest and smallest, and whether the largest is 255 | other whole numbers | |
 | the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
 | the order of magnitude of the share of rows that begin or end with the same number twice | whole numbers | padding by any number is seen |
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.training.exactness.host_fields import arrays_of, columns_of
 from lightning_unified.training.exactness.leaves import named_tensors
 
 __all__ = ["BatchProfiles", "facts_of"]
@@ -37,9 +38,9 @@ Fact = tuple[str, str, Any]
 
 
 def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
-    """Return the facts about the tensors of `batch` that have one entry for each of its `rows`; one transfer from the device."""
+    """Return the facts about the tensors, arrays and lists of `batch` that have one entry for each of its `rows`; one transfer from the device."""
     groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small ones of one shape together, which takes fewer kernels
-    for path, leaf in named_tensors(batch):
+    for path, leaf in (*named_tensors(batch), *arrays_of(batch)):
         if _has_rows(leaf, rows):
             flat = leaf.detach().reshape(rows, -1)
             key = (leaf.device, leaf.dtype, flat.shape[1], path if leaf.numel() > _LARGE else "")
@@ -47,7 +48,7 @@ def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
     leaves = [[leaf for _, leaf in group] for group in groups.values()]
     stacks = [torch.stack(group) if len(group) > 1 else group[0][None] for group in leaves]
     figures = [_figures(stack) for stack in stacks]
-    facts: set[Fact] = set()
+    facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
     for group, numbers in zip(groups.values(), _on_host(figures), strict=True):
         for (path, leaf), own in zip(group, numbers, strict=True):
             facts |= _facts(path, leaf, own[:_COUNT], occurs=own[_COUNT:])

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -19,8 +19,9 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
 from lightning_unified.training.undo.kinds import is_ours
+from lightning_unified.training.undo.steps import names_of
 
-__all__ = ["Counters", "ModuleFacts", "WatchedIndex"]
+__all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
 _DENSE = 16  # batches of which each is checked where the step reads a step counter; then one in so many
 
@@ -169,22 +170,23 @@ class ModuleFacts:
         ours = [(path, one) for path, one in zip(paths, self._modules, strict=True) if not _is_of_torch(one)]
         self._paths, self._owned = [path for path, _ in ours], [vars(one) for _, one in ours]
         self._holders = [
-            (vars(one), name, value) for _, one in ours for name, value in vars(one).items() if _is_holder(value)
+            (vars(one), name, value)
+            for _, one in ours
+            for name, value in vars(one).items()
+            if name not in _OF_LIGHTNING and _is_holder(value)
         ]
         self._paths += [f"holder {name}" for _, name, _ in self._holders]
-        self._owned += [value if isinstance(value, AttributeDict) else vars(value) for _, _, value in self._holders]
+        self._owned += [value if isinstance(value, dict) else vars(value) for _, _, value in self._holders]
         self._buffers = [(path, one._buffers) for path, one in ours if one._buffers]
         self._plain: list[Any] = []
         self._facts: frozenset[Fact] = frozenset()
 
     def _attributes(self) -> frozenset[Fact]:
-        plain = [[one for one in held.items() if isinstance(one[1], _PLAIN)] for held in self._owned]
+        plain = [_plain_of(held) for held in self._owned]
         if plain != self._plain:
             self._plain = plain
             self._facts = frozenset(
-                (f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value))
-                for path, held in zip(self._paths, plain, strict=True)
-                for name, value in held
+                fact for path, held in zip(self._paths, plain, strict=True) for fact in _facts_of_plain(path, held)
             )
         return self._facts
 
@@ -198,6 +200,8 @@ class ModuleFacts:
         )
 
 
+_MOST_ENTRIES = 1024  # of attributes or of a dict; those of larger ones are data
+_OF_LIGHTNING = frozenset(vars(L.LightningModule()))
 _MOST_BUFFERS = 8  # each costs a transfer from the device
 _NAMES = (bool, str, type(None))
 _PLAIN = (*_NAMES, int, float)
@@ -208,11 +212,43 @@ def _is_number(buffer: Tensor | None) -> bool:
 
 
 def _is_holder(value: Any) -> bool:
-    """Return whether `value` is a namespace, an object of the user's with attributes, or hyperparameters."""
+    """Return whether `value` is a namespace, an object of the user's with attributes, a dict of settings, or hyperparameters."""
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace, AttributeDict)):
         return True
+    if isinstance(value, dict):
+        return len(value) <= _MOST_ENTRIES and all(isinstance(name, str) for name in value)
     skipped = isinstance(value, (nn.Module, Tensor, type, dict, list, tuple, set)) or callable(value)
     return not skipped and hasattr(value, "__dict__") and not is_ours(type(value))
+
+
+def _plain_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [one for one in itertools.islice(held.items(), _MOST_ENTRIES) if isinstance(one[1], _PLAIN)]
+
+
+def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fact]:
+    """Yield a fact for each named value: texts and switches as they are, numbers by their order of magnitude."""
+    for name, value in values:
+        yield f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value)
+
+
+class OutsideFacts:
+    """Plain values that the step names outside of its module, in globals and closures, and those of what is held there.
+
+    Args:
+        module: Whose `training_step`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._cells = names_of(module, ("training_step",))
+
+    def now(self) -> frozenset[Fact]:
+        """Return the facts as they are now."""
+        found = {str(name): value for cell in self._cells for name, value in cell.entries(cell.copy())}
+        facts = set(_facts_of_plain("outside", _plain_of(found)))
+        for name, value in found.items():
+            if _is_holder(value):
+                facts.update(_facts_of_plain(name, _plain_of(value if isinstance(value, dict) else vars(value))))
+        return frozenset(facts)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """A batch is news if it differs in kind from those checked; ordinary batches are not, or checks would never end."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ ORDINARY = {
     "other weights": {**SEEN, "weight": torch.rand(8) + 0.5},
     "fewer rows": {name: value[:4] for name, value in SEEN.items()},
     "a tensor without rows": {**SEEN, "scale": torch.ones(3)},
-    "text": {**SEEN, "text": ["a"] * 8},
+    "a list that is shared": {**SEEN, "names": ["a", "b"]},
 }
 
 
@@ -104,7 +105,7 @@ def test_random_batches_bring_news_ever_more_rarely():
 
 
 def test_batches_of_other_kinds_have_no_facts():
-    assert facts_of(["a", "b"], 2) == frozenset()
+    assert facts_of({"fractions": [0.5, 1.5], "nested": [[0.5], [1.5]]}, 2) == frozenset()
     assert facts_of({"x": torch.ones(2, 3).to_sparse(), "z": torch.ones(2, dtype=torch.complex64)}, 2) == frozenset()
 
 
@@ -150,3 +151,24 @@ def test_the_values_of_a_large_leaf_are_those_of_a_small_one(monkeypatch):
     monkeypatch.setattr("lightning_unified.training.exactness.profile._LARGE", 4)
 
     assert facts_of(SEEN, 8) == small
+
+
+BY_ROW = {
+    "texts": lambda labels: {"label": ["rare" if label else "common" for label in labels]},
+    "whole numbers": lambda labels: {"label": labels},
+    "tensors of one number": lambda labels: {"label": [torch.tensor(label) for label in labels]},
+    "an array": lambda labels: {"label": np.array(labels)},
+    "an array of texts": lambda labels: {"label": np.array(["rare" if label else "common" for label in labels])},
+    "None": lambda labels: {"label": [label or None for label in labels]},
+    "a list of dicts": lambda labels: [{"x": torch.ones(5), "label": label} for label in labels],
+    "a list of tuples": lambda labels: [(torch.ones(5), torch.tensor(label)) for label in labels],
+}
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_a_new_label_among_fields_that_are_no_tensors_is_news(name):
+    profiles = BatchProfiles()
+    profiles.add(facts_of(BY_ROW[name]([0, 0, 0, 0]), 4))
+
+    assert not profiles.news(facts_of(BY_ROW[name]([0, 0, 0]), 3))
+    assert profiles.news(facts_of(BY_ROW[name]([0, 0, 1, 0]), 4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unified.training.exactness.progress import Counters, ModuleFacts, WatchedIndex
+from lightning_unified.training.exactness.progress import Counters, ModuleFacts, OutsideFacts, WatchedIndex
 
 
 class Settings:
@@ -135,3 +135,49 @@ def test_changes_of_the_module_are_news(name):
 
     assert bool(facts.now() - before) is is_news
     assert facts.now() == ModuleFacts(module).now()
+
+
+def test_a_setting_in_a_dict_of_the_module_is_news():
+    module = Module()
+    module.switches = {"mixes": False}
+    facts = ModuleFacts(module)
+    before = facts.now()
+
+    module.switches["mixes"] = True
+
+    assert facts.now() - before == {("holder switches.mixes", "attribute", True)}
+
+
+SWITCHES, IS_ON, SETTINGS = {"mixes": False}, False, SimpleNamespace(weight=0.0)
+
+
+def stepping():
+    warm = 0.0
+
+    class Steps(nn.Module):
+        def training_step(self, batch, batch_idx):
+            return SWITCHES["mixes"], IS_ON, SETTINGS.weight, warm
+
+    def heat():
+        nonlocal warm
+        warm = 1.0
+
+    return Steps(), heat
+
+
+@pytest.mark.parametrize("name", ["an entry of a global dict", "a global", "an attribute of a global", "a closure's"])
+def test_changes_of_what_the_step_names_outside_the_module_are_news(name, monkeypatch):
+    module, heat = stepping()
+    facts = OutsideFacts(module)
+    before = facts.now()
+
+    if name == "an entry of a global dict":
+        monkeypatch.setitem(SWITCHES, "mixes", True)
+    elif name == "a global":
+        monkeypatch.setitem(globals(), "IS_ON", True)
+    elif name == "an attribute of a global":
+        monkeypatch.setattr(SETTINGS, "weight", 0.5)
+    else:
+        heat()
+
+    assert len(facts.now() - before) == 1
