@@ -1,10 +1,10 @@
 """The shipped configuration: every leaf fits its target, every combination composes, precedence is as written."""
 
 import inspect
-import itertools
 from pathlib import Path
 
 import pytest
+from lanes import crossed
 from omegaconf import OmegaConf, open_dict
 
 from lightning_unified.cli.request.binding import arguments_of, check_binding, target_of, targets
@@ -95,25 +95,12 @@ def test_a_leaf_writes_exactly_the_arguments_of_its_target(group):
             )
 
 
-SIZES = (
-    "classifier",
-    "classifier-tiny",
-    "compressor-125m",
-    "compressor-small",
-    "compressor-smollm2",
-    "gearhead-small",
-    "gearhead-34m",
-    "gearhead-118m",
-    "wordle",
-    "wordle-tiny",
-    "wordle/qwen2_5_0_5b",
-    "wordle/qwen2_5_3b",
-)  # composed as the others are, which stand for them in the fast tests
-
-
-@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIZES)) for name in MODELS])
-def test_every_combination_composes_and_round_trips(model):
-    for memory, hardware in itertools.product(groups()["memory"], HARDWARE):
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    crossed(MODELS, HARDWARE, fast=[("gearhead", "cpu"), ("classifier-tiny", "mps"), ("wordle-tiny", "cuda")]),
+)
+def test_every_combination_composes_and_round_trips(model, hardware):
+    for memory in groups()["memory"]:
         config = compose(f"memory={memory}", f"hardware={hardware}", f"model={model}")
         OmegaConf.resolve(config)
 

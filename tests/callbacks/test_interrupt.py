@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lanes import slow
 from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
@@ -28,7 +27,8 @@ def kill(number=signal.SIGTERM):
     return lambda _: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), slow("SIGINT", 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 0)])
 def test_a_killed_run_saves_says_how_to_go_on_and_ends_where_an_unkilled_one_does(small_run, tmp_path, name, code):
     killed = run_script(tmp_path / "b", "--accumulate", "2", "--kill-at", "6", "--signal", name)
     options = {**small_run.SCRIPT_OPTIONS, "accumulate_grad_batches": 2}

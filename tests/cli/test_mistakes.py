@@ -77,15 +77,12 @@ MISTAKES = {
 OF_EACH_SORT = (
     "hardware that is not here",
     "a misspelt choice in a sweep",
-    "a group left out",
     "a run directory that is a file",
     "a negative seed",
     "a misspelt key",
     "a list without -m",
-    "an unknown flag",
     "a budget that cannot hold the weights",
     "a micro-batch of nothing",
-    "two precisions",
     "files that are not there",
     "resuming from nothing",
 )

@@ -179,6 +179,7 @@ def test_weights_half_written_with_no_whole_ones_anywhere_end_all_ranks():
     assert "rank 0 had written some" in second.text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_is_named():
     first, second = on_ranks(ddp_runs.dying)
 

@@ -40,6 +40,7 @@ def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(parts, tmp_path):
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_prediction_of_many_chunks_runs_two_of_them():
     every = peak_of(rehearse(Deep(), deep_batch(), rows=8, parts=8))
     assert predict(Deep(), deep_batch(), device="cpu", micro_batch_size=8).peak_bytes == pytest.approx(every, rel=0.01)

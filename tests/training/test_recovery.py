@@ -99,22 +99,14 @@ def undisturbed(kind, limit, batch=BATCH, **options):
     return run(kind, ShrinksAt(limit, batch), **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase", "window"),
-    crossed(
-        [Stateful, RaggedTokens],
-        ["forward", "backward", "optimizer.step"],
-        [1, 2, 3],
-        fast=[
-            (Stateful, "forward", 1),
-            (Stateful, "backward", 2),
-            (Stateful, "optimizer.step", 3),
-            (RaggedTokens, "forward", 3),
-            (RaggedTokens, "backward", 1),
-            (RaggedTokens, "optimizer.step", 2),
-        ],
-    ),
-)
+PHASES = ("forward", "backward", "optimizer.step")
+TURNS = [
+    *((Stateful, phase, window) for phase, window in zip(PHASES, (1, 2, 3), strict=True)),
+    *((RaggedTokens, phase, window) for phase, window in zip(PHASES, (3, 1, 2), strict=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "phase", "window"), crossed([Stateful, RaggedTokens], PHASES, [1, 2, 3], fast=TURNS))
 def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, window):
     failing = Fails(phase, batch=5 if phase == "optimizer.step" and window > 1 else BATCH)
     module, seen, trainer = run(kind, failing, window=window, clip=0.3)

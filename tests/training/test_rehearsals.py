@@ -60,16 +60,19 @@ def followed(module, batch, **setting):
 POLICIES = (None, True, RecomputePolicy(blocks=1, keep_attention=True), False)
 
 
-@pytest.mark.parametrize("kind", some([Transformer, Switched], Switched))
-def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind):
+BOTH = ((8, 1), (4, 2))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
+def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind, sizes):
     module, batch, shadows = kind(), kind.batch(8), {}
     setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
     asked = [Rehearsals(module, batch, recompute=policy, shadows=shadows, **setting) for policy in POLICIES]
-    traces = [rehearsals.step(rows, parts) for rehearsals in asked for rows, parts in ((8, 1), (4, 2))]
+    traces = [rehearsals.step(rows, parts) for rehearsals in asked for rows, parts in sizes]
     alone = [
         rehearse(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
         for policy in POLICIES
-        for rows, parts in ((8, 1), (4, 2))
+        for rows, parts in sizes
     ]
 
     assert len({id(rehearsals._last) for rehearsals in asked}) == 1
@@ -92,7 +95,7 @@ def by_themselves(module, batch, **setting):
     [
         slow(Convolutions, {"precision": "bf16-mixed"}),
         (LowRank, {}),
-        (Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
+        slow(Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
     ],
 )
 def test_steps_on_one_shadow_are_those_of_rehearsals_of_their_own(kind, setting):
