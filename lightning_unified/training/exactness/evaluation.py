@@ -140,7 +140,13 @@ class EvaluationCheck:
         whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
         precision = WatchPrecision()
         recorded = RecordDraws(precision)
-        whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
+        try:
+            whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
+        except SplitError as refusal:
+            own = self._failure(step, batch, rows)
+            if own is not None and type(own) is type(refusal.__cause__):  # not the split's fault
+                raise own from None
+            raise
         self.draws |= recorded.has_drawn or whole.draws_on_host
         for sizes in splits_of(size // unit):
             sizes = [unit * one for one in sizes]  # noqa: PLW2901
@@ -167,6 +173,15 @@ class EvaluationCheck:
             if is_out_of_memory(error) or rows == of:
                 raise
             raise SplitError(self._does_not_run(error, rows, of=of)) from error
+
+    def _failure(self, step: Callable[[Any], Any], batch: Any, rows: int) -> BaseException | None:
+        """Return the error that the step raises on the whole batch; None where it raises none, or memory runs out."""
+        precision = WatchPrecision()
+        try:
+            self._run(step, batch, rows, RecordDraws(precision), precision)
+        except Exception as error:
+            return None if is_out_of_memory(error) else error
+        return None
 
     def _does_not_run(self, error: BaseException, rows: int, *, of: int) -> str:
         stage, text = self._trainer.state.stage, (str(error).splitlines() or [""])[0]
