@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -124,8 +124,8 @@ def totals(rows: list[Row]) -> dict[str, dict]:
                 "never struck": sum(row.struck == 0 for row in mine),
                 "recoveries": sum(row.recoveries for row in mine),
                 "said to differ": sum(row.said and not row.is_same for row in mine),
-                "largest difference": max((row.difference or 0.0 for row in mine if not row.said), default=None),
-                "largest rounding": max((row.rounding or 0.0 for row in mine if not row.said), default=None),
+                "largest difference": _largest(row.difference for row in mine if not row.said),
+                "largest rounding": _largest(row.rounding for row in mine if not row.said),
                 "counted twice": sum(row.counted_twice for row in mine),
                 "missed": sum(row.missed for row in mine),
                 "state or logs differ": sum(bool(row.other_state or row.logs_differ) and not row.said for row in mine),
@@ -133,6 +133,10 @@ def totals(rows: list[Row]) -> dict[str, dict]:
                 "unsound": sum(not row.sound for row in mine),
             }
     return found
+
+
+def _largest(numbers: Iterable[float | None]) -> float | None:
+    return max((number for number in numbers if number is not None), default=None)
 
 
 if __name__ == "__main__":
