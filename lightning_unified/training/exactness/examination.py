@@ -26,6 +26,7 @@ __all__ = ["UNITS", "Check", "Examination"]
 
 log = logging.getLogger("lightning_unified")
 
+_AT_FIRST = 32  # units of the first check where so many are predicted to fit; judgement: a hard tenth of the rows is three of them
 UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
 
 
@@ -101,6 +102,8 @@ class Examination:
         if most < 2:
             return f"a batch of {check.rows} rows has no two units to compare"
         units = self._predicted_to_fit(min(check.most, most, self._largest or most), check.unit)
+        if check.is_first and self._fits(self._wider * min(most, _AT_FIRST) * check.unit):
+            units = max(units, min(most, _AT_FIRST, self._largest or most))
         while True:
             found = self._sound(check, units)
             if found is not None or units == 2:
@@ -128,10 +131,14 @@ class Examination:
         return found
 
     def _predicted_to_fit(self, units: int, unit: int) -> int:
-        wider = 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1  # float32 in place of 16 bits
-        while units > 2 and self._fits(wider * units * unit) is False:
+        while units > 2 and self._fits(self._wider * units * unit) is False:
             units = max(units // 2, 2)
         return units
+
+    @property
+    def _wider(self) -> int:
+        """How many times the memory of training a check may take: float32 in place of 16 bits."""
+        return 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1
 
     def _sound(self, check: Check, units: int) -> Findings | str | None:
         """Return what the check finds; where a device that may be wrong disagrees, what the CPU finds on the same rows."""

@@ -71,7 +71,7 @@ class FirstStep:
         self._kept_room = 0  # of the budget, for what the module keeps from step to step
         self._begun = 0.0
         self._foreign = self._batches = 0
-        self._has_validated = False
+        self._has_validated = self._is_negligible = False
         self._calibration: Calibration | None = None
         self._speeds: RunSpeeds | None = None
         self.validation = FirstValidation(trainer, policy, precision=precision)
@@ -177,10 +177,10 @@ class FirstStep:
     def fits(self, rows: int) -> bool | None:
         """Return whether so many rows are predicted to fit at once, by no more than what was planned; None where nothing was.
 
-        A step of more rows than were planned takes at most as many times the memory: what does not grow with rows is counted too.
+        They do where the budget is thousands of times weights and batch, so that nothing is planned. A step of more rows than were planned takes at most as many times the memory: what does not grow with rows is counted too.
         """
         if self._prediction is None:
-            return None
+            return True if self._is_negligible else None
         times = rows / max(self._prediction.rows, 1)
         return times <= 1 or times * self._prediction.reserved_bytes <= self._left()
 
@@ -265,7 +265,8 @@ class FirstStep:
         held = self._held(batch) + static_bytes(self._module, self._trainer.optimizers)["gradients"]
         planned = self._prediction is not None and not policy.recoveries  # sizes are as predicted, and not as tried
         found_already = not planned and not policy.sizes.runs_whole and policy.sizes.has_evidence
-        return not found_already and _NEGLIGIBLE * held > policy.watch.bytes
+        self._is_negligible = _NEGLIGIBLE * held <= policy.watch.bytes
+        return not found_already and not self._is_negligible
 
     def _held_by_others(self, batch: Any) -> int:
         """Return the bytes of the pool that are held now and that no rehearsal counts."""

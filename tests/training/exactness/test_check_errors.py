@@ -186,7 +186,7 @@ def test_an_error_on_the_rows_that_are_checked_whole_is_a_refusal_too():
             return super().loss(out, batch)
 
     with pytest.raises(SplitError, match=r"Whole.training_step fails on 8 rows of its batch \(AssertionError"):
-        run(Whole)
+        run(Whole, strategy=UnifiedStrategy(micro_batch_size=3, predict=False))
 
 
 class NeedsAutocast(Mean):

@@ -83,9 +83,24 @@ def test_batches_of_a_window_count_one_by_one(checks):
 
 
 def test_the_first_check_runs_as_many_rows_as_a_micro_batch_and_later_ones_eight(checks):
-    run(Net, batches(number=4, size=32), strategy=UnifiedStrategy(micro_batch_size=16))
+    run(Net, batches(number=4, size=32), strategy=UnifiedStrategy(micro_batch_size=16, predict=False))
 
     assert checks.rows == [[16, 8], [8], [8]]
+
+
+def test_the_first_check_runs_32_units_where_they_are_predicted_to_fit(checks):
+    run(Net, batches(number=2, size=64), strategy=UnifiedStrategy(micro_batch_size=4))
+
+    assert checks.rows == [[32, 8], [8]]
+
+
+def test_a_loss_that_mixes_rows_from_sixteen_on_is_refused():
+    class Many(Net):
+        def loss(self, out, batch):
+            return super().loss(out, batch) + (out.mean() ** 2 if len(out) >= 16 else 0.0)
+
+    with pytest.raises(SplitError, match="Many cannot be split exactly: the gradient of 16 rows"):
+        run(Many, batches(number=2, size=16), strategy=UnifiedStrategy(micro_batch_size=4))
 
 
 def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks):
@@ -93,7 +108,7 @@ def test_the_first_check_runs_eight_units_where_micro_batches_are_smaller(checks
         def configure_micro_batches(self, stage):
             return MicroBatchRules(unit=2)
 
-    run(Units, batches(number=2, size=32), strategy=UnifiedStrategy(micro_batch_size=4))
+    run(Units, batches(number=2, size=32), strategy=UnifiedStrategy(micro_batch_size=4, predict=False))
 
     assert checks.rows == [[16, 16], [16]]
     assert checks.splits[0] == [[2, 4, 10], [8, 2, 6]]
