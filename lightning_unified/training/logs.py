@@ -60,7 +60,7 @@ class LogRecorder:
         results.__dict__["metrics"] = partial(self._metrics, results, results.metrics)
         is_empty = not results
         if is_empty:  # Lightning asks an empty collection for nothing
-            results[_NOTHING] = _nothing()
+            results[_NOTHING] = _EMPTY
         try:
             yield
         finally:
@@ -136,6 +136,9 @@ def _nothing() -> _ResultMetric:
     result = _ResultMetric(_Metadata(fx=_NOTHING, name=_NOTHING), is_tensor=True)
     result.has_reset = True
     return result
+
+
+_EMPTY = _nothing()  # made once, and not among the tensors of a step
 
 
 def path_of_log(key: LogKey) -> str:

@@ -404,8 +404,9 @@ class _MicroBatchClosure(Closure):
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
-        result = batch.join(outputs)  # hooks after backward may read what was logged and written
+        batch.settle()  # hooks after backward may read what was logged and written
         loop.after_backward(scaled, self._optimizer)
+        result = batch.join(outputs)
         if result.loss is None:
             self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
         loop.before_weights(self._optimizer)

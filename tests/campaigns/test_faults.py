@@ -34,7 +34,7 @@ def test_no_run_of_the_sample_loses_anything(record, runs):
     nothing = ("lost", "steps lost", "counted twice", "missed", "state or logs differ", "hangs", "unsound")
     assert {name: totals[name] for name in nothing} == dict.fromkeys(nothing, 0)
     assert totals["largest difference"] == 0
-    assert totals["largest rounding"] < 1e-9
+    assert (totals["largest rounding"] or 0.0) < 1e-9  # three runs may have none
 
 
 @pytest.mark.slow
