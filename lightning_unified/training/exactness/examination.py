@@ -109,8 +109,8 @@ class Examination:
             if found is not None or units == 2:
                 break
             units = self._largest = max(units // 2, 2)
-        if isinstance(found, str) and units < (self._largest or most):
-            found = self._of_all(check, self._largest or most) or found
+        if isinstance(found, str):
+            found = self._of_more(check, units, self._largest or most) or found
         if found is None:
             found = self._recomputed(check, units)
         if found is None and self._trainer.strategy.root_device.type != "cpu":
@@ -122,13 +122,13 @@ class Examination:
                 log.info("The exactness check could not run on the CPU either: %s", error)
         return "memory ran out while it was checked" if found is None else found
 
-    def _of_all(self, check: Check, units: int) -> Findings | str | None:
-        """Return what the check finds on more rows, where the gradient of some says nothing: a tenth of few rows may be none."""
-        more = self._predicted_to_fit(units, check.unit)
-        found = self._sound(check, more)
-        if found is None:
-            self._largest = max(more // 2, 2)
-        return found
+    def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
+        """Return what the check finds on as many rows as are predicted to fit, where the gradient of a few says nothing: a tenth of few
+        rows may be none. None where no more are predicted to, or memory runs out.
+        """
+        while units > few and not self._fits(self._wider * units * check.unit):
+            units //= 2
+        return self._sound(check, units) if units > few else None
 
     def _predicted_to_fit(self, units: int, unit: int) -> int:
         while units > 2 and self._fits(self._wider * units * unit) is False:
