@@ -16,10 +16,10 @@ _PLAIN = (str, int, type(None))  # bool is an int
 
 
 def arrays_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path of every NumPy array of numbers, and a tensor that shares its memory."""
+    """Yield the path of every NumPy array of numbers, and a tensor of its entries."""
     if isinstance(batch, np.ndarray):
-        if batch.dtype.kind in "iufb" and batch.flags.writeable:
-            yield path, torch.from_numpy(batch)
+        if batch.dtype.kind in "iufb":
+            yield path, _tensor_of(batch)
         return
     for name, entry in _fields(batch):
         yield from arrays_of(entry, joined(path, name))
@@ -35,6 +35,13 @@ def columns_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Seq
         yield from columns_of(entry, rows, joined(path, name))
 
 
+def _tensor_of(array: Any) -> Tensor:
+    """Return a tensor that shares the memory of `array`, or a copy where tensors have no such memory or dtype."""
+    dtype = np.dtype(np.float64) if array.dtype.kind == "f" and array.itemsize > 8 else array.dtype.newbyteorder("=")
+    shares = array.flags.writeable and dtype == array.dtype and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if shares else np.array(array, dtype))
+
+
 def _fields(batch: Any) -> Sequence[tuple[Any, Any]]:
     if isinstance(batch, (Tensor, str)) or (is_sequence(batch) and len(batch) > _LONG):
         return ()
@@ -42,17 +49,23 @@ def _fields(batch: Any) -> Sequence[tuple[Any, Any]]:
 
 
 def _columns(rows: Sequence[Any], path: str) -> Iterator[tuple[str, Sequence[Any]]]:
+    if not rows:
+        return
     first = rows[0]
     if all(isinstance(row, _PLAIN) for row in rows):
         yield path, rows
     elif all(isinstance(row, Tensor) and row.dim() == 0 and not _has_fraction(row) for row in rows):
-        yield path, torch.stack(list(rows)).tolist()
+        yield path, [row.item() for row in rows] if _are_apart(rows) else torch.stack(list(rows)).tolist()
     elif all(isinstance(row, Mapping) for row in rows):
         for name in first:
             yield from _columns([row.get(name) for row in rows], joined(path, name))
     elif all(isinstance(row, (list, tuple)) and len(row) == len(first) <= _LONG for row in rows):
         for index in range(len(first)):
             yield from _columns([row[index] for row in rows], joined(path, index))
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.device for tensor in tensors}) > 1
 
 
 def _has_fraction(tensor: Tensor) -> bool:

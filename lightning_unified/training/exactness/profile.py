@@ -90,6 +90,8 @@ def _figures(stack: Tensor) -> Tensor:
     Shapes:
         stack (leaves, rows, entries of a row).
     """
+    if stack.is_floating_point() and stack.element_size() == 1:
+        stack = stack.float()  # few operators know formats of 8 bits
     zeros = (stack == 0).sum(2)
     none = torch.zeros_like(zeros[:, 0])
     counts = (zeros.sum(1), zeros.amin(1), zeros.amax(1))

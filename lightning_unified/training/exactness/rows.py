@@ -67,6 +67,8 @@ def _features(batch: Any, rows: int) -> Tensor | None:
         ):
             continue
         flat = leaf.detach().reshape(rows, -1)
+        if flat.is_floating_point() and flat.element_size() == 1:
+            flat = flat.float()  # few operators know formats of 8 bits
         columns.append((flat == 0).sum(1))
         if leaf.is_floating_point():
             columns.append((~flat.isfinite()).sum(1))

@@ -172,3 +172,27 @@ def test_a_new_label_among_fields_that_are_no_tensors_is_news(name):
 
     assert not profiles.news(facts_of(BY_ROW[name]([0, 0, 0]), 3))
     assert profiles.news(facts_of(BY_ROW[name]([0, 0, 1, 0]), 4))
+
+
+ARRAYS = {
+    "in reverse": np.arange(8)[::-1],
+    "in columns": np.asfortranarray(np.arange(16).reshape(8, 2)),
+    "read only": np.broadcast_to(np.arange(2), (8, 2)),
+    "of foreign byte order": np.arange(8, dtype=">i4"),
+    "of long doubles": np.arange(8, dtype=np.longdouble),
+    "of halves": np.ones((8, 2), np.float16),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_any_layout_have_the_facts_of_a_plain_copy(name):
+    array = ARRAYS[name]
+    plain = torch.tensor(array.astype(np.float64 if array.dtype.kind == "f" else np.int64))
+
+    assert facts_of({"a": array}, 8) == facts_of({"a": plain}, 8)
+
+
+def test_formats_of_eight_bits_have_facts():
+    x = torch.tensor([[0.0, 1.0], [2.0, 4.0]] * 4)
+
+    assert facts_of({"x": x.to(torch.float8_e4m3fn)}, 8) == facts_of({"x": x}, 8)
