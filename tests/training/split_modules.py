@@ -2,12 +2,27 @@
 
 import lightning as L
 import torch
-from modules import Rows
+from modules import Rows, fit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_unified import MicroBatchRules
+from lightning_unified import MicroBatchRules, UnifiedStrategy
+
+
+def run(kind, *, strategy=None, precision="64-true", **options):
+    """Train a module of `kind` in micro-batches; return it, what a callback saw, and the strategy."""
+    torch.manual_seed(0)
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    module = kind().to(dtype)
+    strategy = strategy or UnifiedStrategy(micro_batch_size=3, batch_norm="micro")
+    seen, _ = fit(module, kind.loader(dtype=dtype), strategy=strategy, precision=precision, **options)
+    return module, seen, strategy
+
+
+def found(strategy):
+    """Return what the strategy tells of loss weights."""
+    return strategy.plan.reasons["loss_weight"]
 
 
 class Net(L.LightningModule):

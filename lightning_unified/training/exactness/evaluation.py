@@ -6,6 +6,7 @@ where the step gave something that no check has seen. Predictions are rows one a
 single concatenation fits is refused, never guessed.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from lightning_unified.training.exactness.written import drawn_unequally
 from lightning_unified.training.oom import caught, is_out_of_memory
 
 __all__ = ["EvaluationCheck"]
+
+log = logging.getLogger("lightning_unified")
 
 _UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
 _ROUNDING = 1e-6  # relative; of a mean of equal values
@@ -213,7 +216,8 @@ class EvaluationCheck:
         for rule in self._weights(batch, sum(sizes), likely):
             try:
                 terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
-            except Exception:  # noqa: S112  # a count declared for training batches need not know these
+            except Exception as error:  # the user's count: one declared for training batches need not know these
+                log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
                 continue
             parts = Parts(sizes, terms)
             trial = Tables.of(self._rules.merge)

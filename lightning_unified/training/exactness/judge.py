@@ -97,18 +97,17 @@ class Judge:
         if undecided := comparison.says_nothing:
             self._learn(comparison, self._closest(comparison, rules), repeat=repeat, since=since)
             return undecided
-        off = {rule.name: comparison.off(rule) for rule in rules}
         noise = _DRAWN if comparison.is_drawn else ""
-        if _none_agrees(off) and comparison.troubles:
+        if comparison.none_agrees(rules) and comparison.troubles:
             why = comparison.troubles[0]
             drawn = comparison
             with equal_host_draws(self._runner.module):
                 comparison = self._without_noise(kwargs, trial, why=why)
             for run, other in zip(comparison.all_runs, drawn.all_runs, strict=True):
                 run.written = with_states_of(run.written, other.written)
-            off = {rule.name: comparison.off(rule) for rule in rules}
             noise = f"{_DRAWN}; gradients were compared without them ({why})"
-        if _none_agrees(off):
+        off = {rule.name: comparison.off(rule) for rule in rules}
+        if comparison.none_agrees(rules):
             raise SplitError(self._refusal(off, trial, troubles=comparison.troubles) + since)
         best = min(one.excess for one in off.values())
         agreeing = [
@@ -284,7 +283,3 @@ class Judge:
             "split. In MicroBatchRules: unit=n if n rows belong together, splittable=False to run batches whole, or check=False if it is "
             "sound on the micro-batches used."
         )
-
-
-def _none_agrees(off: dict[str, Disagreement]) -> bool:
-    return all(one.excess > 1 for one in off.values())

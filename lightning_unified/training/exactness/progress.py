@@ -138,7 +138,8 @@ class ModuleFacts:
     """What of a module may decide how it computes: modes, which parameters are trained, its plain attributes, and those of what it holds.
 
     It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers
-    count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out. This is asked before every split batch, so the tree of modules is walked only when it has changed.
+    count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out.
+    This is asked before every split batch, so the tree of modules is walked only when it has changed.
 
     Args:
         module: Whose facts.

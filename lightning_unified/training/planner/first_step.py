@@ -177,7 +177,8 @@ class FirstStep:
     def fits(self, rows: int) -> bool | None:
         """Return whether so many rows are predicted to fit at once, by no more than what was planned; None where nothing was.
 
-        They do where the budget is thousands of times weights and batch, so that nothing is planned. A step of more rows than were planned takes at most as many times the memory: what does not grow with rows is counted too.
+        They do where the budget is thousands of times weights and batch, so that nothing is planned. A step of more rows than were
+        planned takes at most as many times the memory: what does not grow with rows is counted too.
         """
         if self._prediction is None:
             return True if self._is_negligible else None

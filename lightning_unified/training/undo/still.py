@@ -39,9 +39,8 @@ class StillCells:
         if not moved:
             return True
         is_few = len(moved) <= _FEW
-        if (
-            not (is_few and all(map(self._holds, moved))) and not self._dicts.are_same()
-        ):  # the order of attributes may differ
+        hold = is_few and all(map(self._holds, moved))
+        if not hold and not self._dicts.are_same():  # the order of attributes may differ
             return False
         if is_few and self._versions.are_kept:
             self._compared.update(id(self._versions.dicts[index]) for index in moved)
@@ -61,9 +60,8 @@ class StillCells:
         self._versions = DictVersions([*(cell.target for cell, _ in self._pairs), *empty])
 
     def _has_version(self, target: Any) -> bool:
-        return (
-            type(target) is dict and id(target) not in self._compared
-        )  # an OrderedDict's order changes without a write
+        # the order of an OrderedDict changes without a write
+        return type(target) is dict and id(target) not in self._compared
 
     def _holds(self, index: int) -> bool:
         """Return whether one of the dicts with versions holds what it held."""

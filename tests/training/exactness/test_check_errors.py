@@ -5,8 +5,8 @@ from dataclasses import replace
 import lightning as L
 import pytest
 import torch
-from modules import MLP, fit, weights
-from split_modules import Contrastive, Mean, Net, ShiftedTokens, Tokens
+from modules import MLP, weights
+from split_modules import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,19 +14,6 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-
-
-def run(kind, *, strategy=None, precision="64-true", **options):
-    torch.manual_seed(0)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    module = kind().to(dtype)
-    strategy = strategy or UnifiedStrategy(micro_batch_size=3, batch_norm="micro")
-    seen, _ = fit(module, kind.loader(dtype=dtype), strategy=strategy, precision=precision, **options)
-    return module, seen, strategy
-
-
-def found(strategy):
-    return strategy.plan.reasons["loss_weight"]
 
 
 def out_of_memory(kind, *, rows, times=10**6):

@@ -3,9 +3,9 @@
 import random
 
 import pytest
+import split_modules
 import torch
 from lanes import crossed
-from modules import fit
 from split_modules import (
     EXPECTED,
     BatchNorm,
@@ -21,6 +21,7 @@ from split_modules import (
     Sum,
     Tokens,
     Zero,
+    found,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -35,17 +36,11 @@ REFUSED = [kind for kind, what in EXPECTED.items() if what == "refused" and kind
 RANDOM = ("Dropout", "FunctionalDropout", "AttentionDropout", "Noise", "BatchNorm")
 
 
-def run(kind, *, strategy=None, precision="64-true", **options):
-    torch.manual_seed(0)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    module = kind().to(dtype)
-    strategy = strategy or UnifiedStrategy(micro_batch_size=SIZE.get(kind.__name__, 3), batch_norm="micro")
-    seen, _ = fit(module, kind.loader(dtype=dtype), strategy=strategy, precision=precision, **options)
-    return module, seen, strategy
-
-
-def found(strategy):
-    return strategy.plan.reasons["loss_weight"]
+def run(kind, *, strategy=None, **options):
+    size = SIZE.get(kind.__name__, 3)
+    return split_modules.run(
+        kind, strategy=strategy or UnifiedStrategy(micro_batch_size=size, batch_norm="micro"), **options
+    )
 
 
 TURNS = [(kind, PRECISIONS[turn % len(PRECISIONS)]) for turn, kind in enumerate(SPLIT)]  # each kind in one precision

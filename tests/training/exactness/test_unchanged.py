@@ -7,27 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lanes import crossed
-from modules import MLP, fit, weights
-from split_modules import BatchNorm, Contrastive, Dropout, Mean, Net, ShiftedTokens
+from modules import MLP, weights
+from split_modules import BatchNorm, Contrastive, Dropout, Mean, Net, ShiftedTokens, found, run
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-
-
-def run(kind, *, strategy=None, precision="64-true", **options):
-    torch.manual_seed(0)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-    module = kind().to(dtype)
-    strategy = strategy or UnifiedStrategy(micro_batch_size=3, batch_norm="micro")
-    seen, _ = fit(module, kind.loader(dtype=dtype), strategy=strategy, precision=precision, **options)
-    return module, seen, strategy
-
-
-def found(strategy):
-    return strategy.plan.reasons["loss_weight"]
 
 
 class Draws(Net):
