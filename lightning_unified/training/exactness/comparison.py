@@ -127,5 +127,5 @@ class Comparison:
         if not self.can_count(rule):
             return Disagreement(math.inf, math.inf, 0)
         pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
-        terms = [run.gradient.values * share for run, share in pairs if share]
-        return disagreement(self.whole.gradient, terms, self.tolerance)
+        parts = [(run.gradient, share) for run, share in pairs if share]
+        return disagreement(self.whole.gradient, parts, self.tolerance)

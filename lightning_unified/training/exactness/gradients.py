@@ -19,6 +19,7 @@ Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and
 records what sound modules differ by.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,14 +85,14 @@ class GradientSample:
 
     def __init__(self, groups: Sequence[_Group], lengths: Sequence[int], *, scale: float) -> None:
         self._groups, self._scale = groups, scale
-        self.lengths = torch.tensor(lengths, dtype=torch.long)
+        self.lengths = torch.tensor(lengths, dtype=torch.long, device=_device_of(groups))
 
     @cached_property
     def values(self) -> Tensor:
-        """The entries of all parameters one after another, float64 on the host."""
+        """The entries of all parameters one after another, float64; on their device if they share one that has this format."""
         lengths, values = self.lengths.tolist(), {}
-        for group in self._groups:  # one transfer for each
-            parts = group.entries.cpu().double().split([lengths[index] for index in group.indices])
+        for group in self._groups:
+            parts = group.entries.to(self.lengths.device).double().split([lengths[index] for index in group.indices])
             values.update(zip(group.indices, parts, strict=True))
         self._groups = ()
         ordered = [values[index] for index in range(len(lengths))]
@@ -109,13 +110,25 @@ class GradientSample:
             return "its gradient is not finite"
         return "" if self.values.any() else "its gradient is zero on the rows looked at"
 
-    def rms(self, values: Tensor | None = None) -> Tensor:
-        """Return the root mean square of each parameter's entries, of these or of other values in their place."""
-        squares = (self.values if values is None else values).square()
-        if not len(squares):
-            return torch.zeros(self.count, dtype=torch.float64)
-        sums = torch.segment_reduce(squares, "sum", lengths=self.lengths, initial=0.0)
+    @cached_property
+    def sizes(self) -> Tensor:
+        """The root mean square of each parameter's entries."""
+        return self.rms(self.values)
+
+    def rms(self, values: Tensor) -> Tensor:
+        """Return the root mean square of each parameter's entries in `values`, which lie as these do."""
+        if not len(values):
+            return values.new_zeros(self.count)
+        sums = torch.segment_reduce(values.square(), "sum", lengths=self.lengths, initial=0.0)
         return (sums / self.lengths.clamp_min(1)).sqrt()
+
+
+def _device_of(groups: Sequence[_Group]) -> torch.device:
+    """Return where entries are compared: MPS has no float64."""
+    devices = {group.entries.device for group in groups}
+    return (
+        devices.pop() if len(devices) == 1 and {one.type for one in devices} <= {"cpu", "cuda"} else torch.device("cpu")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +161,34 @@ def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> Gra
     return GradientSample(groups, [len(sample) for sample in samples], scale=scale)
 
 
-def disagreement(whole: GradientSample, terms: Sequence[Tensor], tolerance: Tolerance) -> Disagreement:
-    """Return where the sum of `terms` differs most from the whole gradient.
+def disagreement(
+    whole: GradientSample, parts: Sequence[tuple[GradientSample, float]], tolerance: Tolerance
+) -> Disagreement:
+    """Return where the weighted sum of `parts` differs most from the whole gradient.
 
     Args:
         whole: The gradient over all rows.
-        terms: The parts' gradients times their weights, entries as in `whole`.
+        parts: The parts' gradients, each with its weight.
         tolerance: Of the formats that were computed in.
     """
-    total = torch.stack(list(terms)).sum(0) if terms else torch.zeros_like(whole.values)
-    difference = whole.rms(total - whole.values)
-    largest = torch.stack([whole.rms(), *(whole.rms(term) for term in terms)]).max(0).values
-    of_all = float(whole.values.square().mean().sqrt()) if len(whole.values) else 0.0
+    if not whole.count:
+        return Disagreement(0.0, 0.0, 0)
+    if any(
+        len(part.values) != len(whole.values) for part, _ in parts
+    ):  # the step trains other parameters for fewer rows
+        return Disagreement(math.inf, math.inf, 0)
+    difference = -whole.values
+    for part, weight in parts:
+        difference.add_(part.values, alpha=weight)
+    off = whole.rms(difference)
+    largest = torch.stack([whole.sizes, *(part.sizes * abs(weight) for part, weight in parts)]).amax(0)
+    of_all = whole.values.square().mean().sqrt() if len(whole.values) else 0.0
     allowed = tolerance.relative * (largest + tolerance.of_all * of_all)
-    excess = torch.where(difference == 0, 0.0, difference / allowed).nan_to_num(nan=torch.inf)
-    worst = int(excess.argmax()) if whole.count else 0
-    relative = float(difference[worst] / largest[worst]) if whole.count and largest[worst] else 0.0
-    return Disagreement(float(excess[worst]) if whole.count else 0.0, relative, worst)
+    excess = torch.where(off == 0, 0.0, off / allowed).nan_to_num(nan=torch.inf)
+    excess, off, largest = torch.stack([excess, off, largest]).cpu()  # one transfer
+    worst = int(excess.argmax())
+    relative = float(off[worst] / largest[worst]) if largest[worst] else 0.0
+    return Disagreement(float(excess[worst]), relative, worst)
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_unified.training.exactness.leaves import named_tensors
@@ -50,13 +52,12 @@ def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
         return 0
     units = (rows - size) // unit
     step = max(units // _WINDOWS, 1)
-    starts = sorted({unit * index for index in (*range(0, units + 1, step), units)})
-    rarities = _rarities(features)
-    scores = [float(_score(features[start : start + size], rarities)) for start in starts]
-    return starts[max(range(len(starts)), key=scores.__getitem__)]
+    starts = unit * np.unique([*range(0, units + 1, step), units])
+    scores = sum(_scores(column, starts, size) for column in features.T)
+    return int(starts[np.argmax(scores)])
 
 
-def _features(batch: Any, rows: int) -> Tensor | None:
+def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
     """Return (rows, features): of each tensor its zeros, ignored and missing entries in each row, and labels themselves."""
     columns: list[Tensor] = []
     for _, leaf in named_tensors(batch):
@@ -78,21 +79,15 @@ def _features(batch: Any, rows: int) -> Tensor | None:
                 columns.append(flat[:, 0].long())
     if len({column.device for column in columns}) > 1:
         columns = [column.cpu() for column in columns]
-    return torch.stack(columns, 1).cpu() if columns else None
+    return torch.stack(columns, 1).cpu().numpy() if columns else None
 
 
-def _rarities(features: Tensor) -> list[dict[int, float]]:
-    """Return for each feature how rare each of its values is: 1 for one that a single row has, near 0 for one that all have."""
-    result = []
-    for column in features.T:
-        values, counts = column.unique(return_counts=True)
-        result.append({value: 1.0 / count for value, count in zip(values.tolist(), counts.tolist(), strict=True)})
-    return result
-
-
-def _score(part: Tensor, rarities: Sequence[dict[int, float]]) -> float:
-    """Return how different rows are: for each feature its different values, rare ones counting up to twice."""
-    return sum(
-        sum(1.0 + rarity[value] for value in set(column.tolist()))
-        for column, rarity in zip(part.T, rarities, strict=True)
-    )
+def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":
+    """Return for each start how different the values of the `size` rows from it on are: each different one counts once, a rare one up to twice."""
+    _, codes, counts = np.unique(column, return_inverse=True, return_counts=True)
+    order = np.argsort(codes, kind="stable")
+    before = np.full(len(column), -1)  # the row before that has the same value
+    before[order[1:]] = np.where(codes[order[1:]] == codes[order[:-1]], order[:-1], -1)
+    rows = starts[:, None] + np.arange(size)
+    is_first = before[rows] < starts[:, None]
+    return ((1.0 + 1.0 / counts[codes])[rows] * is_first).sum(1)

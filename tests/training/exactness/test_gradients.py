@@ -30,7 +30,7 @@ def sampled(*gradients, scale=1.0):
 
 
 def off(whole, *parts, dtype=torch.float32):
-    return disagreement(sampled(*whole), [sampled(*part).values for part in parts], Tolerance.of({dtype}))
+    return disagreement(sampled(*whole), [(sampled(*part), 1.0) for part in parts], Tolerance.of({dtype}))
 
 
 def random(*shape, seed=0, scale=1.0):
@@ -95,6 +95,17 @@ def test_a_difference_that_is_not_a_number_is_a_disagreement():
     whole = random(5)
 
     assert off([whole], [whole * float("nan")]).excess == float("inf")
+
+
+def test_a_part_that_trains_other_parameters_disagrees():
+    assert off([random(1)], [random(1)], [random(1), random(1)]).excess == float("inf")
+
+
+def test_parts_are_weighted():
+    whole, weights = random(5), (0.75, 0.25, -1.0)
+    parts = [(sampled(whole * (seed + 1)), weight) for seed, weight in enumerate(weights)]
+
+    assert disagreement(sampled(whole * -1.75), parts, Tolerance.of({torch.float64})).excess < 1e-6
 
 
 def test_two_zeros_agree():
