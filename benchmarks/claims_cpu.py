@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_unified import UnifiedStrategy
+from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import read
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import GearHeadConfig
-from lightning_unified.planning import static_bytes
 
 RESULTS = Path(__file__).parent / "results"
 QUIET = {

@@ -28,10 +28,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.training.predict import predict
+from lightning_unified.planner.predict import predict
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
-from live_bytes import Loader, live_peak
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "step"))
+from tests.support.live_bytes import Loader, live_peak
 
 QUIET = {
     "accelerator": "cpu",

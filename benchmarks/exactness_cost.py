@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.gearhead import GearHead
-from lightning_unified.training.exactness.check import ExactnessCheck
+from lightning_unified.step.exactness.check import ExactnessCheck
 
 RESULTS = Path(__file__).parent / "results" / "exactness_cost.json"
 SETTINGS = [(8, 4), (5, 8), (5, 32), (5, 64), (2, 16), (2, 32)]  # micro-batches a step, and the rows of each

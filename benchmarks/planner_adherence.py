@@ -22,7 +22,7 @@ from planner.pool import Task
 from planner.recording import Record, errors, measure, parser
 from planner.tables import gib, percent, table
 
-from lightning_unified.planning.cuts import cuts
+from lightning_unified.cost_model.cuts import cuts
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {

@@ -35,7 +35,7 @@ from planner.recording import Record, measure, parser
 from planner.tables import gib, table
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.training.rules import rules_of
+from lightning_unified.step.split.rules import rules_of
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("mlp", "gearhead-34m", "bert-like")}
 BATCHES = 2  # times the larger of the module's two batch sizes

@@ -28,7 +28,7 @@ from planner.tables import gib, table
 from planner.truth import fit
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.training.levers import recompute_policies
+from lightning_unified.options import recompute_policies
 
 CHOSEN = {"cpu": ("mlp", "gearhead-small"), "cuda": ("gearhead-118m", "bert-like", "tied 150k vocabulary")}
 BATCHES = 2  # times the larger of the module's two batch sizes

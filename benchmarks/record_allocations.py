@@ -1,6 +1,6 @@
 """Records what CUDA's caching allocator is asked for in training runs, as the truth that its model and predictions are tested against.
 
-    python benchmarks/record_allocations.py [--output tests/planning/recorded] [--only gpt]
+    python benchmarks/record_allocations.py [--output tests/cost_model/recorded] [--only gpt]
 
 On a CUDA machine, some minutes. Each run is a fresh process: small ones once with segments of fixed size and once with
 `expandable_segments`, cells of `planner_accuracy.py` (a whole fit each) with segments of fixed size.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-OUTPUT = Path(__file__).parent.parent / "tests" / "planning" / "recorded"
+OUTPUT = Path(__file__).parent.parent / "tests" / "cost_model" / "recorded"
 STEPS = 3
 SEGMENTS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_unified.hardware.simulated.host_heap import HostHeap
+from lightning_unified.hardware.allocators.host_heap import HostHeap
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3

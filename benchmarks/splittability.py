@@ -3,9 +3,9 @@
 Three parts:
 
 - `cost`: the first check of a fit, and a later one, in milliseconds and in steps.
-- `judged`: the modules of tests/training/split_modules.py, several seeds, four precisions. A false alarm is a module that can be split
+- `judged`: the modules of tests/support/split_modules.py, several seeds, four precisions. A false alarm is a module that can be split
   and is refused; a miss is one that cannot and is split; a wrong rule is one under which gradients are not the whole batch's.
-- `sound`: nine sound modules with dropout on (tests/training/sound_modules.py), several seeds, three precisions. All must be split.
+- `sound`: nine sound modules with dropout on (tests/support/sound_modules.py), several seeds, three precisions. All must be split.
 
 Usage: python benchmarks/splittability.py [--seeds 5] [--sound-seeds 4]
        (writes benchmarks/results/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
@@ -30,13 +30,13 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
-from lightning_unified.training.exactness.check import ExactnessCheck
-from lightning_unified.training.rules import rules_of
+from lightning_unified.step.exactness.check import ExactnessCheck
+from lightning_unified.step.split.rules import rules_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
-from modules import MLP, RaggedTokens, Rows
-from sound_modules import OPTIONS, SOUND
-from split_modules import EXPECTED, Tokens
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "step"))
+from tests.support.modules import MLP, RaggedTokens, Rows
+from tests.support.sound_modules import OPTIONS, SOUND
+from tests.support.split_modules import EXPECTED, Tokens
 
 RESULTS = Path(__file__).parent / "results" / "splittability.json"
 JUDGED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}

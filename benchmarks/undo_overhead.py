@@ -23,7 +23,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.training import loop
+from lightning_unified.step import loop
 
 BAR_MS, LARGE = 0.4, 1000
 RESULTS = Path(__file__).parent / "results" / "undo_overhead.json"

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
         PressureGuard,
         RunCheckpoint,
     )
+    from lightning_unified.cost_model import Plan
+    from lightning_unified.cost_model.prediction import Prediction
     from lightning_unified.hardware import Reading, read
     from lightning_unified.micro_batches import MergeRules, MicroBatchRules, RowRules
-    from lightning_unified.planning import Plan
-    from lightning_unified.planning.prediction import Prediction
+    from lightning_unified.planner.predict import plan, predict
+    from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
+    from lightning_unified.step.recovery.oom import is_out_of_memory
     from lightning_unified.strategies import UnifiedDDPStrategy, UnifiedStrategy
-    from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
-    from lightning_unified.training.oom import is_out_of_memory
-    from lightning_unified.training.predict import plan, predict
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -50,24 +50,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AtomicCheckpointIO": "training.checkpoint_io",
+    "AtomicCheckpointIO": "step.recovery.checkpoint_io",
     "CudaGraphs": "callbacks",
     "GracefulInterrupt": "callbacks",
     "GradientHealth": "callbacks",
     "MemoryMonitor": "callbacks",
     "MergeRules": "micro_batches",
     "MicroBatchRules": "micro_batches",
-    "Plan": "planning",
-    "Prediction": "planning.prediction",
+    "Plan": "cost_model",
+    "Prediction": "cost_model.prediction",
     "PressureGuard": "callbacks",
     "Reading": "hardware",
     "RowRules": "micro_batches",
     "RunCheckpoint": "callbacks",
     "UnifiedDDPStrategy": "strategies",
     "UnifiedStrategy": "strategies",
-    "is_out_of_memory": "training.oom",
-    "plan": "training.predict",
-    "predict": "training.predict",
+    "is_out_of_memory": "step.recovery.oom",
+    "plan": "planner.predict",
+    "predict": "planner.predict",
     "read": "hardware",
 }
 

@@ -4,14 +4,11 @@ import gc
 import os
 import random
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # what tests of several folders import
 
 # A shell that runs the tests in the background has it ignored, which children and handlers would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

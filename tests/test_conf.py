@@ -4,13 +4,13 @@ import inspect
 from pathlib import Path
 
 import pytest
-from lanes import crossed
 from omegaconf import OmegaConf, open_dict
 
 from lightning_unified.cli.request.binding import arguments_of, check_binding, target_of, targets
 from lightning_unified.cli.request.composition import composed, groups, searching
 from lightning_unified.cli.request.overrides import check_overrides
 from lightning_unified.errors import ConfigurationError
+from tests.support.lanes import crossed
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = {

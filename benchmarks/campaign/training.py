@@ -18,7 +18,7 @@ from campaign.modules import Batches, Counted, build
 from campaign.recipes import Recipe
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint
-from lightning_unified.training import sizes
+from lightning_unified.step.recovery import sizes
 
 __all__ = ["FINAL", "STARTED", "Fit", "Ledger", "read_ledger", "train", "write_past_limit"]
 

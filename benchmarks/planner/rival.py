@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.blocks import find_blocks
-from lightning_unified.training.rules import rules_of
+from lightning_unified.step.split.rules import rules_of
 from planner.cells import Cell
 from planner.ours import uninitialised
 

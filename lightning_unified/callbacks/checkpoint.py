@@ -16,7 +16,7 @@ from lightning_unified.callbacks import random_state
 from lightning_unified.callbacks.continuation import Continuation
 from lightning_unified.callbacks.loops import is_trial, validation_is_complete, validation_is_due, will_stop
 from lightning_unified.errors import CheckpointError, ConfigurationError
-from lightning_unified.training.checkpoint_io import (
+from lightning_unified.step.recovery.checkpoint_io import (
     PARTIAL,
     publish,
     remove,
@@ -24,7 +24,7 @@ from lightning_unified.training.checkpoint_io import (
     share,
     wait_for_writers,
 )
-from lightning_unified.training.oom import caught, release_cached_memory
+from lightning_unified.step.recovery.oom import caught, release_cached_memory
 
 __all__ = ["RunCheckpoint"]
 

@@ -20,7 +20,7 @@ from lightning_unified.callbacks.stopping import restore_limits, run_checkpoint,
 from lightning_unified.callbacks.thrash_watch import ThrashWatch
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
-from lightning_unified.training.oom import release_cached_memory
+from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
 __all__ = ["PressureGuard"]

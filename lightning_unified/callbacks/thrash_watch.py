@@ -11,7 +11,7 @@ from lightning import Trainer
 
 from lightning_unified.hardware import Pressure, Reading, Thrash, ThrashDetector, idle_bytes, read
 from lightning_unified.nn.cuda_graphs import may_be_recorded
-from lightning_unified.training.split import tensors_in
+from lightning_unified.step.split import tensors_in
 
 __all__ = ["ThrashWatch"]
 

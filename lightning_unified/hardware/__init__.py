@@ -4,13 +4,13 @@ from lightning_unified.hardware.budget import TIERS, Budget, divide_budget, pars
 from lightning_unified.hardware.caches import CachePolicy, ShapeWatch, idle_bytes
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
-from lightning_unified.hardware.environment import Finding, lint_environment
+from lightning_unified.hardware.environment.mps import mps_allocator_initialized
+from lightning_unified.hardware.environment.variables import Finding, lint_environment
 from lightning_unified.hardware.following import BudgetFollower
-from lightning_unified.hardware.gpus import DeviceUse, GpuReader
-from lightning_unified.hardware.mps_environment import mps_allocator_initialized
-from lightning_unified.hardware.peak import read_peak, reset_peak
 from lightning_unified.hardware.pressure import Pressure, PressureReader
 from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.readers.gpus import DeviceUse, GpuReader
+from lightning_unified.hardware.readers.peak import read_peak, reset_peak
 from lightning_unified.hardware.reading import Figure, Reading
 from lightning_unified.hardware.settings import HardwareSettings, host_threads
 from lightning_unified.hardware.sources import Sources

@@ -3,8 +3,8 @@
 import difflib
 
 from lightning_unified.errors import HardwareError
+from lightning_unified.hardware.host.memory import cpu_name, host_total
 from lightning_unified.hardware.readers import backends_here, read
-from lightning_unified.hardware.readers.cpu import cpu_name, host_total
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.sources import Sources, core_count, read_text
 from lightning_unified.units import GIB

@@ -4,9 +4,9 @@ import mmap
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_unified.hardware.readers.cgroups import full_stall, limit_events, stall_microseconds
-from lightning_unified.hardware.readers.cpu import free_in_large_blocks, host_pool, host_swap
-from lightning_unified.hardware.readers.mach import read_page_counters
+from lightning_unified.hardware.host.cgroups import full_stall, limit_events, stall_microseconds
+from lightning_unified.hardware.host.mach import read_page_counters
+from lightning_unified.hardware.host.memory import free_in_large_blocks, host_pool, host_swap
 from lightning_unified.hardware.reading import Figure
 from lightning_unified.hardware.sources import Sources, meminfo, read_text
 from lightning_unified.units import GIB, KIB, MIB, format_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware.capabilities import Capability, capability
-from lightning_unified.hardware.readers.cgroups import cpu_quota
+from lightning_unified.hardware.host.cgroups import cpu_quota
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.hardware.sources import Sources, core_count
 from lightning_unified.units import GIB

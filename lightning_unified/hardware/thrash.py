@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from statistics import median
 
-from lightning_unified.hardware.mps_environment import LOW
+from lightning_unified.hardware.environment.mps import LOW
 from lightning_unified.hardware.reading import Backend
 from lightning_unified.units import MIB, format_bytes
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_unified.hardware.budget import Budget
-from lightning_unified.hardware.cuda_environment import set_cuda_environment, written_share
-from lightning_unified.hardware.mps_environment import (
+from lightning_unified.hardware.environment.cuda import set_cuda_environment, written_share
+from lightning_unified.hardware.environment.mps import (
     DEFAULT_LOW,
     HIGH,
     LOW,

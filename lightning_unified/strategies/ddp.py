@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.planner.ranked_first_step import RankedFirstStep
 from lightning_unified.precision import plugin_precision
-from lightning_unified.strategies.budgeted import Budgeted
-from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.loop import UnifiedOptimization
-from lightning_unified.training.planner.ranked_first_step import RankedFirstStep
-from lightning_unified.training.ranked import RankedOptimization
-from lightning_unified.training.ranked_policy import RankedPolicy
-from lightning_unified.training.ranks import Point, Ranks
-from lightning_unified.training.reduction import Replicas
+from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.ranks.consensus import Point, Ranks
+from lightning_unified.step.ranks.loop import RankedOptimization
+from lightning_unified.step.ranks.policy import RankedPolicy
+from lightning_unified.step.ranks.reduction import Replicas
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from lightning_unified.strategies.base import Budgeted
 
 __all__ = ["UnifiedDDPStrategy"]
 

@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.strategies.budgeted import Budgeted
-from lightning_unified.training.budget_watch import BudgetWatch
-from lightning_unified.training.policy import MemoryPolicy
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from lightning_unified.strategies.base import Budgeted
 
 __all__ = ["UnifiedStrategy"]
 

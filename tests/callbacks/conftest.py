@@ -1,9 +1,7 @@
 """What the tests of callbacks share: a small exact run, and a machine whose memory readings are made up."""
 
-import importlib.util
+import importlib
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +11,7 @@ from lightning_unified.hardware.reading import Figure, Reading
 @pytest.fixture(scope="session")
 def small_run():
     """The module `small_run.py`, which is also a script."""
-    spec = importlib.util.spec_from_file_location("small_run", Path(__file__).with_name("small_run.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["small_run"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.support.small_run")
 
 
 @pytest.fixture

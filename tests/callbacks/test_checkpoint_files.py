@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import CheckpointError, ConfigurationError
-from lightning_unified.training.checkpoint_io import AtomicCheckpointIO
+from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,8 +13,8 @@ from lightning_unified import CudaGraphs, UnifiedStrategy
 from lightning_unified.callbacks import cuda_graphs
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.cuda_graphs import RecordedCalls
-from lightning_unified.planning.shadow import shadow
-from lightning_unified.training.planner.held import callback_bytes, held_bytes
+from lightning_unified.planner.fake.fake_copy import shadow
+from lightning_unified.planner.held import callback_bytes, held_bytes
 
 
 class Module(L.LightningModule):

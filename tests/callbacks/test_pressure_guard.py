@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lasting import Lasting
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import nn
@@ -23,6 +22,7 @@ from lightning_unified.callbacks import GracefulInterrupt, PressureGuard, RunChe
 from lightning_unified.callbacks.pressure_watch import PressureWatch
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Figure, Pressure
+from tests.support.lasting import Lasting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -434,7 +434,7 @@ print(f"step={trainer.global_step}", guard.stopped_for)
 
 @pytest.mark.slow
 def test_a_starved_process_saves_and_ends_by_itself(tmp_path):
-    small = str(Path(__file__).with_name("small_run.py"))
+    small = str(Path(__file__).parents[1] / "support" / "small_run.py")
     command = [sys.executable, "-c", SCRIPT, small, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     step = torch.load(tmp_path / "last.ckpt")["global_step"]

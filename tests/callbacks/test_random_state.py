@@ -10,7 +10,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states
 
 from lightning_unified.callbacks import random_state
 from lightning_unified.callbacks.continuation import Continuation
-from lightning_unified.training.generators import GeneratorWatch
+from lightning_unified.step.recovery.generators import GeneratorWatch
 
 
 class Generators:

@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
-from lanes import crossed
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from tests.support.lanes import crossed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

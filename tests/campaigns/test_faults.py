@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lanes import slow
+
+from tests.support.lanes import slow
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
 FEW, MANY = 3, 36  # runs: of three kinds, and two of each kind

@@ -4,10 +4,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from lanes import some
 
 from lightning_unified.cli.run import machine
 from lightning_unified.hardware import Figure, read
+from tests.support.lanes import some
 
 TINY = ("hardware=cpu", "data=builtin", "model.heads=2", "model.layers=1", "trainer.enable_progress_bar=false")
 

@@ -16,12 +16,12 @@ from lightning import LightningModule
 from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.backend import Backend
 from lightning_unified.cli.plan.command import main
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.rates import Alignment, tabled_rates
+from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calibration
+from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
-from lightning_unified.planning.calibration import CACHE_VARIABLE, Calibration
-from lightning_unified.planning.plan import Plan
-from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.rates import Alignment, tabled_rates
-from lightning_unified.planning.search import Candidate
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
 GIB = 2**30

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_unified.cli.plan.command import main
 from lightning_unified.cli.plan.phases import with_phases
-from lightning_unified.planning.plan import Plan
-from lightning_unified.planning.prediction import Prediction
-from lightning_unified.planning.render import does_fit
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.render import does_fit
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
 

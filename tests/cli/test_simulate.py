@@ -4,11 +4,11 @@ import csv
 import json
 
 import pytest
-from lanes import slow
 
 from lightning_unified.cli.doctor import main as doctor
 from lightning_unified.cli.main import main
 from lightning_unified.hardware.simulated import PROFILES
+from tests.support.lanes import slow
 
 
 def test_a_run_on_a_simulated_mac_keeps_its_contract_and_marks_every_figure(command, tiny, tmp_path):

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from lanes import slow
 
 from lightning_unified.cli.main import main
 from lightning_unified.cli.watch.command import main as watch
+from tests.support.lanes import slow
 
 GIB = 2**30
 KEYS = ["time", "host", "pressure", "swap", "devices", "runs"]

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from lanes import some
 
 from lightning_unified.data.loader import ResumableLoader, plan_epoch
 from lightning_unified.data.packing import Rows, Sequence
+from tests.support.lanes import some
 
 
 def row(number, length):

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import Budget, cap_allocator, lint_environment, prepare_allocators
-from lightning_unified.hardware.cuda_environment import WRITTEN_CUDA, is_one_pool_board, set_cuda_environment
+from lightning_unified.hardware.environment.cuda import WRITTEN_CUDA, is_one_pool_board, set_cuda_environment
 
 GIB = 2**30
 CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_unified.hardware import PressureReader, Sources
-from lightning_unified.hardware.readers.mach import read_page_counters
+from lightning_unified.hardware.host.mach import read_page_counters
 
 MIB = 2**20
 PAGE = 16384

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_unified.errors import HardwareError
 from lightning_unified.hardware import Figure, read
-from lightning_unified.hardware.readers.cpu import mmap_threshold
+from lightning_unified.hardware.host.memory import mmap_threshold
 
 GIB = 2**30
 

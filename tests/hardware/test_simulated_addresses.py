@@ -1,6 +1,6 @@
 """Where CUDA's driver puts segments, as a GPU's recordings showed it."""
 
-from lightning_unified.hardware.simulated.addresses import Addresses
+from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.units import MIB
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_unified.models.gearhead.module import GearHead
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
-from lightning_unified.training.levers import LossChunk, recompute_policies
+from lightning_unified.options import LossChunk, recompute_policies
 
 
 def _trainer(directory, **arguments):

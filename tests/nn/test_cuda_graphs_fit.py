@@ -5,8 +5,6 @@ import copy
 import lightning as L
 import pytest
 import torch
-from lanes import crossed
-from lasting import Lasting
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +13,8 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.nn import cuda_graphs
 from lightning_unified.nn.cuda_graph_recording import Recording
 from lightning_unified.nn.cuda_graphs import RecordedCalls
+from tests.support.lanes import crossed
+from tests.support.lasting import Lasting
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 

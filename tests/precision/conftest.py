@@ -1,17 +1,12 @@
 """A Mac that nobody here owns, as far as a Trainer asks before it trains."""
 
 import platform
-import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 from lightning.fabric.accelerators.mps import MPSAccelerator as FabricsMPS
 from torch.torch_version import TorchVersion
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the run that several tests share
-
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 WRITTEN = ("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO", "LIGHTNING_UNIFIED_MPS_WRITTEN")

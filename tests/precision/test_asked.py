@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import precision as stock
-from scaled_run import seen
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import PrecisionError
 from lightning_unified.precision import MixedPrecision, PrecisionChoice, build_plugin, verify_plugin
+from tests.support.scaled_run import seen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),

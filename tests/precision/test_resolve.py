@@ -8,10 +8,10 @@ from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import precision as stock
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-from scaled_run import seen
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, PrecisionError
+from tests.support.scaled_run import seen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),

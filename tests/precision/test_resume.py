@@ -4,10 +4,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import precision as stock
-from scaled_run import Scales, fit, fresh, live, weights
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.precision import MixedPrecision
+from tests.support.scaled_run import Scales, fit, fresh, live, weights
 
 
 class Stops(L.Callback):

@@ -3,15 +3,15 @@
 import lightning as L
 import pytest
 import torch
-from lanes import crossed
-from lasting import Lasting
 from lightning.pytorch.plugins import precision as stock
-from scaled_run import Scales, fit, fresh, live, weights
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GradientHealth
 from lightning_unified.errors import GradientError
 from lightning_unified.precision import MixedPrecision
+from tests.support.lanes import crossed
+from tests.support.lasting import Lasting
+from tests.support.scaled_run import Scales, fit, fresh, live, weights
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"

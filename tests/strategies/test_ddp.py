@@ -3,19 +3,17 @@
 import inspect
 import pickle
 
-import ddp_compressor
-import ddp_modules
-import ddp_runs
 import pytest
 import torch
-from lanes import slow, some
 from lightning.pytorch.strategies import StrategyRegistry
-from on_ranks import Ended, on_ranks
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.training.planner.ranked_first_step import Offer, settled
-from lightning_unified.training.planner.setting import Setting
+from lightning_unified.planner.ranked_first_step import Offer, settled
+from lightning_unified.planner.setting import Setting
+from tests.support import ddp_compressor, ddp_modules, ddp_runs
+from tests.support.lanes import slow, some
+from tests.support.on_ranks import Ended, on_ranks
 
 
 @pytest.fixture(scope="module")

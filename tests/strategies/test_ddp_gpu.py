@@ -1,9 +1,10 @@
 """Two real GPUs over NCCL: as plain DDP, through a memory that is too small on one of them only; run with -m gpu."""
 
-import ddp_gpu_runs
 import pytest
 import torch
-from on_ranks import on_ranks
+
+from tests.support import ddp_gpu_runs
+from tests.support.on_ranks import on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

@@ -7,7 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.training.levers import kernel_of
+from lightning_unified.options import kernel_of
 
 
 class Boring(BoringModel):

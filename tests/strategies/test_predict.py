@@ -6,21 +6,21 @@ import weakref
 import lightning as L
 import pytest
 import torch
-from lanes import some
-from lasting import Lasting
 from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, predict
+from lightning_unified.cost_model.generation.formula import Generation
+from lightning_unified.cost_model.rates import typical_rates
+from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
-from lightning_unified.planning.calibration import Calibration, calibrated_machines
-from lightning_unified.planning.formula import Generation
-from lightning_unified.planning.rates import typical_rates
+from lightning_unified.planner import generation
+from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.planner import Planner
+from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
-from lightning_unified.training import budget_watch
-from lightning_unified.training.planner import generation
-from lightning_unified.training.planner.first_step import FirstStep
-from lightning_unified.training.planner.planner import Planner
+from tests.support.lanes import some
+from tests.support.lasting import Lasting
 
 MIB = 2**20
 
@@ -251,7 +251,7 @@ def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")
 
-    monkeypatch.setattr("lightning_unified.training.planner.planner.Rehearsals", failing)
+    monkeypatch.setattr("lightning_unified.planner.planner.Rehearsals", failing)
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy)
@@ -322,7 +322,7 @@ def test_longer_rows_are_planned_for_after_shorter_ones_were_cut():
 
 @pytest.mark.slow
 def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
-    monkeypatch.setattr("lightning_unified.training.planner.first_step._SHORTER", 1)
+    monkeypatch.setattr("lightning_unified.planner.first_step._SHORTER", 1)
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB", recompute=False)
     fit(strategy, lengths=(128, 120, 116))
 

@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from lanes import slow
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
@@ -13,6 +12,7 @@ from lightning_unified.callbacks import MemoryMonitor, MemoryProgressBar, Pressu
 from lightning_unified.callbacks.pool import simulated_pressure
 from lightning_unified.errors import BudgetError, ConfigurationError, HardwareError, OutOfMemoryError, PrecisionError
 from lightning_unified.strategies import UnifiedStrategy
+from tests.support.lanes import slow
 
 MIB, GIB = 2**20, 2**30
 

@@ -6,7 +6,6 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lanes import slow
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.rank_zero import WarningCache
@@ -16,7 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import BudgetError, ConfigurationError
 from lightning_unified.hardware import Figure
-from lightning_unified.training.split import BatchShape
+from lightning_unified.step.split import BatchShape
+from tests.support.lanes import slow
 
 QUIET = {
     "logger": False,
@@ -194,7 +194,7 @@ def test_a_short_last_batch_is_not_taken_for_the_size_in_use(monkeypatch):
     trainer = L.Trainer(strategy=strategy, max_epochs=1, **QUIET)
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(9, 32), batch_size=8))
     assert strategy.micro_batch_size == 4
-    monkeypatch.setattr("lightning_unified.training.budget_watch.read_peak", lambda _: Figure(2**60, "made up"))
+    monkeypatch.setattr("lightning_unified.step.recovery.budget_watch.read_peak", lambda _: Figure(2**60, "made up"))
     strategy.policy.batch_done(BatchShape(8, 32))
 
     assert strategy.micro_batch_size == 2

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is imported when there is something to plan
-    from lightning_unified.planning.plan import Plan
+    from lightning_unified.cost_model.plan import Plan
 
 __all__ = ["Backend", "real_backend"]
 
@@ -27,7 +27,7 @@ class Backend:
 
 def real_backend() -> Backend:
     """Return the planner of this package."""
-    from lightning_unified.planning.rates import tabled_rates
-    from lightning_unified.training.predict import plan, plan_many
+    from lightning_unified.cost_model.rates import tabled_rates
+    from lightning_unified.planner.predict import plan, plan_many
 
     return Backend(plan=plan, plan_many=plan_many, rates=tabled_rates)

@@ -8,9 +8,14 @@ from typing import Any
 from rich.table import Table
 
 from lightning_unified.cli.plan.paper import page_console
-from lightning_unified.planning.calibration import Calibration, cache_directory, calibrated_machines, clear_calibrations
-from lightning_unified.planning.rates import Alignment
-from lightning_unified.planning.render.facts import format_seconds
+from lightning_unified.cost_model.rates import Alignment
+from lightning_unified.cost_model.rates.calibration import (
+    Calibration,
+    cache_directory,
+    calibrated_machines,
+    clear_calibrations,
+)
+from lightning_unified.cost_model.render.facts import format_seconds
 
 __all__ = ["clear_calibration", "show_calibration"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_unified.planning.plan import Plan
-from lightning_unified.planning.render import does_fit
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.render import does_fit
 from lightning_unified.units import format_bytes
 
 __all__ = ["with_phases"]

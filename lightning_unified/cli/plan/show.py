@@ -11,12 +11,12 @@ from rich.console import Console
 from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
 from lightning_unified.cli.plan.target import Target
+from lightning_unified.cost_model.generation.generates import Generated
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
+from lightning_unified.cost_model.render.planned import recomputed
+from lightning_unified.cost_model.render.tables import generation_table
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planning.generates import Generated
-from lightning_unified.planning.plan import Plan
-from lightning_unified.planning.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
-from lightning_unified.planning.render.planned import recomputed
-from lightning_unified.planning.render.tables import generation_table
 from lightning_unified.units import format_bytes
 
 __all__ = ["Page"]

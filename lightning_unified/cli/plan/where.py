@@ -8,10 +8,10 @@ import torch
 
 from lightning_unified.cli.plan.backend import Backend
 from lightning_unified.cli.plan.subject import Subject
+from lightning_unified.cost_model.render import MachinePlan
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Budget, resolve_budget
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
-from lightning_unified.planning.render import MachinePlan
 from lightning_unified.precision import choose_precision, platform_of
 
 __all__ = ["fits_where"]

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_unified.callbacks.loops import is_trial, logged_step
 from lightning_unified.callbacks.pool import pool_of
 from lightning_unified.cli.run.record import plain, versions
+from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import Sources, read, watermarks
-from lightning_unified.planning import static_bytes
 
 __all__ = ["JOURNAL", "Journal"]
 

@@ -19,7 +19,7 @@ from lightning_unified.cli.watch.snapshot import Observer, Snapshot
 from lightning_unified.cli.watch.view import show
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.hardware import Sources
-from lightning_unified.training.status import runs_directory
+from lightning_unified.status import runs_directory
 
 __all__ = ["main"]
 

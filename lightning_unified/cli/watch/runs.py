@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_unified.hardware import Sources
 from lightning_unified.hardware.sources import read_text
-from lightning_unified.training.status import RunRecord, parse_record
+from lightning_unified.status import RunRecord, parse_record
 
 __all__ = ["running"]
 

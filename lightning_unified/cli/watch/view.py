@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lightning_unified.cli.watch.snapshot import Snapshot
 from lightning_unified.hardware import DeviceUse, Figure
-from lightning_unified.training.status import RunRecord
+from lightning_unified.status import RunRecord
 from lightning_unified.units import format_bytes
 
 __all__ = ["show"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_unified.errors import HardwareError
-from lightning_unified.hardware.readers.cpu import read_cpu
+from lightning_unified.hardware.host.memory import read_cpu
 from lightning_unified.hardware.readers.cuda import read_cuda
 from lightning_unified.hardware.readers.mps import read_mps
 from lightning_unified.hardware.readers.xpu import read_xpu

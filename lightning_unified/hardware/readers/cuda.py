@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_unified.hardware.readers.cpu import host_available, host_total
+from lightning_unified.hardware.host.memory import host_available, host_total
 from lightning_unified.hardware.reading import Figure, Reading, choose_index, figure
 from lightning_unified.hardware.sources import Sources, read_text
 

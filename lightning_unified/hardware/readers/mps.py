@@ -1,7 +1,7 @@
 """The reader of Apple's GPU. Everything it asks constructs Metal's allocator: the watermark pair is written first."""
 
-from lightning_unified.hardware.mps_environment import ensure_pair
-from lightning_unified.hardware.readers.cpu import cpu_name, host_available, host_total
+from lightning_unified.hardware.environment.mps import ensure_pair
+from lightning_unified.hardware.host.memory import cpu_name, host_available, host_total
 from lightning_unified.hardware.readers.cuda import with_cached
 from lightning_unified.hardware.reading import Figure, Reading, figure
 from lightning_unified.hardware.sources import Sources, torch_version

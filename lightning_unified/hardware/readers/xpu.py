@@ -1,6 +1,6 @@
 """The reader of Intel GPUs. Readings only: Lightning 2.6 has no XPU accelerator to train on."""
 
-from lightning_unified.hardware.readers.cpu import host_available, host_total
+from lightning_unified.hardware.host.memory import host_available, host_total
 from lightning_unified.hardware.readers.cuda import with_cached
 from lightning_unified.hardware.reading import Figure, Reading, choose_index, figure
 from lightning_unified.hardware.sources import Sources

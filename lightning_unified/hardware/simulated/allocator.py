@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lightning_unified.errors import HostFrozenError
-from lightning_unified.hardware.mps_environment import HIGH, LOW
-from lightning_unified.hardware.simulated.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
+from lightning_unified.hardware.environment.mps import HIGH, LOW
 from lightning_unified.hardware.simulated.profiles import Profile
 from lightning_unified.units import GIB, KIB, MIB
 

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_unified.hardware.allocators.pools import Block
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
-from lightning_unified.hardware.simulated.pools import Block
 
 __all__ = ["LiveTensors"]
 
 
-_OURS = [Path(__file__).parents[2] / folder for folder in ("callbacks", "hardware", "nn", "strategies", "training")]
+_PACKAGE = Path(__file__).parents[2]
+_OURS = [folder for folder in _PACKAGE.iterdir() if folder.is_dir() and folder.name not in ("models", "data")]
 _OTHERS = [Path(str(spec.origin)).parent for spec in map(find_spec, ("torch", "lightning")) if spec is not None]
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (*_OURS, *_OTHERS))
 

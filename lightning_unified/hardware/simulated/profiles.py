@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_unified.errors import HardwareError
-from lightning_unified.hardware.mps_environment import DEFAULT_HIGH, DEFAULT_LOW
+from lightning_unified.hardware.environment.mps import DEFAULT_HIGH, DEFAULT_LOW
 from lightning_unified.units import GIB, KIB, MIB
 
 __all__ = ["PROFILES", "Profile", "profile"]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.rate import CollapseWatch, Price
-from lightning_unified.training.levers import recompute_policies
+from lightning_unified.options import recompute_policies
 
 
 class _Data(LightningDataModule):

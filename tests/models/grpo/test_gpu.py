@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from grpo_parts import Task, decode, fit, prompts
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.grpo import GRPO
+from tests.support.grpo_parts import Task, decode, fit, prompts
 
 pytestmark = pytest.mark.gpu
 

@@ -5,14 +5,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_parts import VOCABULARY, Dice, Gradients, Plain, Task, decode, fit, grpo, policy, prompts, traces
-from grpo_rival import train
-from lasting import Lasting
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy, predict
 from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
+from tests.support.grpo_parts import (
+    VOCABULARY,
+    Dice,
+    Gradients,
+    Plain,
+    Task,
+    decode,
+    fit,
+    grpo,
+    policy,
+    prompts,
+    traces,
+)
+from tests.support.grpo_rival import train
+from tests.support.lasting import Lasting
 
 TWO = [prompts(), prompts(first=4, seed=5)]
 

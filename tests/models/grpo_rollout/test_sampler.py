@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from rollout_parts import VOCABULARY, generated, language_model, prompts, recomputed, seeded
 
 from lightning_unified.models.grpo.rollout import Sampler
+from tests.support.rollout_parts import VOCABULARY, generated, language_model, prompts, recomputed, seeded
 
 WAYS = ("static", "growing")
 

@@ -1,0 +1,6 @@
+"""Floor 2: what a run will need, and the plan that follows from it."""
+
+from lightning_unified.cost_model.memory.static import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
+from lightning_unified.cost_model.plan import Plan
+
+__all__ = ["Plan", "describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]

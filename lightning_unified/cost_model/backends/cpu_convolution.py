@@ -1,0 +1,199 @@
+"""The copies that a convolution makes on a CPU, by oneDNN and by torch's own kernels.
+
+oneDNN computes in blocks of 16 channels. Operands are copied to that layout and results back, and a call takes the greatest sum of what
+lives at once in its passes: the result, the gradient of the input, the gradient of the weight. With strides the gradient of the input
+is computed with the channels last and copied twice. In bfloat16, weights' gradients are summed in float32 next to a transposed image of
+each operand, and a kernel of one point sums an image of its result in float32. Operands in channels-last layout are not copied.
+
+Where oneDNN is not asked (float64, one row of a small image, a kernel of one point on one thread) torch unfolds the input into columns,
+group by group, whose results are put together at the end.
+
+Measured call by call on one AVX-512 machine without matrix tiles (torch 2.13; float32, bfloat16 and float64; 1 to 3 dimensions, strided,
+grouped, transposed) with one thread: equal in float32, within some 40 KiB in bfloat16. Too much is said of groups of a few channels and
+of kernels that are as wide as their stride, whose weights' gradients are matrix products without copies. Left out: what further threads
+take for sums of their own, up to a weight each in float32. When oneDNN is asked: `use_mkldnn` in torch's native/Convolution.cpp.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.cost_model.backends.calls import Call, byte_count
+from lightning_unified.cost_model.backends.convolution import is_channels_last
+
+__all__ = ["cpu_convolution", "cpu_convolution_backward"]
+
+_BLOCK, _HALF_BLOCK = 16, 8
+_FEWEST = 4  # channels of an input from which the gradient of a float32 weight reads it in blocks
+_FLOAT = 4
+_HALF = (torch.float16, torch.bfloat16)
+_OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # below which torch's kernels are taken for faster
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """One call: its input (of a transposed one, too, what is convolved), its weight and how they meet."""
+
+    source: Tensor
+    weight: Tensor
+    output: Tensor
+    strided: bool
+    dilated: bool
+    transposed: bool
+    groups: int
+
+    @property
+    def point(self) -> bool:
+        return prod(self.weight.shape[2:]) == 1
+
+    @property
+    def half(self) -> bool:
+        return self.weight.dtype in _HALF
+
+    @property
+    def by_onednn(self) -> bool:
+        if not torch.backends.mkldnn.is_available() or self.weight.dtype not in (torch.float32, *_HALF):
+            return False
+        rows, kernel = self.source.shape[0], self.weight.shape[2:]
+        wide = len(kernel) > 1 and min(kernel[-2:]) > _OWN_KERNEL
+        large = rows > 1 or self.source.numel() > _OWN_ENTRIES or wide or self.groups > 1
+        worth = self.strided or self.dilated or not self.point or rows >= _OWN_ROWS or torch.get_num_threads() > 1
+        return self.half or (large and worth)
+
+    @property
+    def few(self) -> bool:
+        """Whether the result is computed from the input as it is: it has less than a block of channels."""
+        return self.source.shape[1] < _BLOCK and self.groups == 1 and not self.point
+
+    @property
+    def channels_last_inside(self) -> bool:
+        """Whether the pass against the strides is computed with the channels last."""
+        wide = self.groups == 1 or min(self.weight.shape[0] // self.groups, self.weight.shape[1]) >= _BLOCK
+        return self.strided and (wide or (self.half and self.weight.shape[1] == 1))
+
+    @property
+    def columns(self) -> int:
+        """The input of a group unfolded, a column for each position of the result; an image at a time where it is dilated."""
+        smaller = self.source if self.transposed else self.output
+        if self.point and not self.strided and not self.transposed:
+            return 0
+        positions = prod(smaller.shape[2:]) * (1 if self.dilated else self.source.shape[0])
+        return positions * prod(self.weight.shape[1:]) * self.weight.element_size()
+
+    @property
+    def image(self) -> int:
+        """One image of the input at the positions of the result, which a kernel of one point with strides picks first."""
+        if not self.point or not self.strided:
+            return 0
+        return self.source.shape[1] * prod(self.output.shape[2:]) * self.source.element_size()
+
+
+def cpu_convolution(call: Call) -> tuple[int, ...]:
+    """Return what a convolution takes on top of its output: copies of input, weight and output, then the output twice."""
+    source, weight, stride, dilation, transposed, groups = (call.args[index] for index in (0, 1, 3, 5, 6, 8))
+    output = call.results[0]
+    one = _described(source, weight, output, stride, dilation, transposed=transposed, groups=groups)
+    if not one.by_onednn:
+        return _by_groups(one, one.columns, shown=byte_count(output)), _made_contiguous(source)
+    if is_channels_last(source):
+        return (_blocked_weight(weight),)
+    sums = output.numel() // output.shape[0] * _FLOAT if one.point and one.half else 0
+    copied = 0 if one.few else _blocked(source)
+    copies = _blocked(output), copied, _blocked_weight(weight, few=one.few), one.image, sums
+    again = 2 * [byte_count(output)] if transposed and one.strided else [_blocked(output)]
+    return (*_beside(byte_count(output), copies, [byte_count(output), *again]), _made_contiguous(source))
+
+
+def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
+    """Return what a convolution's backward takes on top of the gradients, the greater of its two passes."""
+    gradient, source, weight, stride, dilation, transposed, groups, mask = (
+        call.args[index] for index in (0, 1, 2, 4, 6, 7, 9, 10)
+    )
+    one = _described(source, weight, gradient, stride, dilation, transposed=transposed, groups=groups)
+    shown = sum(byte_count(result) for result in call.results)
+    contiguous = _made_contiguous(gradient), _made_contiguous(source)
+    if not one.by_onednn:
+        return _by_groups(one, one.columns // (source.shape[0] if transposed else 1), shown=shown), *contiguous
+    if is_channels_last(source):
+        return max(3 if one.half else 1, 2) * _blocked_weight(weight), _images(one)
+    of_input = byte_count(source) if mask[0] else 0
+    passes = _input_passes(one, gradient) if mask[0] else []
+    if mask[1]:
+        passes += [(of_input, *_weight_pass(one, gradient)), (of_input, 2 * _blocked_weight(weight))]
+    return *_beside(shown, *passes), *contiguous
+
+
+def _beside(shown: int, *passes: Sequence[int]) -> Iterator[int]:
+    """Yield the pieces of the greatest pass that are there beside the results, whose own are its first."""
+    for piece in max(passes, key=sum, default=()):
+        yield max(piece - shown, 0)
+        shown = max(shown - piece, 0)
+
+
+def _described(
+    source: Tensor, weight: Tensor, output: Tensor, stride: Any, dilation: Any, *, transposed: bool, groups: int
+) -> _Convolution:
+    return _Convolution(
+        source=source,
+        weight=weight,
+        output=output,
+        strided=max(stride) > 1,
+        dilated=max(dilation) > 1,
+        transposed=transposed,
+        groups=groups,
+    )
+
+
+def _by_groups(one: _Convolution, columns: int, *, shown: int) -> int:
+    """Return what torch's own kernel takes: the last group's input and columns, or all results a second time."""
+    return columns if one.groups == 1 else max(columns + byte_count(one.source) // one.groups, shown)
+
+
+def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
+    """The gradient of the input, its copies, and before it those of what it is made of."""
+    source = byte_count(one.source)
+    if one.channels_last_inside and not one.transposed:
+        return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]
+    copy = _blocked(one.source)
+    return [(copy, _blocked(gradient), _blocked_weight(one.weight)), (source, copy)]
+
+
+def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
+    """Copies of both operands and the weight; in half precision the sums in float32."""
+    channels = one.source.shape[1]
+    few = one.few and (one.half or channels < _FEWEST)
+    block = _HALF_BLOCK if channels <= _HALF_BLOCK and one.groups == 1 and not (one.point or one.half) else _BLOCK
+    weight = _blocked_weight(one.weight, few=few, block=block)
+    sums = 2 * weight + (0 if one.point else _images(one)) if one.half else 0
+    return weight, _blocked(gradient), 0 if few else _blocked(one.source, block=block), sums, one.image
+
+
+def _images(one: _Convolution) -> int:
+    """An image of each operand, transposed for half-precision products; none in float32 and for single channels."""
+    if not one.half or one.weight.shape[1] == 1:
+        return 0
+    source = byte_count(one.source) if one.few else _blocked(one.source)
+    return (source + _blocked(one.output)) // one.source.shape[0]
+
+
+def _made_contiguous(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else byte_count(tensor)
+
+
+def _blocked(tensor: Tensor, *, block: int = _BLOCK) -> int:
+    channels = max(tensor.shape[1], 1)
+    return byte_count(tensor) // channels * _rounded(channels, block)
+
+
+def _blocked_weight(weight: Tensor, *, few: bool = False, block: int = _BLOCK) -> int:
+    out, into = weight.shape[:2]
+    rows = byte_count(weight) // out * _rounded(out, _BLOCK)
+    return rows if few or into == 1 else rows // into * _rounded(into, block)
+
+
+def _rounded(channels: int, block: int) -> int:
+    return -(-channels // block) * block

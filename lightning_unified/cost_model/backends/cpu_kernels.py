@@ -1,0 +1,89 @@
+"""What CPU kernels take unseen: copies of operands in another dtype or layout.
+
+Every figure here was measured with torch's profiler on one AVX-512 machine (torch 2.13, one thread), and is measured again by the tests.
+Left out because it stays below a few MiB whatever the sizes: attention's buffers a thread, statistics of normalisations.
+"""
+
+from collections.abc import Mapping
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from lightning_unified.cost_model.backends.calls import Call, Repair, byte_count
+from lightning_unified.cost_model.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
+from lightning_unified.cost_model.backends.packed_products import packed_product
+
+__all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = 4
+_MEAN = 1  # torch's number of a loss's reduction
+_REDUCTIONS = {
+    "aten.mse_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}  # which argument says it
+_CHOOSES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")  # their mask is no operand of the arithmetic
+
+
+def mixed_operands(name: str, call: Call) -> int:
+    """Return the copies that a pointwise operation makes of operands whose dtype is not the one it computes in.
+
+    CUDA converts on the way; a CPU copies first, and copies the result when it is written into a narrower tensor.
+    """
+    operands = [each for each in call.args if isinstance(each, Tensor) and each.dim() > 0]
+    if name in _CHOOSES or len({each.dtype for each in operands}) < 2:
+        return 0
+    common = reduce(torch.promote_types, (each.dtype for each in operands))
+    copied = sum(each.numel() for each in operands if each.dtype is not common)
+    in_place = name.endswith("_") and call.args[0].dtype is not common
+    return (copied + in_place * call.args[0].numel()) * common.itemsize
+
+
+def averaged_losses(name: str, call: Call) -> int:
+    """Return the float32 copy of half-precision losses that a loss makes where it averages them."""
+    reduction = _REDUCTIONS.get(name)
+    averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in _HALF
+    return call.args[0].numel() * _FLOAT if averages else 0
+
+
+def _mean(call: Call) -> int:
+    """A float32 copy of a half-precision input."""
+    return call.args[0].numel() * _FLOAT if call.args[0].dtype in _HALF else 0
+
+
+def _sum(call: Call) -> int:
+    """A copy in the dtype that was asked for, where it is not the input's."""
+    return (
+        call.args[0].numel() * call.results[0].element_size() if call.results[0].dtype is not call.args[0].dtype else 0
+    )
+
+
+def _batch_norm_backward(call: Call) -> int:
+    """The gradient of the input a second time."""
+    return byte_count(call.args[0])
+
+
+def _upsample(call: Call) -> int:
+    """Input and output in channels-last layout, where they are not in it already."""
+    source, output = call.args[0], call.results[0]
+    return 0 if not source.is_contiguous() else byte_count(source) + byte_count(output)
+
+
+CPU_TEMPORARIES: Mapping[str, Repair] = {
+    "aten.convolution": cpu_convolution,
+    "aten.convolution_backward": cpu_convolution_backward,
+    "aten.mm": packed_product,
+    "aten.bmm": packed_product,
+    "aten.addmm": packed_product,
+    "aten.baddbmm": packed_product,
+    "aten.native_batch_norm_backward": _batch_norm_backward,
+    "aten.mean": _mean,
+    "aten.sum": _sum,
+    "aten.upsample_nearest2d": _upsample,
+    "aten.upsample_bilinear2d": _upsample,
+}

@@ -1,0 +1,133 @@
+"""What CUDA kernels take unseen from the caching allocator.
+
+All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. What an H200 was seen to take
+under torch 2.11 is said at each.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_unified.cost_model.backends.calls import BACK, Call, Order, Repair, byte_count
+from lightning_unified.cost_model.backends.convolution import cuda_convolution, cuda_convolution_backward
+
+__all__ = ["CUDA_TEMPORARIES"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = 4
+_LONG = 8
+_EMBEDDING_SORTS_ABOVE = 3072
+_EMBEDDING_ROWS_A_THREAD = 10
+_SORT_IN_PLACE_UP_TO = 4096
+_BESIDE = 256  # bytes; what cuDNN's workspace is larger than the accumulators in it
+_BLOCK = 64  # queries, and entries of a head, that a block of the efficient kernel's backward pass has
+_LOCK_BYTES = 16
+
+
+def _flash_backward(call: Call) -> int:
+    """The queries' gradient in float32, its rows rounded to 128 and heads to 32, a float32 a query, and grouped keys and values spread.
+
+    Source: `mha_bwd` in flash-attention's `flash_api.cpp`, as torch ships it. cuDNN's kernel keeps the same accumulator.
+    """
+    query, key = call.args[1], call.args[2]
+    rows, heads, queries, size = query.shape
+    accumulated = rows * heads * _rounded(queries, 128) * _FLOAT
+    spread = 2 * rows * heads * key.shape[2] * size * query.element_size() if key.shape[1] != heads else 0
+    return accumulated * (_rounded(size, 32) + 1) + spread
+
+
+def _cudnn_backward(call: Call) -> tuple[int, ...]:
+    """The same as flash, without rounding; and a copy of the output's gradient where it does not lie in memory as the output does.
+
+    Source: an H200's allocations under torch 2.11; the copy from torch's `cudnn/MHA.cpp`.
+    """
+    gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
+    rows, heads, queries, size = query.shape
+    accumulated = rows * heads * queries * _FLOAT * (size + 1)
+    if key.shape[1] != heads:
+        accumulated += 2 * rows * heads * key.shape[2] * size * query.element_size()
+    return 0 if gradient.stride() == output.stride() else byte_count(gradient), accumulated + _BESIDE
+
+
+def _efficient_backward(call: Call) -> Order:
+    """The product of output and its gradient, given back once it is summed to a float32 a query; then the queries' gradient in blocks, each with a lock.
+
+    And a copy of the output's gradient where it does not lie position by position. In half precision there is no such product.
+
+    Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`, `GradQTempStorage` in its
+    `mem_eff_attention/kernel_backward.h`; in float32 an H200's allocations under torch 2.11.
+    """
+    gradient, query, value = call.args[0], call.args[1], call.args[3]
+    rows, heads, queries, size = query.shape
+    a_query = rows * heads * queries * _FLOAT
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else byte_count(gradient)
+    if query.dtype in _HALF:
+        return copied, a_query, rows * heads * _rounded(queries, 64) * _rounded(size, 64) * _FLOAT
+    blocks = rows * heads * -(-queries // _BLOCK) * -(-size // _BLOCK)
+    product = (a_query * value.shape[-1], a_query, BACK, BACK)
+    return copied, a_query, *product, blocks * (_BLOCK * _BLOCK * _FLOAT + _LOCK_BYTES)
+
+
+def _embedding_backward(call: Call) -> tuple[int, ...]:
+    """Sorted indices with their radix-sort buffers, six lists of segments, and the partial sums of rows in float32.
+
+    Source: `embedding_dense_backward_cuda` and `EmbeddingBackwardKernel.cu` of torch; up to 3,072 indices are added in place.
+    """
+    gradient, indices, vocabulary = call.args[0], call.args[1], call.args[2]
+    count, width = indices.numel(), gradient.shape[-1]
+    if count <= _EMBEDDING_SORTS_ABOVE:
+        return ()
+    partial = count // _EMBEDDING_ROWS_A_THREAD + min(count, vocabulary)
+    return *[count * _LONG] * 5, partial * _LONG, partial * width * max(gradient.element_size(), _FLOAT)
+
+
+def _accumulating_put(call: Call) -> tuple[int, ...]:
+    """Linear and sorted indices, their order, and radix-sort buffers, six lists of the rows that are added; a copy of values out of a row.
+
+    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`; an H200's allocations show the same.
+    """
+    accumulates, indices = call.args[3], [each for each in call.args[1] if isinstance(each, Tensor)]
+    if not accumulates or not indices:
+        return ()
+    values, a_list = call.args[2], _LONG * max(each.numel() for each in indices)
+    return a_list, 0 if values.is_contiguous() else byte_count(values), *[a_list] * 3, 2 * a_list
+
+
+def _softmax_backward(call: Call) -> int:
+    """The product of gradient and result, which is summed along the row. Source: `softmax_backward_cuda_out` in torch's `cuda/SoftMax.cu`."""
+    return max(byte_count(call.args[0]), byte_count(call.args[1]))
+
+
+def _in_a_row(call: Call) -> int:
+    """The gradient, where it does not lie in a row. Source: the backward passes of torch's `cuda/UpSample*.cu`."""
+    return 0 if call.args[0].is_contiguous() else byte_count(call.args[0])
+
+
+def _sort(call: Call) -> int:
+    """Keys and indices once more in rows too long to sort in shared memory (judgement from `cuda/Sort.cpp`)."""
+    source = call.args[0]
+    longest = max(source.shape, default=1)
+    return source.numel() * (source.element_size() + _LONG) if longest > _SORT_IN_PLACE_UP_TO else 0
+
+
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+_UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+
+CUDA_TEMPORARIES: Mapping[str, Repair] = {
+    **{f"aten.upsample_{name}_backward": _in_a_row for name in _UPSAMPLED},
+    "aten._scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "aten._scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten._softmax_backward_data": _softmax_backward,
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten._index_put_impl_": _accumulating_put,
+    "aten.index_put": _accumulating_put,
+    "aten.index_put_": _accumulating_put,
+    "aten.sort": _sort,
+    "aten.convolution": cuda_convolution,
+    "aten.convolution_backward": cuda_convolution_backward,
+}

@@ -1,0 +1,172 @@
+"""Bytes that a kernel takes beside the results its fake run shows: a table of repairs, by backend and operation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.cost_model.backends.calls import BACK, RESULT, Call, Kept, Order, Repair, byte_count
+from lightning_unified.cost_model.backends.chunked_loss import chunk_of_gradients, chunk_of_losses
+from lightning_unified.cost_model.backends.cpu_kernels import CPU_TEMPORARIES, averaged_losses, mixed_operands
+from lightning_unified.cost_model.backends.cuda_kernels import CUDA_TEMPORARIES
+from lightning_unified.cost_model.backends.mkldnn import lstm_temporary, lstm_workspace
+
+__all__ = ["REPAIRS", "SAVED", "Hidden", "hidden_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What one call takes unseen.
+
+    Attributes:
+        order: What is taken and given back before the call ends, and where its results are taken in between.
+        saved: Bytes that live as long as the results do, because the backward pass reads them or the results' memory is larger than they are.
+    """
+
+    order: Order = ()
+    saved: int = 0
+
+    @property
+    def temporary(self) -> int:
+        """The most that lives at once beside the results, in bytes."""
+        held, most = [], 0
+        for step in self.order:
+            if step == BACK:
+                held.pop()
+            elif step != RESULT:
+                held.append(step)
+            most = max(most, sum(held))
+        return most
+
+
+_NOTHING = Hidden()
+_LSTM = "aten.mkldnn_rnn_layer"
+_CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"
+
+
+def _probabilities_are_tested(call: Call) -> int:
+    """A boolean an entry: rows without any score are found by comparing all."""
+    return call.args[0].numel()
+
+
+def _exponentials(call: Call) -> int:
+    """The shifted scores, exponentiated in place."""
+    return byte_count(call.args[0])
+
+
+def _losses(call: Call) -> int:
+    """The loss of each entry, before it is reduced."""
+    return byte_count(call.args[0]) if call.args[2] else 0
+
+
+def _weighted_losses(call: Call) -> int:
+    """The loss of each entry, in an operation that takes a weight before the reduction."""
+    return byte_count(call.args[0]) if call.args[3] else 0
+
+
+def _logistic_losses(call: Call) -> int:
+    """The logarithms of the sigmoids, and the loss of each entry before it is reduced."""
+    return byte_count(call.args[0]) * (2 if call.args[4] else 1)
+
+
+def _in_a_row(call: Call) -> int:
+    """Copies of operands that do not lie in a row: the input on the way there, gradient and input on the way back."""
+    tensors = [each for each in call.args[:2] if isinstance(each, Tensor)]
+    return sum(byte_count(each) for each in tensors if not each.is_contiguous())
+
+
+# Composite or shared between backends.
+_ANYWHERE: Mapping[str, Repair] = {
+    "aten._safe_softmax": _probabilities_are_tested,
+    "aten.logsumexp": _exponentials,
+    "aten.native_layer_norm": _in_a_row,
+    "aten.native_layer_norm_backward": _in_a_row,
+    "aten.mse_loss": _losses,
+    "aten.smooth_l1_loss": _losses,
+    "aten.huber_loss": _losses,
+    "aten.binary_cross_entropy_with_logits": _logistic_losses,
+    _CHUNKED: chunk_of_gradients,
+    f"{_CHUNKED}_no_reduction": chunk_of_losses,
+}
+
+# Results that are made as large as the input and then shrunk to a scalar, whose memory stays as large as it was.
+_SHRUNK: Mapping[str, Kept] = {
+    "aten.mse_loss": _losses,
+    "aten.smooth_l1_loss": _losses,
+    "aten.soft_margin_loss": _losses,
+    "aten.binary_cross_entropy": _weighted_losses,
+}
+
+# Operands are copied before there are results, where a repair does not say when.
+_FIRST = (
+    "aten.native_layer_norm",
+    "aten.native_layer_norm_backward",
+    "aten.convolution",
+    "aten.convolution_backward",
+    _CHUNKED,
+    f"{_CHUNKED}_no_reduction",
+)
+
+REPAIRS: Mapping[str, Mapping[str, Repair]] = {
+    "cpu": {**_ANYWHERE, **CPU_TEMPORARIES, _LSTM: lstm_temporary, f"{_LSTM}_backward": lstm_temporary},
+    "cuda": {**_ANYWHERE, **CUDA_TEMPORARIES},
+    "rocm": {**_ANYWHERE, **CUDA_TEMPORARIES},
+    "mps": _ANYWHERE,
+}
+SAVED: Mapping[str, Mapping[str, Kept]] = {
+    "cpu": {**_SHRUNK, _LSTM: lstm_workspace},
+    "cuda": _SHRUNK,
+    "rocm": _SHRUNK,
+    "mps": {},
+}
+
+
+def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, backend: str) -> Hidden:
+    """Return what a call of an operation takes that its arguments and results do not show.
+
+    Args:
+        func: The operation, as a dispatch mode sees it: `torch.ops.aten.mm.default`.
+        args: Of the call; fake or real.
+        kwargs: Of the call.
+        result: Of the call.
+        backend: Whose kernel it is: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+
+    Raises:
+        ValueError: For another backend.
+    """
+    if backend not in REPAIRS:
+        raise ValueError(f"no backend {backend!r} is known here: it is one of {', '.join(REPAIRS)}")
+    name = str(func).rpartition(".")[0]
+    temporary, saved = REPAIRS[backend].get(name), SAVED[backend].get(name)
+    mixes = backend == "cpu" and torch.Tag.pointwise in getattr(func, "tags", ())
+    if temporary is None and saved is None and not mixes:
+        return _NOTHING
+    call = Call(_bound(func, args, kwargs), [each for each in _sequence(result) if isinstance(each, Tensor)])
+    if temporary is None and saved is None:
+        return Hidden(_order(mixed_operands(name, call)))
+    order = _order(temporary(call)) if temporary else ()
+    if backend == "cpu":
+        order += _order(averaged_losses(name, call))
+    if order and name in _FIRST and RESULT not in order:
+        order = (*order, *[RESULT] * len(call.results))
+    return Hidden(order, saved(call) if saved else 0)
+
+
+def _order(found: int | Order) -> Order:
+    """Return the order without blocks of no bytes, unless one may be given back in it; nothing where there is no other block."""
+    order = found if isinstance(found, tuple) else (found,)
+    if all(step <= 0 for step in order):
+        return ()
+    return order if BACK in order else tuple(step for step in order if step)
+
+
+def _sequence(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the arguments in the order of the operation's schema, its defaults filled in."""
+    rest = func._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]

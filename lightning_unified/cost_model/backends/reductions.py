@@ -1,0 +1,80 @@
+"""Buffers of sums over rows: a CUDA kernel that sums few columns of many rows has blocks share a column, and they meet in memory.
+
+Such is the gradient of every bias and of every weight that is broadcast. A thread's partial sums are float32 whatever is summed. The sizes
+follow from rows, columns and the number of multiprocessors, in steps and up to a limit (132 MiB on an H200), so they are worked out for the
+trace of the size that is asked for, not laid on lines.
+
+Source: `setReduceConfig` and `global_memory_size` in torch's `native/cuda/Reduce.cuh`; equal to the byte with an H200's allocations under
+torch 2.11. ROCm's is the same but for its constants, which are not followed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_unified.cost_model.backends.device import multiprocessors
+from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
+
+__all__ = ["sum_bytes", "with_sums"]
+
+_SUMS = ("aten.sum.dim_IntList", "aten.mean.dim")
+_ENTRY_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FLOAT = 4
+_THREADS, _WARP, _MOST_AT_ONCE = 512, 32, 4
+_THREADS_A_MULTIPROCESSOR = 2048
+_FEWEST, _MOST = 16, 256  # values a thread
+
+
+def with_sums(trace: Trace) -> Trace:
+    """Return the trace with what its sums take after their result and give back at once.
+
+    Args:
+        trace: Of a step; one of another backend than CUDA or ROCm is returned as it is.
+    """
+    if trace.backend not in ("cuda", "rocm"):
+        return trace
+    events = tuple(_with_buffers(trace.events))
+    return trace if len(events) == len(trace.events) else replace(trace, events=events)
+
+
+def _with_buffers(events: tuple[Event, ...]) -> Iterator[Event]:
+    free = max((event.storage for event in events if isinstance(event, Take)), default=-1) + 1
+    waiting = 0
+    for event, following in zip(events, [*events[1:], None], strict=True):
+        if isinstance(event, Work):
+            waiting = _buffer(event)
+        yield event
+        if waiting and not isinstance(following, Take):
+            yield from (Take(free, waiting, "temporaries"), Give(free))
+            free, waiting = free + 1, 0
+
+
+def _buffer(work: Work) -> int:
+    """Return the buffer of a sum, which counts as many operations as it has entries and moves these and its results; else 0."""
+    result = _ENTRY_BYTES.get(work.dtype)
+    if result is None or not work.flops or work.op not in _SUMS:
+        return 0
+    columns = min(
+        (left // result for entry in (2, 4) if (left := work.moved - entry * work.flops) > 0),
+        default=0,
+    )
+    return sum_bytes(work.flops // columns, columns) if columns else 0
+
+
+def sum_bytes(rows: int, columns: int) -> int:
+    """Return the bytes in which blocks meet that sum `rows` rows of `columns` entries each; 0 where every column is one block's."""
+    at_once = next(count for count in (_MOST_AT_ONCE, 2, 1) if columns % count == 0)
+    threads = _THREADS // at_once
+    wide, high = (_power_of_two(min(count, threads)) for count in (columns // at_once, rows))
+    height = min(high, threads // min(wide, _WARP))
+    width = min(wide, threads // height)
+    values = -(-rows // height)
+    target = multiprocessors() * (_THREADS_A_MULTIPROCESSOR // (width * height))
+    grid = -(-(columns // at_once) // width)
+    if rows < min(height * _FEWEST, _MOST) or values < _MOST or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // _FEWEST)), -(-values // _MOST))
+    return _FLOAT * columns * blocks * width * at_once if blocks > 1 else 0
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count.bit_length() - 1)

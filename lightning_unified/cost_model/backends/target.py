@@ -1,0 +1,136 @@
+"""Running a step on fake CPU tensors as another backend would run it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch._tensor as tensors
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
+from lightning_unified.cost_model.backends.autocast import Cast, casts_of
+from lightning_unified.cost_model.backends.linear import bias_in_place
+from lightning_unified.cost_model.backends.normalisation import fused_rms_norm
+from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
+from lightning_unified.cost_model.backends.patching import replaced
+from lightning_unified.cost_model.backends.random_ops import fused_dropout
+from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
+
+__all__ = ["BACKENDS", "mimic"]
+
+BACKENDS = ("cpu", "cuda", "rocm", "mps")
+_PLAIN_OVERRIDES = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # pyright: ignore[reportFunctionMemberAccess]
+_LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, tensors, torch.autograd)
+
+
+@contextmanager
+def mimic(backend: str) -> Iterator[None]:
+    """Run what is inside on fake CPU tensors, and let autograd keep and operators take what they would on the backend.
+
+    Attention, dropout, recurrent layers and normalisation run as the backend's kernels; autocast for it acts with its lists, whether it
+    is opened for the backend or for `"cpu"`; optimizers choose its kernels. Undone at the end. A recorder and the fake mode are opened outside.
+
+    Args:
+        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+
+    Raises:
+        ValueError: For another backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"no backend {backend!r} is known here: it is one of {', '.join(BACKENDS)}")
+    with ExitStack() as stack:
+        stack.enter_context(optimizer_kernels(backend))
+        if backend != "cpu":
+            stack.enter_context(_devices_are_the_cpu("mps" if backend == "mps" else "cuda"))
+            for module in _LOOKED_INTO:
+                for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+                    if hasattr(module, name):
+                        unpack = name == "has_torch_function"
+                        stack.enter_context(replaced(module, name, _any_overrides if unpack else _overrides))
+            stack.enter_context(_Target(_rules(backend), casts_of(backend)))
+        yield
+
+
+def _rules(backend: str) -> dict[str, Callable[..., Any]]:
+    if backend == "mps":
+        return {"scaled_dot_product_attention": mps_attention, "rms_norm": fused_rms_norm, **mps_recurrences()}
+    return {
+        "scaled_dot_product_attention": cuda_attention if backend == "cuda" else rocm_attention,
+        "dropout": fused_dropout,
+        "linear": bias_in_place,
+        "rms_norm": fused_rms_norm,
+        **cuda_recurrences(),
+    }
+
+
+class _Target(TorchFunctionMode):
+    """Sends torch's functions through the rules of a backend, by name; Python functions of torch are looked into, not replaced."""
+
+    def __init__(self, rules: Mapping[str, Callable[..., Any]], casts: Mapping[str, Cast]) -> None:
+        super().__init__()
+        self._rules = rules
+        self._casts = casts
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if isinstance(func, FunctionType) or "out" in kwargs:
+            return func(*args, **kwargs)
+        rule = self._rules.get(name)
+        operation = func if rule is None else _bound(rule, func)
+        cast = self._casts.get(name) if torch.is_autocast_enabled("cpu") else None
+        return operation(*args, **kwargs) if cast is None else cast(operation, args, kwargs)
+
+
+def _bound(rule: Callable[..., Any], func: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: rule(func, *args, **kwargs)
+
+
+def _overrides(*arguments: Any) -> bool:
+    """Return whether a tensor class of the user's own takes over; the mode is not asked."""
+    kinds = (getattr(type(each), "__torch_function__", None) for each in arguments)
+    return any(kind is not None and getattr(kind, "__func__", kind) not in _PLAIN_OVERRIDES for kind in kinds)
+
+
+def _any_overrides(arguments: Iterable[Any]) -> bool:
+    return _overrides(*arguments)
+
+
+@contextmanager
+def _devices_are_the_cpu(device: str) -> Iterator[None]:
+    """Let autocast and gradient scalers asked for the device act on the CPU, where the fake tensors are."""
+    autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler
+    open_autocast, make_scaler = autocast.__init__, scaler.__init__
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def init_autocast(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == device:
+            device_type, dtype = "cpu", dtype or dtype_of(device)
+        open_autocast(self, device_type, dtype, *args, **kwargs)
+
+    def init_scaler(self: Any, asked: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        make_scaler(self, "cpu" if asked == device else asked, *args, **kwargs)
+
+    def enabled(device_type: str = "cuda") -> bool:
+        return is_enabled("cpu" if device_type == device else device_type)
+
+    def dtype(device_type: str) -> torch.dtype:
+        return dtype_of("cpu" if device_type == device and is_enabled("cpu") else device_type)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(autocast, "__init__", init_autocast))
+        stack.enter_context(replaced(scaler, "__init__", init_scaler))
+        stack.enter_context(replaced(torch, "is_autocast_enabled", enabled))
+        stack.enter_context(replaced(torch, "get_autocast_dtype", dtype))
+        yield

@@ -1,0 +1,1 @@
+"""The memory of autoregressive generation, by formula."""

@@ -1,0 +1,116 @@
+"""The most that lives at once in a step: how much, of what, and where in the step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_unified.cost_model.trace.trace import CATEGORIES, Category, Give, Phase, Take, Trace, Work
+
+__all__ = ["Peak", "describe_instant", "instants", "peak"]
+
+_START = Work(op="", phase="setup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most that lives at once.
+
+    Attributes:
+        bytes: How much; the sum of `categories`.
+        categories: What it is for, without those that have nothing.
+        index: Of the event after which it lives; the first such one.
+        instant: The same in words, such as `"backward of layers.3.mlp (aten.mm)"`.
+    """
+
+    bytes: int
+    categories: dict[Category, int]
+    index: int
+    instant: str
+
+
+def peak(trace: Trace, *, rounding: int = 512) -> Peak:
+    """Return the most that lives at once in `trace`.
+
+    Args:
+        trace: A step.
+        rounding: Bytes to whose multiples each storage is rounded up; 512 is CUDA's, 1 counts what was asked for.
+
+    Returns:
+        Its size, categories and instant.
+    """
+    most, index = 0, 0
+    for at, count, _ in _running(trace, rounding=rounding):
+        if count > most:
+            most, index = count, at
+    live: dict[int, Take] = {}
+    for event in trace.events[: index + 1]:
+        if isinstance(event, Take):
+            live[event.storage] = event
+        elif isinstance(event, Give):
+            live.pop(event.storage, None)
+    sums: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+    for take in live.values():
+        sums[take.category] += _up(take.bytes, rounding)
+    categories: dict[Category, int] = {category: count for category, count in sums.items() if count}
+    return Peak(bytes=most, categories=categories, index=index, instant=describe_instant(trace, index))
+
+
+def describe_instant(trace: Trace, index: int) -> str:
+    """Return in words where in the step the event at `index` lies: phase, module and operation."""
+    work = next((event for event in reversed(trace.events[: index + 1]) if isinstance(event, Work)), _START)
+    op = f" ({_short(work.op)})" if work.op else ""
+    return _place(work.phase, work.place) + op
+
+
+def instants(trace: Trace, *, rounding: int = 512, most: int = 40) -> tuple[tuple[str, int], ...]:
+    """Return the peak of each place of the step, in the order of the step, for a table.
+
+    Args:
+        trace: A step.
+        rounding: As in `peak`.
+        most: Rows of the table. Modules are joined with those that contain them, the innermost first, until there are no more.
+
+    Returns:
+        Pairs of a phase and a module in words, and the bytes that live there at most.
+    """
+    peaks: dict[tuple[Phase, str], int] = {}
+    for _, live, work in _running(trace, rounding=rounding):
+        key = (work.phase, work.place)
+        peaks[key] = max(peaks.get(key, 0), live)
+    deepest = max((place.count(".") + 1 for _, place in peaks if place), default=0)
+    joined = peaks
+    for depth in range(deepest, -1, -1):
+        joined = {}
+        for (phase, place), count in peaks.items():
+            key = (phase, ".".join(place.split(".")[:depth]))
+            joined[key] = max(joined.get(key, 0), count)
+        if len(joined) <= most:
+            break
+    return tuple((_place(phase, place), count) for (phase, place), count in joined.items())
+
+
+def _running(trace: Trace, *, rounding: int) -> Iterator[tuple[int, int, Work]]:
+    """Yield, for each event, its index, what lives after it, and the operation it belongs to."""
+    sizes: dict[int, int] = {}
+    live, work = 0, _START
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Work):
+            work = event
+        elif isinstance(event, Take):
+            sizes[event.storage] = _up(event.bytes, rounding)
+            live += sizes[event.storage]
+        else:
+            live -= sizes.pop(event.storage, 0)
+        yield index, live, work
+
+
+def _place(phase: Phase, place: str) -> str:
+    words = "before the step" if phase == "setup" else phase
+    return f"{words} of {place}" if place else words
+
+
+def _short(op: str) -> str:
+    return op.removesuffix(".default")
+
+
+def _up(size: int, rounding: int) -> int:
+    return -(-size // rounding) * rounding

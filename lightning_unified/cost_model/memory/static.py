@@ -1,0 +1,187 @@
+"""What a run needs before any activation: weights, gradients, optimizer state and buffers, in bytes."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware.allocators.pools import MetalHeaps
+from lightning_unified.units import format_bytes
+
+__all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]
+
+# State tensors as large as the parameter, by the base class they come from (torch/optim/*.py). SGD's is counted by its momentum.
+_STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
+    torch.optim.Adam: 2,
+    torch.optim.AdamW: 2,
+    torch.optim.NAdam: 2,
+    torch.optim.RAdam: 2,
+    torch.optim.Adamax: 2,
+    torch.optim.Adadelta: 2,
+    torch.optim.Adagrad: 1,
+    torch.optim.Muon: 1,
+    torch.optim.RMSprop: 1,
+    torch.optim.Rprop: 2,
+    torch.optim.ASGD: 1,
+}
+# Options that ask for a state tensor more, beside `amsgrad`.
+_MORE_STATES: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.RMSprop: ("momentum", "centered")}
+
+
+def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, int]:
+    """Return bytes by category, each parameter once however often it is shared.
+
+    Args:
+        module: With its parameters in their final dtype; they may be on the meta device.
+        optimizers: Those of the run. State that exists is counted as it is, state that does not yet by the optimizer's kind;
+            an optimizer of unknown kind, such as torchao's 8-bit ones, counts 0 before its first step and what it made after it.
+
+    Raises:
+        ConfigurationError: If the module has lazy layers that have not run yet, so that their weights have no size.
+    """
+    parameters = list(module.parameters())
+    lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
+    if lazy:
+        raise ConfigurationError(
+            f"{type(module).__name__} has lazy layers whose weights have no size yet ({lazy[0]} and {len(lazy) - 1} more); a strategy that plans "
+            "memory needs their sizes before the first step. Run them once on an example, in __init__ or in configure_model."
+        )
+    return {
+        "weights": sum(_bytes(parameter) for parameter in parameters),
+        "gradients": sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        "optimizer state": sum(_optimizer_bytes(optimizer) for optimizer in optimizers),
+        "buffers": sum(_bytes(buffer) for buffer in module.buffers()),
+    }
+
+
+def metal_heap_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of the heaps that Metal takes for a module's weights and buffers: one large tensor can take a heap of 1 GiB.
+
+    Args:
+        module: With its parameters in their final dtype; they may be on the meta device.
+    """
+    pools = MetalHeaps()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if count := _bytes(tensor):
+            pools.place(pools.rounded(count), pressed=False)
+    return pools.reserved
+
+
+def describe_bytes(categories: dict[str, int]) -> str:
+    """Return categories for people, the empty ones left out: `"weights 1.00 GiB + gradients 1.00 GiB = 2.00 GiB"`."""
+    named = [f"{name} {format_bytes(count)}" for name, count in categories.items() if count]
+    return f"{' + '.join(named)} = {format_bytes(sum(categories.values()))}"
+
+
+def describe_shortage(
+    module: torch.nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    budget_bytes: int,
+    phase: str,
+    reason: str,
+    rows: int | None,
+    requested: int | None = None,
+    positions: Collection[int] = (),
+    recomputes: bool = False,
+) -> str:
+    """Return in three lines what did not fit, beside what, and what would help.
+
+    Args:
+        module: Which is trained.
+        optimizers: Those of the run.
+        budget_bytes: What the run may use.
+        phase: Where memory ran out: `"weights"`, `"batch"`, `"prepare"`, `"forward"`, `"backward"`, `"optimizer step"`, or the
+            name of an evaluation.
+        reason: The allocator's own words.
+        rows: Rows that ran at once; None for a batch that cannot be cut.
+        requested: Bytes of the allocation that failed, if the allocator said so.
+        positions: How many entries a row of the batch's tensors has, such as its number of tokens: logits are told by it.
+        recomputes: Whether activations are recomputed already.
+    """
+    optimizers = list(optimizers)
+    need = static_bytes(module, optimizers)
+    what = _what_did_not_fit(module, optimizers, phase=phase, rows=rows, requested=requested, positions=positions)
+    left = max(budget_bytes - sum(need.values()), 0)
+    does = "does" if what.startswith(("the batch", "what prepare", "the optimizer's state")) else "do"
+    how = "with cleared caches too" if rows is None else "with the smallest micro-batch there is"
+    return (
+        f"{what} {does} not fit: memory ran out in {phase} {how} ({reason}).\n"
+        f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(budget_bytes)} leaves {format_bytes(left)}.\n"
+        f"What helps: {'' if recomputes else 'memory.recompute=true, '}hardware.precision=bf16-mixed, shorter sequences, a fused optimizer, a smaller model, "
+        "or a larger memory.budget if the machine has it."
+    )
+
+
+def _what_did_not_fit(
+    module: torch.nn.Module,
+    optimizers: list[Optimizer],
+    *,
+    phase: str,
+    rows: int | None,
+    requested: int | None,
+    positions: Collection[int],
+) -> str:
+    if phase == "weights":
+        return "the weights"
+    if phase == "batch":
+        return "the batch itself"
+    if phase == "prepare":
+        return "what prepare makes of the whole batch"
+    if phase == "optimizer step":
+        has_state = any(optimizer.state for optimizer in optimizers)
+        return "the optimizer's temporaries" if has_state else "the optimizer's state, which its first step creates,"
+    if phase == "backward" and requested is not None and requested in _gradients(module):
+        return "the gradients of the weights"
+    if requested is not None and rows is not None and _are_logits(module, requested, rows=rows, positions=positions):
+        return f"the logits of {rows} row{'s' * (rows != 1)}"
+    if rows is None:
+        return "the activations of a batch that cannot be cut"
+    return f"the activations of {rows} row{'s' * (rows != 1)}"
+
+
+def _gradients(module: torch.nn.Module) -> set[int]:
+    """Return the bytes of gradients that are not there yet."""
+    return {
+        _bytes(parameter) for parameter in module.parameters() if parameter.requires_grad and parameter.grad is None
+    }
+
+
+_ROUNDING = 0.005  # allocators name sizes with two decimals
+
+
+def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions: Collection[int]) -> bool:
+    """Return whether an allocation is as large as the output of the module's widest linear layer at all positions, or all but one."""
+    widest = max((layer.out_features for layer in module.modules() if isinstance(layer, torch.nn.Linear)), default=0)
+    counts = {1, *positions, *(count - 1 for count in positions)} - {0}
+    sizes = (rows * count * widest * item for count in counts for item in (2, 4))
+    return any(abs(requested - size) <= _ROUNDING * size for size in sizes)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return what `tensor` takes: one that wraps others (8-bit codes and their scales) takes what they do, whatever dtype it shows."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> int:
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if state:
+                total += sum(_bytes(value) for value in state.values() if isinstance(value, torch.Tensor))
+            elif parameter.requires_grad:
+                total += _states(optimizer, group) * _bytes(parameter)
+    return total
+
+
+def _states(optimizer: Optimizer, group: dict[str, object]) -> int:
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(group.get("momentum")))
+    known = next((count for kind, count in _STATES_PER_PARAMETER.items() if isinstance(optimizer, kind)), 0)
+    return known + sum(bool(group.get(option)) for option in ("amsgrad", *_MORE_STATES.get(type(optimizer), ())))

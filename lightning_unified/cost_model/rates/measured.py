@@ -1,0 +1,293 @@
+"""The speeds of a device that is here, measured in a second or two with what torch itself runs."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_unified.cost_model.rates.record import Alignment, Rates
+from lightning_unified.cost_model.rates.tabled import PART, tabled_rates
+from lightning_unified.units import MIB
+
+__all__ = ["brief_rates", "measure_alignment", "measure_rates"]
+
+_LONG = 0.04  # judgement: seconds of one product after which no larger one is tried
+_REPEATS = 3
+_PAYS = 1.03  # judgement: below three in a hundred, a difference between sizes is noise
+_BACKLOG, _TINY = 8, 200
+_ROWS, _ROUNDS = (512, 576, 960, 1024), 5
+
+
+def measure_rates(device: torch.device | str) -> Rates:
+    """Return the rates of a device that is here, in at most about two seconds on a CPU and one on a GPU.
+
+    Takes up to about 300 MiB of the device for that time, gives them back, and leaves random generators and settings as they were.
+    What counts memory meanwhile sees it: measure before a cap is set or a peak is read.
+
+    Args:
+        device: Such as `"cpu"` or `"cuda:0"`.
+    """
+    device = torch.device(device)
+    name = _name(device)
+    with _undisturbed(device):
+        flops = _all_products(device, dtypes=_dtypes(device))
+        launch = _launch(device)
+        kernel = 0.0 if device.type == "cpu" else _kernel(device)
+        bandwidth = _bandwidth(device)
+    how = f"measured on {name}, torch {torch.__version__}, {torch.get_num_threads()} threads of the host"
+    return Rates(
+        name=name,
+        flops=flops,
+        bandwidth=bandwidth,
+        launch=launch,
+        kernel=kernel,
+        part=PART,
+        sources={
+            "flops": f"{how}: the fastest of square products up to {_sides(device, 2)[-1]}",
+            "bandwidth": f"{how}: a buffer scaled in place",
+            "launch": f"{how}: forward and backward of narrow layers, by operation",
+            "kernel": "part of launch" if device.type == "cpu" else f"{how}: tiny operations behind a backlog",
+            "part": "judgement",
+        },
+    )
+
+
+def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str]) -> Rates:
+    """Return rates that a run can order its plans by, in a tenth of a second: what is published, and measured only what is not.
+
+    What an operation costs the host is no property of the device, and is measured in any case. Of a device that is in no table, one
+    product of each dtype that the run multiplies in is timed, and the bandwidth. Beside that as `measure_rates`.
+
+    Args:
+        device: That is here.
+        name: As its driver writes it.
+        dtypes: Without `"float32"`, which is always there.
+    """
+    device = torch.device(device)
+    known = None if device.type == "cpu" else tabled_rates(name)
+    how = f"measured briefly on {name}, torch {torch.__version__}, {torch.get_num_threads()} threads of the host"
+    with _undisturbed(device):
+        launch = _launch(device)
+        if known is not None:
+            return replace(known, launch=launch, sources={**known.sources, "launch": how})
+        wanted = ["float32", *(["tf32"] if device.type == "cuda" else []), *dtypes]
+        flops = _all_products(device, dtypes=wanted, sizes=slice(1, 2) if device.type == "cpu" else slice(-1, None))
+        kernel = 0.0 if device.type == "cpu" else _kernel(device)
+        bandwidth = _bandwidth(device)
+    sources = {**dict.fromkeys(("flops", "bandwidth", "launch", "kernel"), how), "part": "judgement"}
+    return Rates(name=name, flops=flops, bandwidth=bandwidth, launch=launch, kernel=kernel, part=PART, sources=sources)
+
+
+def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
+    """Return what rows that are multiples of 8 or 64, and powers of two, gain in matrix products on a device that is here.
+
+    Each size is compared with its neighbours of a few rows less, so that what a product costs whatever its alignment (tiles that
+    are not full) is the same in both. A gain counts if every pair of neighbours shows it. Takes about half a second.
+
+    Args:
+        device: Such as `"cpu"` or `"cuda:0"`.
+        dtype: Default bfloat16 on a GPU, float32 on a CPU.
+    """
+    device = torch.device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    per_row = _row_seconds(device, dtype)
+    ratios = {
+        "multiple of 8": [per_row[rows - 3] / per_row[rows - 8] for rows in _ROWS],
+        "multiple of 64": [per_row[rows - 8] / per_row[rows] for rows in _ROWS],
+        "power of two": [per_row[576] / per_row[512], per_row[960] / per_row[1024]],
+    }
+    multiple, gain = verdict(ratios)
+    return Alignment(
+        device=_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        seconds_per_row=per_row,
+        without={name: statistics.median(found) for name, found in ratios.items()},
+        multiple=multiple,
+        gain=gain,
+        source=f"measured, torch {torch.__version__}: products of (rows, n) and (n, n), the best of several rounds",
+    )
+
+
+def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    """Return the seconds a row takes by size: multiples of 64, and beside each a multiple of 8 and an odd number."""
+    width, calls = (512, 1) if device.type == "cpu" else (4096, 20)
+    sizes = [rows - less for rows in _ROWS for less in (0, 8, 3)]
+    best = dict.fromkeys(sizes, float("inf"))
+    with _undisturbed(device):
+        right = _filled((width, width), device, dtype)
+        left = _filled((max(sizes), width), device, dtype)
+        for round_ in range(_ROUNDS):  # all sizes in turn: what else the machine does meets each of them
+            for rows in sizes:
+                entries = left[:rows]
+
+                def products(entries: Tensor = entries) -> None:
+                    for _ in range(calls):
+                        entries @ right  # pyright: ignore[reportUnusedExpression]
+
+                seconds = _seconds(products, device, repeats=1, warm=round_ == 0)
+                best[rows] = min(best[rows], seconds / calls / rows)
+    return best
+
+
+def verdict(ratios: Mapping[str, Sequence[float]]) -> tuple[int, float]:
+    """Return the multiple that pays, the largest that does, and how much longer sizes without it take.
+
+    Args:
+        ratios: By property, what neighbours without it take, one figure a pair; a property pays if all of them show it.
+    """
+    for multiple in (64, 8):
+        found = ratios[f"multiple of {multiple}"]
+        if min(found) > _PAYS:
+            return multiple, statistics.median(found)
+    return 1, 1.0
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "this CPU" if device.type == "cpu" else device.type.upper()
+
+
+_ALL = slice(None)
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    return {"cpu": ["float32", "bfloat16"], "cuda": ["float32", "tf32", "bfloat16", "float16"]}.get(
+        device.type, ["float32", "bfloat16", "float16"]
+    )
+
+
+def _all_products(device: torch.device, *, dtypes: Sequence[str], sizes: slice = _ALL) -> dict[str, float]:
+    """Return the rate of products by dtype; a 16-bit format that the device refuses has none."""
+    with _float32_as("highest"):
+        flops = {"float32": _product_rate(device, torch.float32, sizes=sizes)}
+    if "tf32" in dtypes:
+        with _float32_as("high"):
+            flops["tf32"] = _product_rate(device, torch.float32, sizes=sizes)
+    for dtype in [one for one in dtypes if one not in flops]:
+        with suppress(RuntimeError, TypeError):
+            flops[dtype] = _product_rate(device, getattr(torch, dtype), sizes=sizes)
+    return flops
+
+
+def _sides(device: torch.device, width: int) -> list[int]:
+    largest = 1024 if device.type == "cpu" else (4096 if width == 2 else 2048)
+    return [side for side in (256, 512, 1024, 2048, 4096) if side <= largest]
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, *, sizes: slice) -> float:
+    """Return the most operations a second that square products reach; sizes grow until one takes long."""
+    best = 0.0
+    for side in _sides(device, dtype.itemsize)[sizes]:
+        left, right = _filled((side, side), device, dtype), _filled((side, side), device, dtype)
+        seconds = _seconds(lambda left=left, right=right: left @ right, device)
+        best = max(best, 2 * side**3 / seconds)
+        if seconds > _LONG and side > 256:  # a smaller one is slow only where another program is in the way
+            break
+    return best
+
+
+def _bandwidth(device: torch.device) -> float:
+    size = (64 if device.type == "cpu" else 192) * MIB
+    buffer = torch.ones(size // 4, device=device)
+    return 2 * size / _seconds(lambda: buffer.mul_(1.0), device)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what reaches the dispatcher below autograd and is no view, as a trace of a step does."""
+
+    count = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))
+
+
+def _launch(device: torch.device) -> float:
+    """Return the host's seconds an operation of forward and backward, from a step that has next to nothing to compute."""
+    layers = [nn.Linear(8, 8, device=device), nn.LayerNorm(8, device=device), nn.GELU()]
+    with torch.no_grad():
+        for parameter in layers[0].parameters():
+            parameter.fill_(0.1)
+    network, entries = nn.Sequential(*layers * 20), _filled((8, 8), device, torch.float32)
+
+    def step() -> None:
+        network(entries).sum().backward()
+
+    step()
+    with _Counter() as counter:
+        step()
+    return _seconds(step, device) / counter.count
+
+
+def _kernel(device: torch.device) -> float:
+    """Return the device's seconds for an operation on next to nothing: many of them behind a backlog that lets the host run ahead."""
+    side = 4096 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    square, tiny = _filled((side, side), device, dtype), torch.ones(16, device=device)
+
+    def backlog() -> None:
+        for _ in range(_BACKLOG):
+            torch.mm(square, square)
+
+    def both() -> None:
+        backlog()
+        for _ in range(_TINY):
+            tiny.add_(0.0)
+
+    return max(_seconds(both, device) - _seconds(backlog, device), 0.0) / _TINY
+
+
+def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS, warm: bool = True) -> float:
+    """Return the least time of a few calls, after one that is not timed where the device is to be made `warm` for them."""
+    if warm:
+        call()
+    best = float("inf")
+    for _ in range(repeats):
+        _wait(device)
+        begun = time.perf_counter()
+        call()
+        _wait(device)
+        best = min(best, time.perf_counter() - begun)
+    return max(best, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def _filled(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return values of ordinary size, made without a random generator."""
+    return torch.linspace(-1, 1, shape[0] * shape[1], device=device).view(shape).to(dtype)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Keep the caller's modes (autocast, inference, no gradients) out of the measurement, and leave nothing of it behind."""
+    state = torch.get_rng_state()
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_rng_state(state)
+        if device.type != "cpu":
+            getattr(torch, device.type).empty_cache()
+
+
+@contextmanager
+def _float32_as(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,84 @@
+"""A plan in words: what was chosen, why, and how far to trust it."""
+
+from collections.abc import Iterator
+
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.render.planned import does_fit, recomputed
+from lightning_unified.cost_model.render.sheet import Fact
+from lightning_unified.cost_model.trace.trace import Confidence
+from lightning_unified.units import format_bytes
+
+__all__ = ["facts_of_plan", "facts_of_prediction", "format_seconds", "format_share"]
+
+_CONFIDENCE: dict[Confidence, str] = {
+    "high": "nothing was made up: every shape of the step was followed",
+    "medium": "values were made up on the way that decide no shape",
+    "low": "a made-up value can decide a shape, so the real step may be another; probe before you rely on it",
+}
+_SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_kernel", "loss_chunk"}
+
+
+def facts_of_plan(plan: Plan) -> Iterator[Fact]:
+    """Yield what was chosen with its reason, then what is predicted of it; a plan that does not fit says so first."""
+    why = plan.reasons
+    if not does_fit(plan):
+        yield Fact(name="verdict", text="does not fit", why=why.get("micro_batch_size", ""))
+        yield Fact(name="budget", text=format_bytes(plan.budget_bytes), why=why.get("budget", ""))
+        yield Fact(name="precision", text=plan.precision, why=why.get("precision", ""))
+        return
+    yield Fact(name="budget", text=format_bytes(plan.budget_bytes), why=why.get("budget", ""))
+    yield Fact(name="micro-batch", text=_micro_batch(plan), why=why.get("micro_batch_size", ""))
+    yield Fact(name="recompute", text=recomputed(plan), why=why.get("recompute", ""))
+    yield Fact(name="precision", text=plan.precision, why=why.get("precision", ""))
+    if plan.optimizer_kernel is not None:
+        yield Fact(name="optimizer", text=f"{plan.optimizer_kernel} kernel", why=why.get("optimizer_kernel", ""))
+    if plan.loss_chunk is not None:
+        yield Fact(name="loss", text=f"in chunks of {plan.loss_chunk}", why=why.get("loss_chunk", ""))
+    for name, reason in why.items():
+        if name not in _SHOWN and reason:
+            yield Fact(name=name.replace("_", " "), text=reason)
+    if plan.prediction is not None:
+        yield from facts_of_prediction(plan.prediction, budget_bytes=plan.budget_bytes)
+
+
+def facts_of_prediction(prediction: Prediction, *, budget_bytes: int | None = None) -> Iterator[Fact]:
+    """Yield peak, place, time and confidence."""
+    of_budget = "" if not budget_bytes else f", {format_share(prediction.reserved_bytes / budget_bytes)} of the budget"
+    taken = f"{format_bytes(prediction.reserved_bytes)} with the allocator's rounding and caches{of_budget}"
+    yield Fact(name="peak", text=f"{format_bytes(prediction.peak_bytes)} of tensors; {taken}")
+    yield Fact(name="where", text=prediction.instant)
+    if prediction.seconds is not None:
+        yield Fact(name="step", text=f"{format_seconds(prediction.seconds)} predicted")
+    yield Fact(name="confidence", text=prediction.confidence, why=_CONFIDENCE[prediction.confidence])
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Return a duration for people: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"3 min 20 s"`, `"unknown"` for None."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def format_share(share: float) -> str:
+    """Return a share for people: `"0.4 %"`, `"66 %"`, `"120 %"`, `"28 ×"`."""
+    if share >= 10:
+        return f"{share:.0f} ×"
+    return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
+
+
+def _micro_batch(plan: Plan) -> str:
+    if plan.micro_batch_size is None:
+        return "the whole batch at once"
+    rows = f"{plan.micro_batch_size} row{'s' * (plan.micro_batch_size != 1)}"
+    if plan.prediction is None:
+        return f"{rows} at a time"
+    parts = plan.prediction.parts
+    return f"{rows}: the whole batch at once" if parts == 1 else f"{rows} at a time, {parts} times a batch"

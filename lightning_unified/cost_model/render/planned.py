@@ -1,0 +1,73 @@
+"""What is rendered: a plan, a prediction, what machines would do; and what can be told of them."""
+
+from dataclasses import dataclass
+
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.search import Candidate
+
+__all__ = ["MachinePlan", "does_fit", "is_chosen", "least_bytes", "phase_of", "prediction_of", "recomputed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachinePlan:
+    """What one machine would do.
+
+    Attributes:
+        name: Of the machine, as `simulate=` takes it.
+        backend: `"cuda"`, `"rocm"`, `"mps"` or `"cpu"`.
+        pool: `"dedicated"` or `"unified"`.
+        budget_bytes: What its `auto` budget comes to; None where nothing can be had.
+        plan: What was found; None where there was nothing to plan with.
+        why_not: Why there is no plan; empty where there is one.
+    """
+
+    name: str
+    backend: str
+    pool: str
+    budget_bytes: int | None
+    plan: Plan | None
+    why_not: str = ""
+
+
+def does_fit(plan: Plan) -> bool:
+    """Return whether what is planned fits; a plan that was made without a planner has nothing that speaks against it."""
+    if plan.prediction is not None:
+        return plan.prediction.step_bytes <= plan.budget_bytes
+    return not plan.alternatives or any(candidate.fits for candidate in plan.alternatives)
+
+
+def least_bytes(plan: Plan) -> int | None:
+    """Return the least that any way to run the step takes of the device; None where nothing is known of it."""
+    own = [] if plan.prediction is None else [plan.prediction.reserved_bytes]
+    least = min([*own, *(candidate.reserved_bytes for candidate in plan.alternatives)], default=None)
+    return least if least is None or plan.prediction is None else max(least, plan.prediction.generation_bytes)
+
+
+def is_chosen(candidate: Candidate, plan: Plan) -> bool:
+    """Return whether `candidate` is what `plan` decided on."""
+    prediction = plan.prediction
+    if prediction is None or not candidate.fits:
+        return False
+    levers = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, recomputed(plan))
+    return (candidate.micro_batch_size, candidate.parts) == (prediction.rows, prediction.parts) and levers == (
+        candidate.precision,
+        candidate.optimizer_kernel,
+        candidate.loss_chunk,
+        candidate.recompute,
+    )
+
+
+def recomputed(plan: Plan) -> str:
+    """Return what runs again in the backward pass, in words."""
+    return plan.recomputed or {None: "as given", True: "all", False: "none"}[plan.recompute]
+
+
+def phase_of(place: str) -> str:
+    """Return the phase that a place's words name, `"forward"` for `"forward of network.blocks.3"`."""
+    return place.partition(" of ")[0]
+
+
+def prediction_of(planned: Plan | Prediction) -> Prediction | None:
+    """Return the prediction of a plan, or a prediction itself."""
+    return planned if isinstance(planned, Prediction) else planned.prediction

@@ -1,0 +1,104 @@
+"""A plan on a terminal, with bars of blocks."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from lightning_unified.cost_model.plan import Plan
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.render.page import sheet_of
+from lightning_unified.cost_model.render.planned import MachinePlan
+from lightning_unified.cost_model.render.sheet import Bars, Fact, Sheet, Table
+from lightning_unified.hardware.watermarks import Watermarks
+
+__all__ = ["to_terminal"]
+
+_WIDTH = 32  # cells of the widest bar
+_FULL, _EIGHTHS, _MARK = "█", " ▏▎▍▌▋▊▉", "┊"
+
+
+def to_terminal(
+    planned: Plan | Prediction,
+    *,
+    title: str = "Plan",
+    facts: Sequence[tuple[str, str]] = (),
+    watermarks: Watermarks | None = None,
+    machines: Sequence[MachinePlan] = (),
+    more: Sequence[Table] = (),
+) -> RenderableType:
+    """Return a plan or a prediction laid out for a terminal of 100 columns or more; narrower ones fold the texts.
+
+    Args:
+        planned: What is shown.
+        title: Its head, in one line.
+        facts: What is to be said first: names and texts, such as the model's and the machine's.
+        watermarks: Bytes to mark beside the budget.
+        machines: What other machines would do; shown last.
+        more: Tables to be shown before that.
+    """
+    sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
+    return Group(*_parts(sheet))
+
+
+def _parts(sheet: Sheet) -> Iterator[RenderableType]:
+    yield Text(sheet.title, style="bold")
+    yield _facts(sheet.facts)
+    for table in sheet.tables:
+        yield Text()
+        yield _table(table)
+        if table.remark:
+            yield Text(table.remark, style="dim")
+    if sheet.notes:
+        yield Text()
+        yield Text("Notes", style="bold")
+        yield from (Text(f"· {note}") for note in sheet.notes)
+
+
+def _facts(facts: Sequence[Fact]) -> Grid:
+    grid = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(overflow="fold")
+    for fact in facts:
+        words = Text(fact.text, style="bold red" if fact.name == "verdict" else "")
+        if fact.why:
+            words.append(f"  {fact.why}", style="dim")
+        grid.add_row(fact.name, words)
+    return grid
+
+
+def _table(table: Table) -> Grid:
+    grid = Grid(
+        title=table.title,
+        title_justify="left",
+        title_style="bold not italic",
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for at, column in enumerate(table.columns):
+        grid.add_column(column, justify="right" if at in table.numbers else "left", overflow="fold")
+    if table.bars is not None:
+        grid.add_column(table.bars.title, no_wrap=True)
+    for at, row in enumerate(table.rows):
+        style = "bold" if at in table.strong else "dim" if at in table.faint else ""
+        cells = [Text(cell) for cell in row]
+        grid.add_row(*cells, *([] if table.bars is None else [_bar(table.bars, at)]), style=style)
+    return grid
+
+
+def _bar(bars: Bars, at: int) -> Text:
+    """Return one bar; where it does not reach, the marks are seen."""
+    start, end = (share * _WIDTH for share in bars.spans[at])
+    marks = {min(int(mark * _WIDTH), _WIDTH - 1) for mark in bars.marks}
+    cells = []
+    for cell in range(_WIDTH):
+        filled = min(end, cell + 1) - max(start, cell)
+        eighths = 0 if filled <= 0 else max(1, math.floor(8 * filled))
+        begins_inside = start > cell and eighths
+        block = _FULL if eighths == 8 or begins_inside else _EIGHTHS[eighths] if eighths else ""
+        cells.append(block or (_MARK if cell in marks else " "))
+    return Text("".join(cells).rstrip())

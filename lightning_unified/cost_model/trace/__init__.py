@@ -1,0 +1,1 @@
+"""The operations and allocations of one training step, at any size."""

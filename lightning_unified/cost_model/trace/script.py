@@ -1,0 +1,135 @@
+"""A trace without its sizes: what happened in which order, and from when to when each storage lives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
+
+__all__ = ["NEVER", "MisalignedError", "Script", "align", "describe_slot", "script_of"]
+
+NEVER = 1 << 40  # where a storage ends that outlives the step
+
+Integers = NDArray[np.int64]
+
+
+class MisalignedError(ValueError):
+    """Traces that are not of one step at several sizes, so that there are no lines through their events."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Script:
+    """What happened, one slot for each operation and each storage that began.
+
+    Attributes:
+        slots: The operations and beginnings of storages, in order.
+        births: Slot of each storage, in the order in which they began.
+        ends: Slot before which each ends; the number of slots after the last, `NEVER` if it outlives the step.
+    """
+
+    slots: tuple[Work | Take, ...]
+    births: Integers
+    ends: Integers
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """Return, for each slot, what must be equal in another trace of the same step."""
+        return [
+            (slot.op, slot.phase, slot.place, slot.dtype) if isinstance(slot, Work) else (slot.category,)
+            for slot in self.slots
+        ]
+
+    def values(self) -> NDArray[np.float64]:
+        """Return two figures a slot, one after the other: bytes and nothing, or operations and bytes moved."""
+        first = [slot.bytes if isinstance(slot, Take) else slot.flops for slot in self.slots]
+        second = [0 if isinstance(slot, Take) else slot.moved for slot in self.slots]
+        return np.array(first + second, dtype=np.float64)
+
+    def events(self, first: Sequence[int], second: Sequence[int]) -> tuple[Event, ...]:
+        """Return a trace's events, with the figures of `values`."""
+        order = np.argsort(self.ends, kind="stable")
+        ends, given, taken = self.ends[order].tolist(), 0, 0
+        order = order.tolist()
+        events: list[Event] = []
+        for at, slot in enumerate(self.slots):
+            while given < len(ends) and ends[given] <= at:
+                events.append(Give(order[given]))
+                given += 1
+            if isinstance(slot, Take):
+                events.append(Take(taken, first[at], slot.category))
+                taken += 1
+            elif slot.flops == first[at] and slot.moved == second[at]:
+                events.append(slot)
+            else:
+                events.append(Work(slot.op, slot.phase, slot.place, first[at], second[at], slot.dtype))
+        events += [Give(storage) for storage, end in zip(order[given:], ends[given:], strict=True) if end < NEVER]
+        return tuple(events)
+
+
+def script_of(trace: Trace) -> Script:
+    """Return the script of `trace`. Storages are known by the order in which they begin, whatever their numbers are."""
+    slots: list[Work | Take] = []
+    births: list[int] = []
+    ends: list[int] = []
+    order: dict[int, int] = {}
+    for event in trace.events:
+        if isinstance(event, Give):
+            if event.storage in order:
+                ends[order.pop(event.storage)] = len(slots)
+            continue
+        if isinstance(event, Take):
+            order[event.storage] = len(births)
+            event = Take(len(births), event.bytes, event.category)  # noqa: PLW2901
+            births.append(len(slots))
+            ends.append(NEVER)
+        slots.append(event)
+    return Script(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
+
+
+def align(scripts: Sequence[Script], names: Sequence[str]) -> Integers:
+    """Return where the storages of one step end, seen at several sizes: the latest slot of any of them.
+
+    Python frees what refers to itself when it likes, so that ends may differ where nothing else does; the later one is the safe one.
+
+    Args:
+        scripts: Of the traces.
+        names: The traces in words, for the message.
+
+    Raises:
+        MisalignedError: If they do not hold the same operations and storages in the same order.
+    """
+    keys = scripts[0].keys()
+    for script, name in zip(scripts[1:], names[1:], strict=True):
+        others = script.keys()
+        if others != keys:
+            at = common(keys, others)
+            raise MisalignedError(
+                f"the step does other things at other sizes: at its event {at + 1}, {describe_slot(scripts[0], at)} with {names[0]}, "
+                f"but {describe_slot(script, at)} with {name}. Sizes between and beyond cannot be computed from these traces; "
+                "rehearse the step at the size that is asked for."
+            )
+    return np.max([script.ends for script in scripts], axis=0)
+
+
+def common(keys: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> int:
+    """Return how many slots two scripts have in common from the start."""
+    pairs = zip(keys, others, strict=False)
+    return next((at for at, (key, other) in enumerate(pairs) if key != other), min(len(keys), len(others)))
+
+
+def describe_slot(script: Script, at: int) -> str:
+    """Return in words what happens at a slot."""
+    if at >= len(script.slots):
+        return "the step has ended"
+    slot = script.slots[at]
+    if isinstance(slot, Take):
+        work = next((other for other in reversed(script.slots[:at]) if isinstance(other, Work)), None)
+        where = f" by {describe_work(work)}" if work else ""
+        return f"{slot.category} are taken{where}"
+    return describe_work(slot)
+
+
+def describe_work(work: Work) -> str:
+    """Return an operation in words: its name, phase and module."""
+    return f"{work.op} runs in the {work.phase}" + (f" of {work.place}" if work.place else "")

@@ -1,0 +1,159 @@
+"""What a process grows by for its tensors on Linux: glibc's main heap and its own mappings, as resident bytes only."""
+
+from lightning_unified.hardware.allocators.pools import Block, Freed, Home, round_up
+from lightning_unified.units import KIB, MIB
+
+__all__ = ["HostHeap"]
+
+
+class HostHeap:
+    """Tensors of torch on a CPU: blocks aligned to 64 bytes, in one heap that grows at its end, or in mappings of their own.
+
+    A block from the threshold on (128 KiB, and the size of the largest mapping ever given back, to 32 MiB) is mapped alone and
+    is gone when it is given back. A smaller one takes the smallest hole that has room for its alignment as well, which is why a
+    tensor seldom returns to the hole that one of its size left. The heap's end goes back to the system from twice the threshold.
+    Pages count from when they are first written.
+
+    What libraries and Python put between the tensors keeps holes from joining: every fifth block that is put into a hole is taken
+    to have something small after it that stays. That figure is fitted (`benchmarks/resident_memory.py`), the rest follows from the source.
+
+    Not modelled: other threads' heaps, what libraries themselves take, blocks that are never written, huge pages.
+
+    Args:
+        threshold: `M_MMAP_THRESHOLD`, which then stays what it is; None is the C library's own, which moves.
+
+    Source:
+        glibc's malloc.c (2.36): `_int_memalign`, `sysmalloc`, `_int_free`, `systrim`; torch's alloc_cpu.cpp for the alignment.
+    """
+
+    _ALIGNMENT, _HEADER, _LEAST, _PAGE = 64, 16, 32, 4 * KIB
+    _PAD, _FIRST_THRESHOLD, _LAST_THRESHOLD, _WORTH_TRIMMING = 128 * KIB, 128 * KIB, 32 * MIB, 64 * KIB
+    _PINNED, _PIN = 5, 64
+
+    def __init__(self, *, threshold: int | None = None) -> None:
+        self._heap = Home(0, small=True)
+        self._top = Block(0, self._heap)  # in use: what is freed beside it is joined with it by hand
+        self._break = 0
+        self._touched = 0
+        self._mapped = 0
+        self._fixed = threshold is not None
+        self._threshold = self._FIRST_THRESHOLD if threshold is None else threshold
+        self._trim = 2 * self._FIRST_THRESHOLD if threshold is None else self._FIRST_THRESHOLD
+        self._cuts = 0
+        self._freed = Freed()
+
+    @property
+    def reserved(self) -> int:
+        """Resident bytes."""
+        return self._touched + self._mapped
+
+    def rounded(self, size: int) -> int:
+        return max(self._LEAST, round_up(size + 8, 16))
+
+    def reuse(self, size: int) -> Block | None:
+        hole = self._freed.smallest(self._wanted(size))
+        if hole is None:
+            return None
+        self._freed.discard(hole)
+        return self._cut(hole, size)
+
+    def growth(self, size: int, *, pressed: bool) -> int:
+        del pressed  # no more is given, and no less, when memory is short
+        wanted = self._wanted(size)
+        if wanted >= self._threshold and wanted > self._break - self._top.at:
+            return round_up(wanted, self._PAGE)
+        return max(0, round_up(self._top.at + wanted, self._PAGE) - self._touched)
+
+    def place(self, size: int, *, pressed: bool) -> Block:
+        del pressed
+        wanted = self._wanted(size)
+        if wanted >= self._threshold and wanted > self._break - self._top.at:
+            mapping = Block(round_up(self._wanted(size), self._PAGE), Home(0, small=False))
+            self._mapped += mapping.size
+            return mapping
+        if wanted > self._break - self._top.at:
+            self._break = round_up(self._top.at + wanted + self._PAD, self._PAGE)
+        hole = Block(self._kept(size), self._heap, self._top.at)
+        hole.before, hole.after = self._top.before, self._top
+        if hole.before is not None:
+            hole.before.after = hole
+        self._top.before = hole
+        self._top.at += hole.size
+        self._touched = max(self._touched, round_up(self._top.at, self._PAGE))
+        return hole
+
+    def give_back(self, block: Block) -> None:
+        block.used = False
+        if block.home is not self._heap:
+            self._mapped -= block.size
+            if not self._fixed and self._threshold < block.size <= self._LAST_THRESHOLD:
+                self._threshold, self._trim = block.size, 2 * block.size
+            return
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.used:
+                self._freed.discard(neighbour)
+                self._join(block, neighbour)
+        self._freed.add(block)
+        size = block.size
+        self._lower_top()
+        if size >= self._WORTH_TRIMMING and self._break - self._top.at >= self._trim:
+            self._give_end()
+
+    def release(self) -> None:
+        """Give the heap's end back, as `malloc_trim` would; holes inside stay resident."""
+        self._give_end()
+
+    def _wanted(self, size: int) -> int:
+        """Return what is looked for, so that an aligned block lies in it wherever it begins."""
+        return self._kept(size) + self._HEADER
+
+    def _kept(self, size: int) -> int:
+        """Return what a block takes of the heap, which is less than what is looked for."""
+        return size + self._ALIGNMENT + self._LEAST + self._HEADER
+
+    def _cut(self, hole: Block, size: int) -> Block:
+        """Return the block of `size` in `hole`; what lies after it stays free, at times behind something small that does not."""
+        hole.used = True
+        kept = self._kept(size)
+        self._cuts += 1
+        if hole.size - kept >= self._LEAST:
+            rest = self._after(hole, kept)
+            if self._cuts % self._PINNED == 0 and rest.size >= self._PIN + self._LEAST:
+                rest = self._after(rest, self._PIN)
+            rest.used = False
+            self._freed.add(rest)
+        return hole
+
+    def _after(self, block: Block, size: int) -> Block:
+        """Shorten `block` to `size` and return the rest of it, in use."""
+        rest = Block(block.size - size, block.home, block.at + size)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        return rest
+
+    def _join(self, block: Block, neighbour: Block) -> None:
+        block.size += neighbour.size
+        block.at = min(block.at, neighbour.at)
+        if block.before is neighbour:
+            block.before = neighbour.before
+            if block.before is not None:
+                block.before.after = block
+        else:
+            block.after = neighbour.after
+            if block.after is not None:
+                block.after.before = block
+
+    def _lower_top(self) -> None:
+        """Let the end of the heap begin where its last free block does."""
+        last = self._top.before
+        if last is not None and not last.used:
+            self._freed.discard(last)
+            self._top.at, self._top.before = last.at, last.before
+            if last.before is not None:
+                last.before.after = self._top
+
+    def _give_end(self) -> None:
+        self._break = min(self._break, round_up(self._top.at + self._LEAST + self._PAD, self._PAGE))
+        self._touched = min(self._touched, self._break)

@@ -1,0 +1,1 @@
+"""The environment variables that decide how torch uses memory."""

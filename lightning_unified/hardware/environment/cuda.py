@@ -1,0 +1,100 @@
+"""The cap of boards whose GPU draws on the host's memory, written before torch's CUDA allocator exists: they hang where a card raises."""
+
+from collections.abc import Mapping, MutableMapping
+
+from lightning_unified.hardware.budget import Spec, parse_spec, unified_reserve
+from lightning_unified.hardware.environment.mps import Cap
+from lightning_unified.hardware.host.memory import host_available, host_total
+from lightning_unified.hardware.sources import Sources, read_text, torch_version
+
+__all__ = ["WRITTEN_CUDA", "is_one_pool_board", "set_cuda_environment", "written_share"]
+
+WRITTEN_CUDA = "LIGHTNING_UNIFIED_CUDA_WRITTEN"
+"""Holds the setting that this package wrote, so that child processes do not take it for the user's own."""
+
+_KEY = "per_process_memory_fraction"
+_SINCE = (2, 13)
+# The first that is set is the one torch reads (c10/cuda/CUDAAllocatorConfig.h, torch 2.13).
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
+    """Write the share of memory that torch's CUDA allocator may take, where it is known before CUDA is up: on a one-pool board.
+
+    `total_memory` is the host's RAM there, so the share can be said without asking the driver. `cap_allocator` sets it exactly
+    later; this one holds from the first allocation of the process. Your own setting stays, and other settings beside it.
+
+    Not written: `throw_on_cudamalloc_oom`. The share alone keeps torch from asking the driver for more, and lets it release
+    cached blocks first, which that switch would forbid.
+
+    Args:
+        spec: The budget as written.
+        sources: Default this machine; its `environ` is written to.
+
+    Raises:
+        BudgetError: If the budget cannot be read.
+    """
+    sources = sources or Sources.live()
+    parsed, environ, ram = parse_spec(spec), sources.environ, host_total(sources).bytes
+    if not is_one_pool_board(sources) or not ram:
+        return _nothing("no board whose GPU draws on the host's memory: the cap is set when the device is known")
+    variable = next((name for name in _VARIABLES if environ.get(name)), _VARIABLES[0])
+    entries = [entry.strip() for entry in environ.get(variable, "").split(",") if entry.strip()]
+    ours = environ.get(WRITTEN_CUDA)
+    theirs = [entry for entry in entries if entry != ours]
+    if any(entry.partition(":")[0].strip() == _KEY for entry in theirs):
+        return _nothing(f"your own {_KEY} in {variable} stays")
+    if torch_version(sources) < _SINCE:
+        return _nothing(f"torch reads {_KEY} from 2.13 on: the cap is set when the device is known")
+    if _is_up(sources):
+        return _nothing(f"too late for {variable}: CUDA is up and has read it; the cap is set when the device is known")
+    if not isinstance(environ, MutableMapping):
+        return _nothing("the environment cannot be written to")
+    share = min(1.0, max(0.01, _wanted(parsed, sources, ram) / ram))
+    environ[WRITTEN_CUDA] = f"{_KEY}:{share:.4f}"
+    environ[variable] = ",".join([*theirs, environ[WRITTEN_CUDA]])
+    reason = f"wrote {environ[WRITTEN_CUDA]} to {variable}, before CUDA is up"
+    return Cap(applied=True, fraction=share, bytes=int(share * ram), reason=reason)
+
+
+def is_one_pool_board(sources: Sources) -> bool:
+    """Return whether this is a GB10 or a Jetson, by what the system says of itself; CUDA is not asked, because that starts it.
+
+    Source:
+        The NVIDIA driver's `/proc/driver/nvidia/gpus/*/information`; the device tree of NVIDIA's Tegra boards. Not run on either.
+    """
+    if getattr(sources.torch.version, "cuda", None) is None:
+        return False
+    for path in sorted(sources.proc.glob("driver/nvidia/gpus/*/information")):
+        model = next((line for line in (read_text(path) or "").splitlines() if line.startswith("Model:")), "")
+        if "GB10" in model.split():
+            return True
+    return "tegra" in (read_text(sources.proc / "device-tree" / "compatible") or "")
+
+
+def written_share(environ: Mapping[str, str]) -> float | None:
+    """Return the share that this package wrote, None if it wrote none."""
+    key, _, value = environ.get(WRITTEN_CUDA, "").partition(":")
+    return float(value) if key == _KEY else None
+
+
+def _wanted(parsed: Spec, sources: Sources, ram: int) -> float:
+    if parsed.kind == "share":
+        return parsed.amount * ram
+    if parsed.kind == "bytes":
+        return parsed.amount
+    available = host_available(sources).bytes
+    reach = ram if available is None else available
+    return reach - parsed.amount if parsed.kind == "leave" else max(reach - unified_reserve(ram), reach / 2)
+
+
+def _is_up(sources: Sources) -> bool:
+    """Return whether torch has started CUDA; where it cannot say, it is taken to have."""
+    try:
+        return bool(sources.torch.cuda.is_initialized())
+    except AttributeError:
+        return True
+
+
+def _nothing(reason: str) -> Cap:
+    return Cap(applied=False, fraction=None, bytes=None, reason=reason)

@@ -1,0 +1,162 @@
+"""The reader of the CPU's pool: RAM, within the cgroup limit where there is one."""
+
+import mmap
+
+from lightning_unified.hardware.host.cgroups import memory_limit
+from lightning_unified.hardware.reading import Figure, Reading
+from lightning_unified.hardware.sources import Sources, meminfo, read_text
+from lightning_unified.units import MIB
+
+__all__ = [
+    "cpu_name",
+    "free_in_large_blocks",
+    "host_available",
+    "host_pool",
+    "host_swap",
+    "host_total",
+    "mmap_threshold",
+    "peak_resident",
+    "read_cpu",
+    "resident_files",
+]
+
+_XSW_BITS, _XSW_USED = 64, 2  # struct xsw_usage, sys/sysctl.h: total, available, used, of 64 bits each
+
+# Speculative pages are not added: XNU counts them among the file-backed (external) ones too.
+_MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.page_pageable_external_count")
+
+
+def read_cpu(sources: Sources, index: int | None = None) -> Reading:
+    """Read RAM as a unified pool; `allocated` is the resident size of this process, `index` is of no meaning here."""
+    del index
+    total, available = host_pool(sources)
+    return Reading(
+        device="cpu",
+        backend="cpu",
+        name=cpu_name(sources),
+        pool="unified",
+        total=total,
+        available=available,
+        allocated=_process(sources, "VmRSS"),
+        reserved=Figure(None, "unknown: the CPU allocator reports no reserve of its own"),
+        peak=peak_resident(sources),
+        host=host_total(sources),
+    )
+
+
+def host_pool(sources: Sources) -> tuple[Figure, Figure]:
+    """Return what this process may use of RAM in all, and what of it can be had now: the host's, within the cgroup limit."""
+    total, available = host_total(sources), host_available(sources)
+    limit = memory_limit(sources)
+    if limit is not None and (total.bytes is None or limit.total < total.bytes):
+        total = Figure(limit.total, limit.source)
+    if limit is not None and (available.bytes is None or limit.headroom < available.bytes):
+        available = Figure(limit.headroom, f"headroom under the cgroup limit ({limit.source})")
+    return total, available
+
+
+def host_total(sources: Sources) -> Figure:
+    """Return the machine's RAM: `MemTotal` on Linux, `hw.memsize` on macOS."""
+    linux = meminfo(sources).get("MemTotal")
+    if linux is not None:
+        return Figure(linux, "MemTotal")
+    mac = sources.sysctl("hw.memsize")
+    if isinstance(mac, int):
+        return Figure(mac, "hw.memsize")
+    return Figure(None, "unknown: neither MemTotal of /proc/meminfo nor sysctl hw.memsize")
+
+
+def host_available(sources: Sources) -> Figure:
+    """Return the RAM that can be had without swapping, before any cgroup limit.
+
+    Linux says it itself (`MemAvailable`). macOS does not: free, purgeable and file-backed pages are summed, which
+    leaves out what the compressor could still squeeze, so the figure is a low one. Swap is never counted.
+
+    Source:
+        Page counters: xnu, `bsd/vm/vm_unix.c`.
+    """
+    linux = meminfo(sources).get("MemAvailable")
+    if linux is not None:
+        return Figure(linux, "MemAvailable")
+    page, counts = sources.sysctl("hw.pagesize"), [sources.sysctl(name) for name in _MAC_AVAILABLE_PAGES]
+    pages = [count for count in counts if isinstance(count, int)]
+    if isinstance(page, int) and len(pages) == len(counts):
+        return Figure(sum(pages) * page, "vm.page_{free,purgeable,pageable_external}_count")
+    level, total = sources.sysctl("kern.memorystatus_level"), sources.sysctl("hw.memsize")
+    if isinstance(level, int) and isinstance(total, int):
+        return Figure(total * level // 100, "kern.memorystatus_level percent of hw.memsize")
+    return Figure(None, "unknown: neither MemAvailable of /proc/meminfo nor the vm.page_* sysctls")
+
+
+def host_swap(sources: Sources) -> tuple[Figure, Figure]:
+    """Return the swap there is and the swap in use. macOS adds swap as it needs it: there the total says little."""
+    linux = meminfo(sources)
+    if "SwapTotal" in linux and "SwapFree" in linux:
+        total, free = linux["SwapTotal"], linux["SwapFree"]
+        return Figure(total, "SwapTotal"), Figure(total - free, "SwapTotal - SwapFree")
+    usage = sources.sysctl("vm.swapusage")
+    if isinstance(usage, int):
+        total, used = (usage >> _XSW_BITS * at & (1 << _XSW_BITS) - 1 for at in (0, _XSW_USED))
+        return Figure(total, "vm.swapusage"), Figure(used, "vm.swapusage")
+    unknown = Figure(None, "unknown: neither SwapTotal of /proc/meminfo nor sysctl vm.swapusage")
+    return unknown, unknown
+
+
+def free_in_large_blocks(sources: Sources) -> Figure:
+    """Return what is free in blocks of 2 MiB or more, all that is free where the kernel does not list blocks."""
+    found = None
+    for line in (read_text(sources.proc / "buddyinfo") or "").splitlines():
+        counts = [int(word) for word in line.partition("zone")[2].split()[1:] if word.isdigit()]
+        sizes = [mmap.PAGESIZE << order for order in range(len(counts))]
+        found = (found or 0) + sum(count * size for count, size in zip(counts, sizes, strict=True) if size >= 2 * MIB)
+    if found is not None:
+        return Figure(found, "buddyinfo")
+    free = meminfo(sources).get("MemFree")
+    return Figure(free, "unknown: neither /proc/buddyinfo nor MemFree" if free is None else "MemFree")
+
+
+def mmap_threshold(sources: Sources) -> int | None:
+    """Return the bytes from which the C library maps blocks one by one, if its user has set that; None where it decides by itself.
+
+    Source:
+        The GNU C Library manual, "Memory Allocation Tunables": glibc.malloc.mmap_threshold, of old MALLOC_MMAP_THRESHOLD_.
+    """
+    text = sources.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    for tunable in sources.environ.get("GLIBC_TUNABLES", "").split(":"):
+        name, _, value = tunable.partition("=")
+        text = value if name == "glibc.malloc.mmap_threshold" else text
+    return int(text) if sources.platform == "linux" and text.isdecimal() else None
+
+
+def cpu_name(sources: Sources) -> str:
+    """Return the processor's name, the board's where the processor has none, else the architecture."""
+    for line in (read_text(sources.proc / "cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    brand = sources.sysctl("machdep.cpu.brand_string")
+    if isinstance(brand, str) and brand:
+        return brand
+    board = (read_text(sources.proc / "device-tree" / "model") or "").strip("\0 \n")
+    return board or sources.machine
+
+
+def _process(sources: Sources, field: str) -> Figure:
+    for line in (read_text(sources.proc / "self" / "status") or "").splitlines():
+        words = line.split()
+        if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
+            return Figure(int(words[1]) * 1024, field)
+    return Figure(None, f"unknown: {field} needs /proc/self/status, which is not here")
+
+
+def resident_files(sources: Sources) -> int:
+    """Return the resident bytes that are pages of files, such as programs' code, which the system drops when it is short; 0 if unknown."""
+    return _process(sources, "RssFile").bytes or 0
+
+
+def peak_resident(sources: Sources) -> Figure:
+    """Return the most bytes this process has had resident; one small read, cheap enough for every step."""
+    peak = _process(sources, "VmHWM")
+    if peak.bytes is None and (resident := sources.max_resident()) is not None:
+        return Figure(resident, "ru_maxrss")
+    return peak

@@ -1,0 +1,239 @@
+"""What each GPU of the machine is used for by all programs together, asked of drivers and never of torch.
+
+A watcher must not take what it watches: `torch.cuda.mem_get_info` constructs a CUDA context of some hundred MiB, and every memory
+figure of `torch.mps` Metal's allocator; what torch would call allocated is that of the asking process besides, which trains nothing.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_unified.hardware.host.memory import cpu_name, host_available, host_total
+from lightning_unified.hardware.reading import Figure
+from lightning_unified.hardware.sources import Sources, read_text
+from lightning_unified.units import MIB
+
+__all__ = ["DeviceUse", "GpuReader"]
+
+_PATIENCE_S, _PATIENCE_FOR_TORCH_S = 3.0, 60.0
+_NVIDIA = ("index", "uuid", "name", "memory.total", "memory.used", "memory.free", "utilization.gpu")
+_ONE_POOL_TOLERANCE = 0.01
+_METAL = "from lightning_unified.hardware import read; print(read('mps').total.bytes)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceUse:
+    """What one device's pool is used for now, by all programs. All figures are bytes (GiB = 2**30).
+
+    Attributes:
+        device: `"host"`, or the GPU as its driver numbers it: `"nvidia:0"`, `"amdgpu:card1"`, `"apple"`. torch may number otherwise.
+        name: The device's own name, for people.
+        pool: `"dedicated"` or `"unified"`; None where the driver did not answer.
+        total: What there is; for Apple's GPU what Metal recommends to use at most.
+        used: What is in use. On a unified pool this is the GPU's part of it.
+        available: What could be had now.
+        busy: Share of the time in which the device worked, as the driver says; None where it does not.
+        busy_source: Where `busy` comes from, or why it is unknown.
+    """
+
+    device: str
+    name: str
+    pool: Literal["dedicated", "unified"] | None
+    total: Figure
+    used: Figure
+    available: Figure
+    busy: float | None
+    busy_source: str
+
+
+class GpuReader:
+    """Reads the GPUs of the machine again and again; a driver that is missing contributes none, one that is silent says so.
+
+    Args:
+        sources: Where to read from; torch is not asked.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._working_set: Figure | None = None
+
+    def read(self) -> list[DeviceUse]:
+        """Return every NVIDIA, AMD and Apple GPU."""
+        return [*self._nvidia(), *self._amd(), *self._apple()]
+
+    def _nvidia(self) -> list[DeviceUse]:
+        if self._sources.which("nvidia-smi") is None:
+            return []
+        rows = self._nvidia_rows("gpu", _NVIDIA)
+        if rows is None:
+            return [_silent("nvidia", "nvidia-smi did not answer")]
+        return [self._nvidia_device(dict(zip(_NVIDIA, row, strict=True))) for row in rows]
+
+    def _nvidia_rows(self, what: str, fields: tuple[str, ...]) -> list[list[str]] | None:
+        command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+        out = self._sources.run(command, _PATIENCE_S)
+        if out is None:
+            return None
+        rows = ([cell.strip() for cell in line.split(",")] for line in out.splitlines())
+        return [row for row in rows if len(row) == len(fields)]
+
+    def _nvidia_device(self, said: dict[str, str]) -> DeviceUse:
+        total, used, free = (_mebibytes(said, name) for name in ("memory.total", "memory.used", "memory.free"))
+        unified = self._is_one_pool(said["memory.total"], total)
+        if unified:
+            total, free = host_total(self._sources), host_available(self._sources)
+            used = self._nvidia_processes(said["uuid"])
+        busy = _number(said["utilization.gpu"])
+        return DeviceUse(
+            device=f"nvidia:{said['index']}",
+            name=said["name"],
+            pool="unified" if unified else "dedicated",
+            total=total,
+            used=used,
+            available=free,
+            busy=None if busy is None else busy / 100,
+            busy_source="nvidia-smi utilization.gpu"
+            if busy is not None
+            else f"unknown: nvidia-smi says {said['utilization.gpu']}",
+        )
+
+    def _is_one_pool(self, text: str, total: Figure) -> bool:
+        """Return whether an NVIDIA GPU shares the host's RAM: a board whose driver knows no memory, or all of RAM.
+
+        Source:
+            nvitop PR 208 (GB10 with driver 580: not supported), nvtop PR 463 (GB10 where it answers: MemTotal). All such boards
+            are ARM ones; GH200 is one too, and reports its own HBM.
+        """
+        if self._sources.machine not in ("aarch64", "arm64"):
+            return False
+        ram = host_total(self._sources).bytes
+        if total.bytes is None:
+            return any(words in text.lower() for words in ("n/a", "not supported"))
+        return ram is not None and abs(total.bytes - ram) <= _ONE_POOL_TOLERANCE * ram
+
+    def _nvidia_processes(self, uuid: str) -> Figure:
+        """Return what the processes on a GPU hold: all that the driver of a one-pool board can say (llama-swap issue 782)."""
+        rows = self._nvidia_rows("compute-apps", ("gpu_uuid", "used_memory"))
+        if rows is None:
+            return Figure(None, "unknown: nvidia-smi lists no processes")
+        held = [_number(memory) for owner, memory in rows if owner == uuid]
+        if None in held:
+            return Figure(None, "unknown: nvidia-smi does not say what its processes hold")
+        return Figure(int(sum(count or 0 for count in held)) * MIB, "nvidia-smi, the sum over its processes")
+
+    def _amd(self) -> list[DeviceUse]:
+        found = sorted(self._sources.sys.glob("class/drm/card*/device/mem_info_vram_total"))
+        return [self._amd_device(path.parent) for path in found]
+
+    def _amd_device(self, folder: Path) -> DeviceUse:
+        """Read an AMD GPU; an APU uses its carve-out and GTT, which is RAM, alike.
+
+        Source:
+            Linux, Documentation/gpu/amdgpu: only APUs have the northbridge's voltage, in1 (but for MI300A, whose HBM counts as VRAM).
+        """
+        unified = any(folder.glob("hwmon/hwmon*/in1_input"))
+        total, used = (_sysfs(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
+        free = _difference(total, used)
+        if unified:
+            reach, taken = (_sysfs(folder / f"mem_info_gtt_{name}") for name in ("total", "used"))
+            ram, left = host_total(self._sources), host_available(self._sources)
+            total, used = _sum(total, _lower(reach, ram)), _sum(used, taken)
+            free = _sum(free, _lower(_difference(reach, taken), left))
+        busy = _number(read_text(folder / "gpu_busy_percent"))
+        name = (read_text(folder / "product_name") or "").strip()
+        return DeviceUse(
+            device=f"amdgpu:{folder.parent.name}",
+            name=name or (cpu_name(self._sources) if unified else "AMD GPU"),
+            pool="unified" if unified else "dedicated",
+            total=total,
+            used=used,
+            available=free,
+            busy=None if busy is None else busy / 100,
+            busy_source="gpu_busy_percent" if busy is not None else "unknown: no gpu_busy_percent in sysfs",
+        )
+
+    def _apple(self) -> list[DeviceUse]:
+        """Read Apple's GPU from the statistics its driver leaves in the I/O registry. Not run on hardware."""
+        if self._sources.platform != "darwin" or self._sources.machine != "arm64":
+            return []
+        out = self._sources.run(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"], _PATIENCE_S) or ""
+        if self._working_set is None:
+            self._working_set = self._recommended()
+        source = "IOAccelerator, In use system memory"
+        count, busy = _statistic(out, "In use system memory"), _statistic(out, "Device Utilization %")
+        used = Figure(count, source if count is not None else f"unknown: ioreg shows no {source}")
+        return [
+            DeviceUse(
+                device="apple",
+                name=cpu_name(self._sources),
+                pool="unified",
+                total=self._working_set,
+                used=used,
+                available=_lower(_difference(self._working_set, used), host_available(self._sources)),
+                busy=None if busy is None else busy / 100,
+                busy_source="IOAccelerator, Device Utilization %"
+                if busy is not None
+                else "unknown: ioreg shows no Device Utilization %",
+            )
+        ]
+
+    def _recommended(self) -> Figure:
+        """Ask Metal for its recommended working set, in a process that ends: whoever asks constructs the allocator for life."""
+        out = _number(self._sources.run([sys.executable, "-c", _METAL], _PATIENCE_FOR_TORCH_S))
+        if out is None:
+            return Figure(None, "unknown: torch.mps.recommended_max_memory could not be asked")
+        return Figure(int(out), "torch.mps.recommended_max_memory")
+
+
+def _silent(device: str, reason: str) -> DeviceUse:
+    unknown = Figure(None, f"unknown: {reason}")
+    return DeviceUse(
+        device=device,
+        name="unknown",
+        pool=None,
+        total=unknown,
+        used=unknown,
+        available=unknown,
+        busy=None,
+        busy_source=unknown.source,
+    )
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text and re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else None
+
+
+def _mebibytes(said: dict[str, str], name: str) -> Figure:
+    count = _number(said[name])
+    if count is None:
+        return Figure(None, f"unknown: nvidia-smi {name} says {said[name]}")
+    return Figure(int(count * MIB), f"nvidia-smi {name}")
+
+
+def _sysfs(path: Path) -> Figure:
+    text = (read_text(path) or "").strip()
+    return Figure(int(text), path.name) if text.isdigit() else Figure(None, f"unknown: no {path.name} in sysfs")
+
+
+def _statistic(text: str, name: str) -> int | None:
+    found = re.search(rf'"{re.escape(name)}"\s*=\s*(\d+)', text)
+    return int(found.group(1)) if found else None
+
+
+def _sum(one: Figure, other: Figure) -> Figure:
+    if one.bytes is None or other.bytes is None:
+        return one if one.bytes is None else other
+    return Figure(one.bytes + other.bytes, f"{one.source} + {other.source}")
+
+
+def _difference(whole: Figure, part: Figure) -> Figure:
+    if whole.bytes is None or part.bytes is None:
+        return whole if whole.bytes is None else part
+    return Figure(max(0, whole.bytes - part.bytes), f"{whole.source} - {part.source}")
+
+
+def _lower(one: Figure, other: Figure) -> Figure:
+    known = [figure for figure in (one, other) if figure.bytes is not None]
+    return min(known, key=lambda figure: figure.bytes or 0) if known else one

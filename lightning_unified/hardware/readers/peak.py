@@ -1,0 +1,43 @@
+"""The peak alone: read cheaply enough for every step, and set back to the present use where the counter allows it."""
+
+from typing import TYPE_CHECKING
+
+from lightning_unified.hardware.host.memory import peak_resident
+from lightning_unified.hardware.readers import read
+from lightning_unified.hardware.reading import Figure
+from lightning_unified.hardware.sources import Sources
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["read_peak", "reset_peak"]
+
+
+def read_peak(device: "str | torch.device", *, sources: Sources | None = None) -> Figure:
+    """Return the highest use of `device`'s pool by this process since the counter began, in bytes."""
+    sources = sources or Sources.live()
+    return peak_resident(sources) if str(device).startswith("cpu") else read(device, sources=sources).peak
+
+
+def reset_peak(device: "str | torch.device", *, sources: Sources | None = None) -> bool:
+    """Let the peak of `device` count from now on; return False where the counter cannot be set back.
+
+    Source:
+        Linux `man 5 proc`, clear_refs: writing 5 resets VmHWM to VmRSS. torch.accelerator has an allocator for MPS from 2.13 on.
+    """
+    sources = sources or Sources.live()
+    kind = str(device).partition(":")[0]
+    if kind == "cpu":
+        try:
+            (sources.proc / "self" / "clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+    if kind == "mps":
+        try:
+            sources.torch.accelerator.reset_peak_memory_stats()
+        except RuntimeError:
+            return False
+        return True
+    getattr(sources.torch, kind).reset_peak_memory_stats(device)
+    return True

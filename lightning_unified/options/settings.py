@@ -1,0 +1,177 @@
+"""The levers of one run: what the user asked for from the start, and what a plan sets later."""
+
+import difflib
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import lightning as L
+from torch.optim import Optimizer
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.options.loss_chunk import LossChunk, chunk_choices
+from lightning_unified.options.optimizer_kernel import (
+    KERNELS,
+    Kernel,
+    KernelChange,
+    allowed_kernels,
+    asks_for_kernel,
+    kernel_of,
+    set_kernel,
+)
+
+__all__ = ["Levers"]
+
+log = logging.getLogger("lightning_unified")
+
+_ASKED = ("keep", "auto", *KERNELS)
+_IMPOSSIBLE = {
+    "in-backward": "it writes weights while gradients are still being made, so that a step that runs out of memory could not be "
+    "repeated, gradients could be neither clipped nor accumulated, and a batch could not be cut",
+    "8-bit": "it is another optimizer and learns something else; return one from configure_optimizers, such as torchao's AdamW8bit",
+}
+
+
+class Levers:
+    """Optimizer kernel and loss chunk of one run; undone when it ends. Recomputation has a keeper of its own, `Recomputation`.
+
+    Args:
+        optimizer_kernel: `"keep"` leaves optimizers as they were built; a kernel's name sets it from the first step on, whatever
+            they were built with; `"auto"` lets a plan choose, for those that were built without a choice.
+
+    Attributes:
+        loss_chunk: Rows of logits at once, where that was set; else None.
+
+    Raises:
+        ConfigurationError: If `optimizer_kernel` is none of these.
+    """
+
+    def __init__(self, *, optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep") -> None:
+        if optimizer_kernel in _IMPOSSIBLE:
+            raise ConfigurationError(
+                f'optimizer_kernel="{optimizer_kernel}" is not offered: {_IMPOSSIBLE[optimizer_kernel]}.'
+            )
+        if optimizer_kernel not in _ASKED:
+            near = difflib.get_close_matches(str(optimizer_kernel), [*_ASKED, *_IMPOSSIBLE], n=1)
+            hint = f" did you mean {near[0]}?" if near else ""
+            raise ConfigurationError(
+                f"optimizer_kernel={optimizer_kernel!r} is not offered;{hint} choose from {', '.join(_ASKED)}."
+            )
+        self._asked = optimizer_kernel
+        self._module: L.LightningModule | None = None
+        self._optimizers: list[Optimizer] = []
+        self._changes: list[KernelChange] = []
+        self._chunk: LossChunk | None = None
+        self.loss_chunk: int | None = None
+        self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process keeps: the choice, and no hold on module and optimizers."""
+        return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each lever is as it is, for `Plan.reasons`; those that nobody touched are left out."""
+        touched = {"optimizer_kernel": bool(self._changes), "loss_chunk": self._chunk is not None}
+        return {name: why for name, why in self._why.items() if touched[name]}
+
+    @property
+    def optimizer_kernel(self) -> Kernel | Literal["other"] | None:
+        """The kernel that runs; `"other"` where optimizers differ or are not torch's own, None before there are any."""
+        kernels: set[Kernel | Literal["other"]] = {kernel_of(optimizer) for optimizer in self._optimizers}
+        return (kernels.pop() if len(kernels) == 1 else "other") if kernels else None
+
+    def begin(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
+        """Begin a fit of `module`, as asked.
+
+        Raises:
+            ConfigurationError: If a kernel was asked for that an optimizer cannot run with.
+        """
+        self.end()
+        self._module, self._optimizers = module, list(optimizers)
+        if self._asked in KERNELS:
+            for optimizer in self._optimizers:
+                self._changes.append(set_kernel(optimizer, self._asked))  # pyright: ignore[reportArgumentType]
+            self._why["optimizer_kernel"] = f"{self._asked}, as asked"
+
+    def kernel_choices(self, device: str | None = None, *, scaled: bool = False) -> tuple[Kernel, ...]:
+        """Return the kernels a plan may set: under `"auto"`, those that every optimizer built without a choice allows; else none.
+
+        Args:
+            device: The type of device the run is planned for; by default that of the parameters.
+            scaled: Whether a gradient scaler is in use.
+        """
+        free = self._free()
+        sparse = self._module is not None and any(
+            getattr(child, "sparse", False) is True for child in self._module.modules()
+        )
+        allowed = [allowed_kernels(optimizer, device, scaled=scaled) for optimizer in free]
+        return tuple(
+            kernel
+            for kernel in KERNELS
+            if free and all(kernel in each for each in allowed) and not (sparse and kernel == "fused")
+        )
+
+    def chunk_choices(self) -> tuple[int | None, ...]:
+        """Return the loss chunks a plan may set; None alone where the module offers none."""
+        return (None,) if self._module is None else chunk_choices(self._module)
+
+    def set_kernel(self, kernel: Kernel, *, why: str) -> None:
+        """Make every optimizer that was built without a choice run with `kernel` from its next step on.
+
+        Args:
+            kernel: One of `kernel_choices`.
+            why: For people.
+
+        Raises:
+            ConfigurationError: If that was not left open, or an optimizer cannot run with it.
+        """
+        if self._asked != "auto":
+            raise ConfigurationError(f'optimizer_kernel="{self._asked}" leaves nothing to choose; "auto" does.')
+        free = self._free()
+        self._undo_kernels()
+        for optimizer in free:
+            self._changes.append(set_kernel(optimizer, kernel))
+        self._why["optimizer_kernel"] = f"{kernel}, {why}"
+        log.info("Optimizer kernel: %s.", self._why["optimizer_kernel"])
+
+    def set_loss_chunk(self, rows: int | None, *, why: str) -> None:
+        """Compute the module's loss in chunks of `rows` rows of logits; None leaves the size to the module.
+
+        Args:
+            rows: One of `chunk_choices`.
+            why: For people.
+
+        Raises:
+            ConfigurationError: If the module does not offer it.
+        """
+        self._undo_chunk()
+        if rows is None:
+            return
+        assert self._module is not None, "levers are set once fit has begun"
+        self._chunk, self.loss_chunk = LossChunk(self._module, rows), rows
+        self._why["loss_chunk"] = f"{rows} rows, {why}"
+        log.info("Chunk of the loss: %s.", self._why["loss_chunk"])
+
+    def end(self) -> None:
+        """Leave module and optimizers as they were before `begin`."""
+        self._undo_kernels()
+        self._undo_chunk()
+        self._module, self._optimizers = None, []
+
+    def _free(self) -> list[Optimizer]:
+        """Return the optimizers whose kernel a plan may choose; one that it has set already is still one of them."""
+        if self._asked != "auto":
+            return []
+        changed = {id(change.optimizer) for change in self._changes}
+        return [one for one in self._optimizers if id(one) in changed or not asks_for_kernel(one)]
+
+    def _undo_kernels(self) -> None:
+        for change in self._changes:
+            change.undo()
+        self._changes = []
+
+    def _undo_chunk(self) -> None:
+        if self._chunk is not None:
+            self._chunk.undo()
+        self._chunk = self.loss_chunk = None

@@ -1,0 +1,183 @@
+"""A fake batch of as many rows, and as long ones, as asked for, made after a real one."""
+
+from collections import Counter
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_unified.errors import RehearsalError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.planner.fake.fake_copy import fake_tensor, shadow
+from lightning_unified.planner.fake.known_values import set_value
+from lightning_unified.step.split import BatchSplitter, planning_splitter, tensors_in
+from lightning_unified.step.split.containers import (
+    PLAIN,
+    entries_of,
+    is_sequence,
+    is_tensor_collection,
+    joined,
+    with_entries,
+)
+from lightning_unified.step.split.kinds import TENSOR, kind_of
+from lightning_unified.step.split.roles import Role, Roles
+
+__all__ = ["Template"]
+
+_KNOWN = 1 << 18  # entries up to which whole numbers keep their values: lengths, labels, masks
+
+
+class Template:
+    """What batches of a module look like: rows are repeated or left out, tensors of real numbers keep their shapes only.
+
+    Whole numbers keep their values (those of rows that are repeated are repeated too), so that lengths, labels and masks that a step
+    reads are ones that occur.
+
+    Args:
+        module: Whose batches they are.
+        batch: A batch as `training_step` gets it, on any device.
+        rules: Its rules; `rows.split` makes batches of fewer rows.
+        splitter: Knows where the rows of such batches are; None for one of its own.
+
+    Attributes:
+        rows: Of the batch given; None for one whose rows are not known, or cannot be split.
+        length: Entries of a row, where rows are sequences; None elsewhere.
+        roles: Of the entries of the batch, by path.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, batch: Any, rules: MicroBatchRules, *, splitter: BatchSplitter | None = None
+    ) -> None:
+        self._batch, self._name = batch, type(module).__name__
+        self._splitter = splitter or planning_splitter(module, rules)
+        self._splits_itself = rules.rows.split is not None
+        shape = self._splitter.shape(batch)
+        known = shape is not None and self._splitter.refusal(batch, shape.rows) is None
+        self.rows = shape.rows if known and shape is not None else None
+        self.roles = self._splitter.roles()
+        self.length = None if self.rows is None else _length(batch, self.rows)
+
+    def of(self, rows: int, *, length: int | None, device: torch.device) -> Any:
+        """Return a fake batch; call it inside `fake_world`.
+
+        Args:
+            rows: Of the batch.
+            length: Entries of a row; None leaves them as they are.
+            device: Where its tensors pretend to be.
+
+        Raises:
+            RehearsalError: If a batch of that size cannot be made after the one given.
+        """
+        if length is not None and self.length is None:
+            raise RehearsalError(
+                f"length={length}: the rows of the batch given to {self._name} have no dimension of positions; leave length out."
+            )
+        if self.rows is None:
+            return shadow(self._batch, device=device)
+        batch, had = self._batch, self.rows
+        if rows != had and (self._splits_itself or _holds_special_kinds(batch)):
+            batch, had = self._split(rows), rows
+        resize = _Resize(self.roles, had=had, rows=rows, length=self.length, asked=length or self.length, device=device)
+        return resize(batch)
+
+    def _split(self, rows: int) -> Any:
+        assert self.rows is not None
+        if rows > self.rows:
+            raise RehearsalError(
+                f"a batch of {rows} rows cannot be made after one of {self.rows}, for batches of {self._name} are of a kind of their own; "
+                f"give a batch of at least {rows} rows."
+            )
+        with no_dispatch():
+            return self._splitter.split(self._batch, 0, rows, rows=self.rows)
+
+
+class _Resize:
+    """Makes a fake of everything in a batch, batched things with another number of rows or of positions."""
+
+    def __init__(
+        self, roles: Roles, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device
+    ) -> None:
+        self._roles, self._device = roles, device
+        self._had, self._rows, self._length, self._asked = had, rows, length, asked
+
+    def __call__(self, value: Any, path: str = "") -> Any:
+        if isinstance(value, Tensor) and kind_of(value) is TENSOR:
+            return self._tensor(value, batched=self._roles.get((path, "leaf")) is Role.ROWS)
+        if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
+            return value[np.arange(self._rows) % self._had]
+        if isinstance(value, PackedSequence):
+            return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
+        if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
+            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))  # pyright: ignore[reportArgumentType]
+        entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
+        if entries is not None:
+            return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
+        return value if isinstance(value, PLAIN) else shadow(value, device=self._device)
+
+    def _part(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else fake_tensor(tensor, device=self._device)
+
+    def _one(self, entry: Any) -> Any:
+        """Return what one row is in a list of rows."""
+        return entry if isinstance(entry, PLAIN) else shadow(entry, device=self._device)
+
+    def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
+        shape = list(tensor.shape)
+        for index in range(int(batched), len(shape)):
+            if shape[index] == self._length and self._asked is not None:
+                shape[index] = self._asked
+        if batched:
+            shape[0] = self._rows
+        if shape == list(tensor.shape):
+            return fake_tensor(tensor, device=self._device)
+        fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device=self._device)
+        if not tensor.is_floating_point() and not tensor.is_meta and fake.numel() <= _KNOWN:
+            with no_dispatch():
+                value = tensor.detach().cpu()
+                for index, (had, asked) in enumerate(zip(tensor.shape, shape, strict=True)):
+                    if had != asked:
+                        value = value.index_select(index, torch.arange(asked) % had)
+            set_value(fake, value.clone() if value is tensor else value)
+        return fake
+
+
+def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
+    """Return the strides of a dense tensor of `shape` whose dimensions lie in the order of those of `tensor`."""
+    strides, step = [1] * len(shape), 1
+    for index in sorted(range(len(shape)), key=lambda index: (tensor.stride(index), -index)):
+        strides[index] = step
+        step *= max(shape[index], 1)
+    return strides
+
+
+def _length(batch: Any, rows: int) -> int | None:
+    """Return the second dimension that most of the batch's tensors of whole numbers have; no length where there is none."""
+    votes = Counter(
+        tensor.shape[1]
+        for tensor in tensors_in(batch)
+        if not tensor.is_nested
+        and tensor.dim() > 1
+        and tensor.shape[0] == rows
+        and not tensor.is_floating_point()
+        and tensor.shape[1] > 1
+    )
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a `TensorDict` has rows of its own, so that it is copied as one."""
+    return is_tensor_collection(value) and len(value.batch_size) > 0
+
+
+def _holds_special_kinds(value: Any) -> bool:
+    """Return whether rows of anything in a batch can be left out and not repeated: packed sequences, graphs, nested tensors."""
+    if isinstance(value, PLAIN):
+        return False
+    kind = kind_of(value)
+    if kind is not None:
+        return kind is not TENSOR and not isinstance(value, np.ndarray)
+    return any(_holds_special_kinds(entry) for _, entry in entries_of(value) or ())

@@ -1,0 +1,171 @@
+"""Where a rehearsal's recording begins and ends: between two batches, once a whole step is in its steady state."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.cost_model.trace.trace import Event
+from lightning_unified.planner.dry_run.counters import Counters
+from lightning_unified.planner.dry_run.strategy import RehearsalStrategy
+from lightning_unified.planner.fake.known_values import Answers
+from lightning_unified.planner.fake.recorder import Lives, Recorder, alike
+from lightning_unified.step.results.metrics import metrics_of
+
+__all__ = ["Conductor"]
+
+_LIMIT = 16  # batches without an optimizer step, after which the last one is taken for a step all the same
+
+
+class Conductor(Callback):
+    """Gives the batches of a rehearsal, and has the last of them recorded: the one whose step follows another one's.
+
+    Args:
+        recorder: Records.
+        answers: Notes reads of the recorded step only.
+        strategy: Counts optimizer steps.
+        make_batch: Makes a batch of validation, or one of training.
+        validates: Whether a batch of validation is recorded, and not one of training.
+        batches: How many an epoch is said to have.
+
+    Attributes:
+        events: What was recorded; None before that.
+        wrote: Whether the recorded step wrote weights.
+        held: What other callbacks hold.
+        averages: Callbacks that average weights.
+        counters: What is set back before a further step.
+        is_steady: Whether what lives after the recorded step is what lived before it.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        answers: Answers,
+        strategy: RehearsalStrategy,
+        *,
+        make_batch: Callable[[bool], Any],
+        validates: bool,
+        batches: int,
+    ) -> None:
+        self._recorder, self._answers, self._strategy = recorder, answers, strategy
+        self._make_batch, self._validates, self._batches = make_batch, validates, batches
+        self._module: L.LightningModule | None = None
+        self._records = False
+        self._steps = self._seen = 0
+        self.events: tuple[Event, ...] | None = None
+        self.wrote = False
+        self.held: list[Tensor] = []
+        self.averages: list[Callback] = []
+        self.counters: Counters | None = None
+        self.is_steady = False
+        self._lives: list[Lives] = []
+        self._goes_on = False
+        answers.silent = True
+
+    def go_on(self) -> None:
+        """Have one more step recorded, as the one that followed the first was."""
+        assert self.counters is not None
+        self.counters.restore()
+        self._goes_on, self._records = True, False
+        self._seen = 0
+        self.events, self.wrote = None, False
+
+    def loader(self, *, validation: bool = False) -> "_Loader":
+        """Return what the Trainer takes for its data."""
+        return _Loader(self, validation=validation, count=self._batches)
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._module = pl_module
+        connector: Any = trainer._logger_connector
+        connector.on_batch_end = partial(self._silently, connector.on_batch_end)
+
+    def _silently(self, call: Callable[[], None]) -> None:
+        """Call what reads values to show them, which decides nothing."""
+        was, self._answers.silent = self._answers.silent, True
+        call()
+        self._answers.silent = was
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self._recorder.phase = "callbacks"
+
+    def next_batch(self, *, validation: bool) -> Any:
+        """End the recording if it has what it is for, else begin it if it is time to; return a batch."""
+        if self._records:
+            self._look()
+        self._seen += 1
+        records = validation == self._validates
+        if records and (self._strategy.steps or self._validates or self._seen > _LIMIT):
+            self._begin()
+        self._recorder.phase = "batch"
+        batch = self._make_batch(validation)
+        if validation:
+            self._recorder.phase = "validation"
+        return batch
+
+    def _begin(self) -> None:
+        self._records, self._steps = True, self._strategy.steps
+        self._mark()
+        self._answers.silent = False
+        self._answers.reads.clear()
+        if not self._goes_on:
+            assert self.counters is not None
+            self.counters.keep()
+            self._lives = self._recorder.lives
+        self._recorder.begin(order=self._lives)
+
+    def _look(self) -> None:
+        self.wrote = self._strategy.steps > self._steps
+        if self.wrote or self._validates or self._seen > _LIMIT:
+            self._mark()
+            self.events = self._recorder.stop()
+            self.is_steady = alike(self._recorder.lives, self._lives)
+            raise _TunerExitException
+
+    def _mark(self) -> None:
+        """Say which storages are what."""
+        module = self._module
+        assert module is not None
+        self._recorder.mark(_states_of_metrics(module), "buffers")
+        self._recorder.mark(module.buffers(), "buffers")
+        self._recorder.mark(module.parameters(), "weights")
+        self._strategy.mark_state()
+        kept = [vars(callback).get("_average_model") for callback in self.averages]
+        averages = [one for average in kept if isinstance(average, nn.Module) for one in _all_of(average)]
+        self._recorder.mark([*averages, *self.held], "callbacks")
+
+
+class _Loader:
+    """Batches without end; an epoch of them is never over before the rehearsal is, and it goes on after it has ended a fit."""
+
+    def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
+        self._conductor, self._validation, self._count = conductor, validation, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._conductor.next_batch(validation=self._validation)
+
+
+def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
+    """Yield what torchmetrics objects keep, and what they begin with; it moves with the module though it is no buffer."""
+    for metric in metrics_of(module):
+        for name, default in metric._defaults.items():
+            state = getattr(metric, name)
+            yield from [state] if isinstance(state, Tensor) else state
+            yield from [default] if isinstance(default, Tensor) else default
+
+
+def _all_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

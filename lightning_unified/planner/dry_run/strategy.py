@@ -1,0 +1,302 @@
+"""The strategy of a rehearsal: our own steps over one device that is not there, with no budget and nothing that watches it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import precision as stock
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import RehearsalError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.precision import MixedPrecision
+from lightning_unified.step.backward import PartwiseBackward
+from lightning_unified.step.evaluation import EvaluationSteps
+from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from lightning_unified.step.recovery.sizes import MicroBatchSize
+from lightning_unified.step.split.roles import Roles
+
+__all__ = ["RehearsalStrategy", "precision_of", "shadow_precision"]
+
+_ENDLESS = 1 << 62
+_CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
+    """Runs steps as `UnifiedStrategy` does, and tells the recorder in what part of the step it is.
+
+    Args:
+        recorder: What notes operations.
+        micro_batch_size: Rows that run at once; None for whole batches.
+        kernel: Of the optimizers, or None for the default of `backend`.
+        backend: Of the trace.
+        device: Where the fakes pretend to be.
+        micro_batches: Rules given to the live strategy.
+        roles: Of the batches' entries, by stage.
+        is_prepared: Whether the rule `prepare` has been applied to batches of training already.
+
+    Attributes:
+        steps: Optimizer steps so far.
+    """
+
+    strategy_name = "unified_rehearsal"
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        micro_batch_size: int | None,
+        kernel: str | None,
+        backend: str,
+        device: torch.device,
+        micro_batches: MicroBatchRules | None = None,
+        roles: Mapping[str, Roles],
+        is_prepared: bool = False,
+    ) -> None:
+        super().__init__(device=str(device), accelerator=_Nothing())
+        self.policy = MemoryPolicy(
+            _NoBudget("auto"),
+            micro_batch_size=micro_batch_size or "auto",
+            evaluation_micro_batch_size="auto",
+            recover=True,
+            optimizer_rollback=False,
+            micro_batches=micro_batches,
+            batch_norm="micro",
+            check_split=False,
+            window_mean="batches",
+            remember=None,
+        )
+        self.policy.known_roles = dict(roles)
+        self._is_prepared = is_prepared
+        self.steps = 0
+        self._recorder, self._kernel, self._backend = recorder, kernel, backend
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        cast("Any", self.lightning_module.trainer).adopt()
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        self.policy.begin(module, self.optimizers, precision="")
+        self._evaluations = EvaluationSteps(trainer, self.policy)
+        loop = trainer.fit_loop.epoch_loop
+        progress = loop.automatic_optimization.optim_progress
+        loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared)
+        loop.automatic_optimization.optim_progress = progress
+
+    def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
+        """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches.
+
+        Args:
+            micro_batch_size: Rows.
+            parts: Micro-batches that are rehearsed; of a call of an encoder, as many chunks.
+        """
+        assert self.lightning_module is not None
+        self.policy.most_chunks = parts
+        self.policy.sizes = MicroBatchSize(micro_batch_size or "auto")
+        self.policy.begin(self.lightning_module, self.optimizers, precision="")
+
+    @override
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            choose_kernel(optimizer, kernel=self._kernel, backend=self._backend)
+
+    @override
+    def model_to_device(self) -> None:
+        """The shadow is where it is to be."""
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.phase = "forward"
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluations.run(super().validation_step, *args, phase="validation") if not kwargs else None
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._recorder.backward_begins()
+        loss = super().backward(*args, **kwargs)
+        self._backward_ends()
+        return loss
+
+    @override
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+        self._recorder.backward_begins()
+        scaled = super().backward_part(loss, optimizer, share)
+        self._backward_ends()
+        return scaled
+
+    def _backward_ends(self) -> None:
+        self.mark_gradients()
+        self._recorder.phase = "forward"  # of the next micro-batch, if there is one
+
+    def batch_has_run(self) -> None:
+        """Begin the optimizer step: the last backward pass of the batch is over."""
+        self._recorder.phase = "optimizer step"
+
+    @override
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_automatic:
+            self._recorder.phase = "optimizer step"
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self.mark_state()
+        self.steps += 1
+        if not self._is_automatic:
+            self._recorder.phase = "forward"
+        return result
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether Lightning runs backward and optimizer, and not the module itself."""
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
+
+    def mark_gradients(self) -> None:
+        """Say which storages are gradients now."""
+        assert self.lightning_module is not None
+        gradients = [one.grad for one in self.lightning_module.parameters() if one.grad is not None]
+        self._recorder.mark(gradients, "gradients")
+
+    def mark_state(self) -> None:
+        """Say which storages are optimizer state now."""
+        self.mark_gradients()
+        self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
+        if self._backend != "cpu":
+            self._recorder.drop(host_state(self.optimizers))
+
+
+class _Steps(UnifiedOptimization):
+    """The steps of a dry run.
+
+    Args:
+        trainer: The Trainer of the dry run.
+        policy: Its policy.
+        strategy: Notes when the optimizer step of a batch begins.
+        is_prepared: Whether the rule `prepare` has been applied to batches. It need not accept what it returned.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, strategy: RehearsalStrategy, is_prepared: bool
+    ) -> None:
+        super().__init__(trainer, policy)
+        self._rehearsal, self._is_prepared = strategy, is_prepared
+
+    @override
+    def _prepared(self, batch: Any) -> Any:
+        return batch if self._is_prepared else super()._prepared(batch)
+
+    @override
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        self._rehearsal.batch_has_run()
+        super().after_backward(loss, optimizer)
+
+
+class _Nothing(CPUAccelerator):
+    """An accelerator that touches no device."""
+
+    @override
+    def setup_device(self, device: torch.device) -> None:
+        """There is none."""
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        """There is nothing to set up."""
+
+    @override
+    def teardown(self) -> None:
+        """There is nothing to take down."""
+
+
+class _NoBudget(BudgetWatch):
+    """A budget without end, of a pool that nobody looks at."""
+
+    @override
+    def begin(self) -> None:
+        """No counter is set back."""
+
+    @property
+    @override
+    def bytes(self) -> int:
+        return _ENDLESS
+
+    @override
+    def room(self) -> None:
+        return None
+
+    @override
+    def release(self) -> None:
+        """No cache is cleared."""
+
+    @override
+    def follow(self) -> None:
+        return None
+
+    @override
+    def overrun(self) -> None:
+        return None
+
+
+def precision_of(trainer: L.Trainer | None) -> str:
+    """Return the precision that a live Trainer runs, by Lightning's name; `"32-true"` without one."""
+    return "32-true" if trainer is None else str(trainer.precision_plugin.precision)
+
+
+def shadow_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
+    """Return the plugin that a rehearsal in `precision` runs, and the dtype that it has the module in; None as it is.
+
+    Raises:
+        RehearsalError: If it is none that can be rehearsed.
+    """
+    if precision in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision(precision, device_type=device_type), None
+    if precision in ("bf16-true", "16-true"):
+        return _Half(precision), _CASTS[precision]  # pyright: ignore[reportArgumentType]
+    if precision == "64-true":
+        return stock.DoublePrecision(), _CASTS[precision]
+    if precision == "32-true":
+        return stock.Precision(), None
+    raise RehearsalError(
+        f"precision {precision!r} cannot be rehearsed; what can: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
+    )
+
+
+class _Half(stock.HalfPrecision):
+    """Leaves the shadow as it is, which was made in that dtype."""
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        return module
+
+
+def _tensors_of_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    found: list[Tensor] = []
+    waiting: list[Any] = [optimizer.state for optimizer in optimizers]
+    parameters = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            if id(one) not in parameters:
+                found.append(one)
+        elif isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, (list, tuple)):
+            waiting.extend(one)
+    return found

@@ -1,0 +1,137 @@
+"""The Trainer of a rehearsal: Lightning's own, with nothing that writes, asks or watches."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.planner.dry_run.strategy import RehearsalStrategy
+
+__all__ = ["RehearsalTrainer", "averaging", "batches_of", "tensors_held"]
+
+_BATCHES = 1000  # of an epoch, where no live Trainer knows better; no rehearsal gets to its end
+_LEAST_STEPS = 64  # what the live Trainer may do less of: the rehearsal is to end by itself
+_AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+
+
+class RehearsalTrainer(L.Trainer):
+    """Fits a shadow until its loader ends the fit; asks no signal, logger or file.
+
+    Args:
+        strategy: Of the rehearsal.
+        live: The Trainer that the rehearsal is for, whose settings and data the module sees; or None.
+        callbacks: What is called in the rehearsal.
+        settings: More of `Trainer`'s arguments.
+    """
+
+    def __init__(
+        self,
+        strategy: RehearsalStrategy,
+        *,
+        live: L.Trainer | None,
+        callbacks: list[Callback],
+        settings: Mapping[str, Any],
+    ) -> None:
+        limits: dict[str, Any] = {"max_epochs": 1000}
+        if live is not None:
+            steps = live.max_steps
+            limits = {
+                "max_epochs": live.max_epochs or 1000,  # 0 would be no fit
+                "max_steps": max(steps, _LEAST_STEPS) if steps > 0 else -1,
+            }
+        super().__init__(
+            strategy=strategy,
+            devices=1,
+            callbacks=callbacks,
+            logger=DummyLogger(),
+            log_every_n_steps=1 << 30,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **limits,
+            **settings,
+        )
+        self._live = live
+        connector: Any = self._data_connector
+        connector.prepare_data = lambda: None
+        signals: Any = self._signal_connector
+        signals.register_signal_handlers = signals.teardown = lambda: None
+
+    @override
+    def _teardown(self) -> None:
+        """Take nothing down: what there is weighs nothing, and a further step may follow."""
+
+    def go_on(self) -> None:
+        """Go on where the loader ended the fit, until it ends it again."""
+        self.state.status = TrainerStatus.RUNNING
+        self.training = True
+        loop, fetcher = self.fit_loop.epoch_loop, self.fit_loop._data_fetcher
+        assert fetcher is not None
+        with suppress(_TunerExitException):
+            while True:
+                loop.advance(fetcher)
+                loop.on_advance_end(fetcher)
+
+    def adopt(self) -> None:
+        """Let the module see the live Trainer's datamodule, and its hooks on batches."""
+        datamodule = getattr(self._live, "datamodule", None)
+        if datamodule is not None:
+            self.datamodule = datamodule
+            self._data_connector._datahook_selector = _DataHookSelector(self.lightning_module, datamodule)
+
+
+def batches_of(live: L.Trainer | None) -> int:
+    """Return how many batches an epoch is said to have."""
+    count = 0 if live is None else live.num_training_batches
+    return max(int(count), _LEAST_STEPS) if 0 < count < float("inf") else _BATCHES
+
+
+def averaging(live: L.Trainer | None, *, on_host: bool) -> list[Callback]:
+    """Return the callbacks that average weights, which a rehearsal runs as well.
+
+    Args:
+        live: Whose they are.
+        on_host: Whether what such a callback keeps on the host is to be counted.
+    """
+    found = [one for one in _callbacks(live) if isinstance(one, _AVERAGING)]
+    return [one for one in found if on_host or getattr(one._device, "type", "") != "cpu"]
+
+
+def tensors_held(live: L.Trainer | None, *, on_host: bool) -> Iterator[Tensor]:
+    """Yield the tensors that the other callbacks hold by now, those of modules too."""
+    for callback in _callbacks(live):
+        if isinstance(callback, _AVERAGING):
+            continue
+        for tensor in _tensors(vars(callback)):
+            if on_host or tensor.device.type != "cpu":
+                yield tensor
+
+
+def _callbacks(live: L.Trainer | None) -> list[Callback]:
+    return [] if live is None else list(getattr(live, "callbacks", []))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, L.LightningModule):
+        return  # the one that is trained
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)

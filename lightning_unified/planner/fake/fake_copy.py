@@ -1,0 +1,167 @@
+"""A copy of a module whose tensors are fake: the same in everything that a step can see, and it weighs nothing."""
+
+import copy
+import threading
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_unified.planner.fake.known_values import set_value
+
+__all__ = ["UnshadowableError", "fake_tensor", "shadow"]
+
+Copied = TypeVar("Copied")
+
+_KNOWN_WHOLE, _KNOWN_REAL = 1 << 16, 1  # entries up to which values are kept: counters and masks, and single numbers
+
+
+class UnshadowableError(ValueError):
+    """A tensor of which no fake can be made."""
+
+
+def shadow(
+    thing: Copied,
+    *,
+    device: torch.device,
+    cast: Mapping[int, torch.dtype] | None = None,
+    shared: Iterable[Any] = (),
+) -> Copied:
+    """Return a deep copy of `thing` with a fake tensor in place of each tensor in it; call it inside `fake_world`.
+
+    Tied weights and views of one storage stay tied. Tensors on the meta device become tensors of `device` as all others do. Arrays
+    are shared, for a step does not write them, and so is what cannot be copied.
+
+    Args:
+        thing: A module, or an object that holds modules or tensors.
+        device: Where the fakes pretend to be.
+        cast: By `id` of a tensor, the dtype that its fake has instead of its own.
+        shared: Objects that are not to be copied.
+
+    Raises:
+        UnshadowableError: If a tensor cannot be shadowed.
+    """
+    shared = list(shared)
+    kept: dict[int, Any] = {id(one): one for one in shared}
+    with _copying(_Fakes(device, cast or {})):
+        try:
+            return copy.deepcopy(thing, dict(kept))
+        except (TypeError, AttributeError, NotImplementedError, RuntimeError):
+            kept.update(_uncopyable(thing, kept))
+            return copy.deepcopy(thing, dict(kept))
+
+
+def fake_tensor(tensor: Tensor, *, device: torch.device) -> Tensor:
+    """Return a fake of `tensor`, on `device`; call it inside `fake_world`."""
+    return _Fakes(device, {})(tensor, {})
+
+
+class _Fakes:
+    """Makes fakes, one for each tensor and one storage for each storage."""
+
+    def __init__(self, device: torch.device, cast: Mapping[int, torch.dtype]) -> None:
+        self._device, self._cast = device, cast
+        self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if isinstance(tensor, FakeTensor):
+            raise UnshadowableError("a tensor in it is a fake one already; give the module as it trains")
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise UnshadowableError("a lazy layer in it has no shape yet; run one batch through it first")
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+            raise UnshadowableError(f"a {type(tensor).__name__} ({tensor.layout}) in it has no plain storage")
+        dtype = self._cast.get(id(tensor), tensor.dtype)
+        fake = self._made(tensor, dtype)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            fake.requires_grad_(True)
+        for name, value in vars(tensor).items():
+            if name not in vars(fake):
+                setattr(fake, name, value)
+        memo[id(tensor)] = fake
+        return fake
+
+    def _made(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        limit = _KNOWN_REAL if tensor.is_floating_point() or tensor.is_complex() else _KNOWN_WHOLE
+        with torch.no_grad():
+            fake = self._over_storage(tensor, dtype)
+        if not tensor.is_meta and tensor.numel() <= limit:
+            with no_dispatch():
+                value = tensor.detach().to("cpu", dtype, copy=True)
+            set_value(fake, value)
+        return fake
+
+    def _over_storage(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        storage = tensor.untyped_storage()
+        entries = storage.nbytes() // max(tensor.element_size(), 1)
+        key = (storage._cdata, dtype)
+        base = self._storages.get(key)
+        if base is None:
+            if entries == tensor.numel() and tensor.storage_offset() == 0:
+                base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+            else:
+                base = torch.empty(entries, dtype=dtype, device=self._device)
+            self._storages[key] = base
+            if base.shape == tensor.shape and base.stride() == tensor.stride():
+                return base
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+
+
+@contextmanager
+def _copying(fakes: _Fakes) -> Iterator[None]:
+    """Let `copy.deepcopy` make fakes of tensors, and leave alone what is not to be copied or cannot be."""
+    dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    added = [kind for kind in _SHARED if kind not in dispatch]
+    own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter, UninitializedParameter)}
+
+    def fake_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        return fakes(tensor, memo)
+
+    for kind in added:
+        dispatch[kind] = lambda thing, _memo: thing
+    for kind in own:
+        kind.__deepcopy__ = fake_of  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, method in own.items():
+            kind.__deepcopy__ = method  # type: ignore[method-assign]
+        for kind in added:
+            del dispatch[kind]
+
+
+_SHARED: tuple[type, ...] = (
+    np.ndarray,
+    torch.Generator,  # a fake operation draws nothing from it
+    types.ModuleType,
+    types.GeneratorType,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
+
+
+def _uncopyable(thing: Any, kept: Mapping[int, Any]) -> dict[int, Any]:
+    """Return by `id` the attributes of `thing`, or of its submodules, that cannot be copied."""
+    owners = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
+    found: dict[int, Any] = {}
+    own = {"_parameters", "_buffers", "_modules"}
+    for owner in owners:
+        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            if name in own or isinstance(value, nn.Module):
+                continue
+            try:
+                copy.deepcopy(value, {**kept, **{id(one): one for one in owners}})
+            except (TypeError, AttributeError, NotImplementedError, RuntimeError):
+                found[id(value)] = value
+    return found

@@ -1,0 +1,271 @@
+"""Values behind tensors that have none: what a step reads is answered by them where they are known, and made up where not."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_unified.cost_model.trace.trace import Read
+
+__all__ = ["Answers", "set_value", "tensors_among", "value_of"]
+
+_VALUE = "_lightning_unified_value"
+_ENTRIES = 1 << 18  # judgement: a larger result is not computed beside the trace, which must stay quick
+_ENDLESS = 20_000  # judgement: a loop that reads so often waits for a value that never comes
+
+aten = torch.ops.aten
+_READ_SCALAR = aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+_FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def set_value(fake: Tensor, value: Tensor) -> Tensor:
+    """Let `fake` be known to hold `value`, a tensor on the host that nobody else writes; return `fake`."""
+    setattr(fake, _VALUE, value)
+    return fake
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """Return what `tensor` is known to hold; None where that is not known."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.__dict__.get(_VALUE)
+    return None if tensor.is_meta or tensor.numel() > _ENTRIES else tensor
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments or results, those in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_among(value)
+
+
+class Answers(TorchDispatchMode):
+    """Carries known values along with fake tensors, and answers reads of all others.
+
+    Known are the batch's whole numbers, small buffers, and what is made from nothing (`zeros`, `arange`): so counters, lengths, masks and
+    the optimizers' step counts are read as they are. A read of anything else is answered with 1, with False, or with as many entries
+    as there could be (as few, where they are unique), and noted in `reads`. Gradients are taken to be finite.
+
+    Stands on the mode that makes tensors fake, below what records.
+
+    Args:
+        place: Tells the module that runs.
+        other: Whether to answer otherwise where the answer can decide a shape: with 3 for 1, with half as many entries.
+
+    Attributes:
+        reads: What was made up, in order.
+        silent: Whether nothing is noted.
+    """
+
+    def __init__(self, place: Callable[[], str], *, other: bool = False) -> None:
+        super().__init__()
+        self._other = other
+        self.reads: list[Read] = []
+        self.silent = False
+        self._place = place
+        self._count = 0
+        self._lost: dict[int, torch.UntypedStorage] = {}
+
+    @classmethod
+    @override
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a rehearsal, and the check at each operation takes as long as the rest
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        tensors = list(tensors_among((*args, *kwargs.values())))
+        values = [self.known(tensor) for tensor in tensors]
+        known = all(value is not None for value in values)
+        if func in _READS or (func is aten.index.Tensor and any(map(_is_mask, args[1]))):
+            return (self._answered if known else self._made_up)(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
+            result = func(*args, **kwargs)  # torch's cache makes two of it: the first time is to be as all others
+        if known and _is_small(result) and not _has_no_value(func):
+            self._carry(func, args, kwargs, result)
+        elif func._schema.is_mutable and any(value is not None for value in values):
+            self._forget_written(func, args, kwargs)
+        return result
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Return what `tensor` holds; None where that is not known, or no longer."""
+        value = value_of(tensor)
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def _carry(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Do with the values what was done with the fakes."""
+        try:
+            real = self._with_values(func, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            self._forget_written(func, args, kwargs)
+            return
+        for fake, value in zip(tensors_among((result,)), tensors_among((real,)), strict=False):
+            if isinstance(fake, FakeTensor):
+                set_value(fake, value)
+
+    @staticmethod
+    def _with_values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+        with no_dispatch(), torch.no_grad():
+            return func(*_values_in(args), **_values_in(kwargs))
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if func is _FOUND_INF:
+            args = (args[0],)  # the flag stays what it is: gradients are finite
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._lose(given)
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in kwargs:
+                self._lose(kwargs[argument.name])
+
+    def _lose(self, written: Any) -> None:
+        for tensor in tensors_among((written,)):
+            value = value_of(tensor)
+            if value is not None:
+                storage = value.untyped_storage()
+                self._lost[storage._cdata] = storage
+
+    def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what is read from known values; what has a shape of its own becomes a fake of that shape."""
+        real = self._with_values(func, args, kwargs)
+        if not isinstance(real, (Tensor, tuple, list)):
+            return real
+        fakes = [_fake_like(value) for value in tensors_among((real,))]
+        return fakes[0] if isinstance(real, Tensor) else tuple(fakes)
+
+    def _made_up(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        self._count += 1
+        if self._count > _ENDLESS:
+            raise RuntimeError(f"the step reads values again and again ({_ENDLESS:,} times), and none is known")
+        length = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) if func is aten.bincount.default else 0
+        if length:
+            return args[0].new_empty((length,))  # who says how many bins there are has no more values than that
+        answer, told, shapes = _made_up_answer(func, args, kwargs, other=self._other)
+        self.note(str(func), told, shapes=shapes)
+        return answer
+
+    def note(self, op: str, told: str, *, shapes: bool) -> None:
+        """Note a read that was answered with what is not known."""
+        if not self.silent:
+            self.reads.append(Read(op=op, place=self._place(), answer=told, shapes=shapes))
+
+
+def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: bool) -> tuple[Any, str, bool]:
+    """Return an answer, the answer in words, and whether it can decide a shape."""
+    tensor = args[0]
+    if func is _READ_SCALAR:
+        if tensor.dtype == torch.bool:
+            return False, "False", False
+        whole = 3 if other else 1
+        return (1.0, "1.0", False) if tensor.is_floating_point() else (whole, str(whole), True)
+    if func is aten.equal.default:
+        return True, "True", False
+    results = _SHAPING[func](*args, share=2 if other else 1, **kwargs)
+    return results, f"shapes {', '.join(str(list(one.shape)) for one in tensors_among((results,)))}", True
+
+
+def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
+    """Return what `tensor[mask]` gives where every entry is taken, or every second one."""
+    before, mask = next((place, index) for place, index in enumerate(indices) if index is not None and _is_mask(index))
+    kept = -(-mask.numel() // share)
+    return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))
+
+
+def _nonzero(tensor: Tensor, *, share: int) -> Tensor:
+    return tensor.new_empty((-(-tensor.numel() // share), tensor.dim()), dtype=torch.int64)
+
+
+def _masked(tensor: Tensor, mask: Tensor, *, share: int) -> Tensor:
+    return tensor.new_empty((-(-max(tensor.numel(), mask.numel()) // share),))
+
+
+def _unique(tensor: Tensor, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    entries = (min(share, tensor.numel()),)
+    return (
+        tensor.new_empty(entries),
+        tensor.new_empty(tensor.shape, dtype=torch.int64),
+        tensor.new_empty(entries, dtype=torch.int64),
+    )
+
+
+def _unique_rows(tensor: Tensor, dim: int, *_: Any, share: int, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = min(share, tensor.shape[dim])
+    shape = [rows if index == dim % tensor.dim() else size for index, size in enumerate(tensor.shape)]
+    return (
+        tensor.new_empty(shape),
+        tensor.new_empty((tensor.shape[dim],), dtype=torch.int64),
+        tensor.new_empty((rows,), dtype=torch.int64),
+    )
+
+
+def _repeated(repeats: Tensor, *, share: int, output_size: int | None = None) -> Tensor:
+    return repeats.new_empty((output_size or share * repeats.numel(),), dtype=torch.int64)
+
+
+def _counted(tensor: Tensor, *_: Any, share: int, **__: Any) -> Tensor:
+    return tensor.new_empty((share,))
+
+
+_SHAPING: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked,
+    aten.index.Tensor: _selected,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique,
+    aten.unique_dim.default: _unique_rows,
+    aten.repeat_interleave.Tensor: _repeated,
+    aten.bincount.default: _counted,
+}
+_READS = frozenset({_READ_SCALAR, aten.equal.default, *_SHAPING} - {aten.index.Tensor})
+
+
+def _fake_like(value: Tensor) -> Tensor:
+    return set_value(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_small(result: Any) -> bool:
+    return sum(tensor.numel() for tensor in tensors_among((result,))) <= _ENTRIES
+
+
+def _has_twins(results: tuple[Any, ...]) -> bool:
+    """Return whether an operation gives one tensor twice."""
+    tensors = [id(one) for one in results if isinstance(one, Tensor)]
+    return len(set(tensors)) < len(tensors)
+
+
+def _has_no_value(func: Any) -> bool:
+    """Return whether what `func` makes is random, or whatever was in memory."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
+
+
+def _values_in(given: Any) -> Any:
+    if isinstance(given, FakeTensor):
+        return given.__dict__[_VALUE]
+    if isinstance(given, (list, tuple)):
+        return type(given)(_values_in(value) for value in given)
+    if isinstance(given, dict):
+        return {name: _values_in(value) for name, value in given.items()}
+    return given
+
+
+def array_of(fake: FakeTensor) -> np.ndarray[Any, Any] | None:
+    """Return the known value of `fake` as an array; None where it is not known."""
+    value = value_of(fake)
+    with no_dispatch():
+        return None if value is None else value.numpy()

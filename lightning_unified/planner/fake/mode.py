@@ -1,0 +1,150 @@
+"""A world in which tensors have shapes and no values, and what a training step does to them works all the same."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
+from lightning_unified.planner.fake.quick import QuickFakeMode
+
+__all__ = ["World", "fake_world"]
+
+_ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for one `.numpy()`
+
+
+class World:
+    """What makes tensors fake, and what answers reads of their values; tensors of one world are no use in another.
+
+    Args:
+        place: Tells the module that runs, for what is noted of reads.
+        other: Whether reads that can decide a shape are answered otherwise than by default.
+    """
+
+    def __init__(self, *, place: Callable[[], str] = str, other: bool = False) -> None:
+        self.mode: FakeTensorMode = QuickFakeMode()
+        self.answers = Answers(place, other=other)
+
+
+@contextmanager
+def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
+    """Make every tensor that is created inside the block a fake one, of the device asked for, and answer reads of its values.
+
+    What torch's mode leaves open is closed here: copies (`copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes them
+    in `self.log`), formatting and conversion to NumPy.
+
+    Args:
+        world: One that was entered before, to go on in it; None for a new one.
+
+    Yields:
+        The mode, and what answers reads.
+    """
+    world = World() if world is None else world
+    mode, answers = world.mode, world.answers
+    replaced: Mapping[str, Any] = {
+        "__deepcopy__": _deep_copy,
+        "__format__": _format,
+        "numpy": lambda fake, **_: _as_array(fake, answers),
+        "__array__": lambda fake, *_, **__: _as_array(fake, answers),
+    }
+    with ExitStack() as stack:
+        for name, replacement in replaced.items():
+            stack.enter_context(_set(FakeTensor, name, replacement))
+        stack.enter_context(_set(nn.Module, "_apply", _apply))
+        transformers = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(transformers, "is_fake_tensor"):
+            # it takes fakes for a sign of a compiler, and then makes masks that it leaves out in training
+            stack.enter_context(_set(transformers, "is_fake_tensor", lambda _: False))
+        stack.enter_context(mode)
+        stack.enter_context(answers)
+        yield mode, answers
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+_APPLY = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Move or convert a module as torch does real ones: torch swaps fake weights, and refuses where something refers to them."""
+    own = [one for one in module._parameters.values() if one is not None]
+    if not all(isinstance(one, FakeTensor) for one in own):
+        return _APPLY(module, fn, recurse)
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    with torch.no_grad():
+        for parameter in own:
+            _put(parameter, fn(parameter))
+            if parameter.grad is not None:
+                _put(parameter.grad, fn(parameter.grad))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+    return module
+
+
+def _put(fake: Any, applied: Any) -> None:
+    if applied is not fake:
+        fake.data = applied
+        fake.fake_device = applied.fake_device
+
+
+def _deep_copy(fake: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a copy as `Tensor.__deepcopy__` makes one, by an operation and not by the bytes there are not."""
+    if id(fake) in memo:
+        return memo[id(fake)]
+    with torch.no_grad():
+        result = fake.detach().clone()
+    if isinstance(fake, nn.Parameter):
+        result = nn.Parameter(result, requires_grad=fake.requires_grad)
+    else:
+        result.requires_grad_(fake.requires_grad)
+    memo[id(fake)] = result
+    if fake.grad is not None:
+        result.grad = copy.deepcopy(fake.grad, memo)
+    return result
+
+
+def _format(fake: Tensor, specification: str) -> str:
+    return format(fake.item(), specification) if fake.dim() == 0 else object.__format__(fake, "")
+
+
+def _as_array(fake: FakeTensor, answers: Answers) -> np.ndarray[Any, Any]:
+    if value_of(fake) is not None:
+        known = array_of(fake)
+        assert known is not None
+        return known
+    if fake.numel() > _ARRAY_ENTRIES:
+        raise RuntimeError(f"an array of {fake.numel():,} entries is read from a tensor that has no values")
+    answers.note("numpy", "zeros", shapes=True)
+    return np.zeros(tuple(fake.shape), dtype=_DTYPES.get(fake.dtype, np.float32))
+
+
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}

@@ -1,7 +1,0 @@
-"""How fast a machine computes, moves bytes and starts operations: tabled, or measured, briefly or in a second or two."""
-
-from lightning_unified.planning.rates.measured import brief_rates, measure_alignment, measure_rates
-from lightning_unified.planning.rates.record import Alignment, Rates
-from lightning_unified.planning.rates.tabled import tabled_rates, typical_rates
-
-__all__ = ["Alignment", "Rates", "brief_rates", "measure_alignment", "measure_rates", "tabled_rates", "typical_rates"]

@@ -1,8 +1,0 @@
-"""Plans and predictions for people: on a terminal, as Markdown, as a picture."""
-
-from lightning_unified.planning.render.markdown import to_markdown
-from lightning_unified.planning.render.picture import to_png
-from lightning_unified.planning.render.planned import MachinePlan, does_fit, least_bytes
-from lightning_unified.planning.render.terminal import to_terminal
-
-__all__ = ["MachinePlan", "does_fit", "least_bytes", "to_markdown", "to_png", "to_terminal"]

@@ -1,0 +1,173 @@
+"""Whether a device makes the gradients that the CPU makes, looked at when the size of micro-batches changes: on MPS it may not."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_unified.step.exactness.gradients import tolerance_in_training
+from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, gradient_sample, owns_dropout
+from lightning_unified.step.recovery.oom import release_cached_memory
+from lightning_unified.step.split import BatchSplitter, part_sizes
+from lightning_unified.units import format_bytes
+
+__all__ = ["GradientParity"]
+
+log = logging.getLogger("lightning_unified")
+
+_SLICES = 8  # parts that the CPU runs a micro-batch in, one by one: an eighth of the activations at a time
+# Judgement: far above what formats differ by (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
+# and more by which pytorch issue 177116 has gradients wrong.
+_LIMIT, _LIMIT_HALF = 1e-2, 0.2
+_RANDOM = "its step draws random numbers, which differ from device to device"
+_NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has nothing to run them in parts by"
+
+
+class GradientParity:
+    """Compares the gradient of one micro-batch with the CPU's, once for each size that batches are cut to, or then run whole in.
+
+    The device runs the micro-batch as training does, at its full size and precision, for the faults known show in large backward
+    passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. What both change is put back. Costs a
+    step on the device and one on the CPU, and 8 bytes a parameter of memory for as long as it takes; where that is not to be had, or
+    the module does not run on a CPU, nothing is compared and that is said once. The run goes on whatever is found.
+
+    Args:
+        trainer: In `fit`.
+        policy: Knows the sizes, by what parts are weighted, and where events go.
+        splitter: Splits its batches.
+        step: Runs `training_step` as the loop does.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: MemoryPolicy,
+        *,
+        splitter: BatchSplitter,
+        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+    ) -> None:
+        self._trainer, self._policy, self._splitter = trainer, policy, splitter
+        self._step = step
+        self._module = trainer.lightning_module
+        self._device = trainer.strategy.root_device
+        self._seen: set[int] = set()
+        self._changes = False
+        self._silent = not policy.check_split or not may_be_wrong(self._device)
+        self._excused = False
+        self._in_eval = draws_or_mixes
+
+    def look(self, kwargs: "OrderedDict[str, Any]", *, cut: bool) -> None:
+        """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
+
+        Args:
+            kwargs: Of `training_step`, the undivided batch first.
+            cut: Whether the batch runs in parts.
+        """
+        shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
+        if shape is None:
+            return
+        rows = max(self._policy.sizes.parts(shape)) if cut else shape.rows
+        self._changes = self._changes or cut
+        if self._changes and rows not in self._seen:
+            self._seen.add(rows)
+            self._tell(rows, self._compared(kwargs, rows, of=shape.rows))
+
+    def _tell(self, rows: int, found: float | str) -> None:
+        if isinstance(found, str):
+            told = f"gradients of {rows} rows are not compared with the CPU's: {found}"
+            if not self._excused:
+                self._policy.events.append(told)
+                log.info("The %s", told)
+            self._excused = True
+        elif not found <= self._limit:
+            self._policy.events.append(
+                f"gradients of {rows} rows on {self._device} differ from the CPU's by {found:.1e}"
+            )
+            log.warning(
+                "The gradient of a micro-batch of %d rows on %s differs from the CPU's by %.1e, relative to its size; at most %.0e is "
+                "rounding. Backward passes of more than 32,768 rows x positions are known to go wrong on MPS after a change of size "
+                "(pytorch issue 177116). Set memory.micro_batch_size so small that the product stays below that, and keep it; or "
+                "train with hardware=cpu to see whether results differ.",
+                rows,
+                self._device,
+                found,
+                self._limit,
+            )
+
+    @property
+    def _limit(self) -> float:
+        return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
+
+    def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
+        """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
+        if not self._policy.cuts_are_exact:
+            return _NO_METHOD
+        needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
+        if available is not None and needed > available:
+            return f"copies of the weights need {format_bytes(needed)}, and {format_bytes(available)} are available"
+        try:
+            found = self._undone(kwargs, rows, of=of)
+            if found == _RANDOM:
+                self._in_eval = owns_dropout
+                found = self._undone(kwargs, rows, of=of)
+            return found
+        except Exception as error:  # whatever a module does that a CPU, or a copy of its weights, is not good for
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        release_cached_memory(self._device)  # past the `except` block, whose traceback held the frames
+        return f"the step fails there ({why})"
+
+    def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
+        with Undone(self._trainer, in_eval=self._in_eval):
+            return self._distance(kwargs, rows, of=of)
+
+    def _distance(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
+        key, batch = next(iter(kwargs.items()))
+        part = self._splitter.split(batch, 0, rows, rows=of) if rows < of else batch
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
+        unit = self._policy.sizes.unit
+        sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        slices = [
+            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
+        ]
+        weighting = Weighting(self._policy.loss_rule, slices, sizes)
+        shares = [weighting.share(index) for index in range(len(slices))]
+        with on_host(self._trainer) as copies:
+            host = [to_host(one) for one in slices]
+            again, gradients = self._gradient(kwargs, key, host[0], copies), torch.zeros_like(ours)
+            for index, (one, share) in enumerate(zip(host, shares, strict=True)):
+                gradient = self._gradient(kwargs, key, one, copies) if share != 0 else torch.zeros_like(ours)
+                if index == 0 and share != 0 and not torch.equal(gradient, again):
+                    return _RANDOM
+                gradients += gradient if share is None else gradient * share
+        if any(parameter.grad is not None for parameter in parameters):
+            return "it holds on to its weights, so that they could not be exchanged for copies"
+        if not gradients.any() or not gradients.isfinite().all():
+            return "the gradient on the CPU is zero or not finite"
+        distance = float((ours - gradients).norm() / gradients.norm())
+        return distance if distance == distance else float("inf")  # noqa: PLR0124  # NaN is far
+
+    def _gradient(self, kwargs: "OrderedDict[str, Any]", key: str, batch: Any, parameters: Sequence[Tensor]) -> Tensor:
+        return gradient_sample(
+            self._trainer, lambda: self._step(OrderedDict(kwargs, **{key: batch})), parameters=parameters
+        )
+
+
+def _bytes_of_copies(module: nn.Module) -> int:
+    """Return the bytes of float32 copies of the module's parameters and buffers, and of the gradients of those trained."""
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

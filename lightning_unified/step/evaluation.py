@@ -1,0 +1,183 @@
+"""Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.step.encoders import Encoders, encoders_of
+from lightning_unified.step.exactness.evaluation import EvaluationCheck
+from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.plan_source import Foresight
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.oom import caught
+from lightning_unified.step.recovery.snapshot import StepSnapshot
+from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.split import BatchShape
+from lightning_unified.step.split_batch import SplitResults
+from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
+
+__all__ = ["EvaluationSteps"]
+
+_STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
+
+
+class EvaluationSteps:
+    """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
+
+    How results of micro-batches become the whole batch's is found out before the first split batch of a stage; see
+    `exactness.evaluation`. Predictions for which that is not certain are refused.
+
+    Args:
+        trainer: Whose evaluations these are.
+        policy: How to cut, and what to do when memory runs out.
+        foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
+        self._trainer, self._policy, self._foresight = trainer, policy, foresight
+        self._module = trainer.lightning_module
+        self._checks: dict[tuple[str, int], EvaluationCheck] = {}
+        self._encoders: dict[str, Encoders | None] = {}
+        self._state = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._written = StateWatch(partial(roots_of, self._module, trainer, EVALUATION_STEPS))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
+
+    def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
+        """Return what `step(*args)` gives of the whole batch.
+
+        Args:
+            step: The strategy's `validation_step`, `test_step` or `predict_step`.
+            *args: Its arguments, the batch first.
+            phase: `"validation"`, `"test"` or `"predict"`.
+
+        Raises:
+            OutOfMemoryError: If the smallest part does not fit.
+        """
+        batch, *rest = args
+        shape = self._shape(batch, rest, phase=phase)
+        if self._foresight is not None and phase == "validation":
+            self._foresight.look_at_validation(batch, shape)
+        if not self._policy.recover:
+            self._state.look()
+            return self._attempt(step, batch, rest, shape=shape, phase=phase)
+        attempt = 0
+        while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
+            output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
+            if reason is None:
+                if shape is not None:
+                    self._policy.evaluation_sizes.worked(shape)
+                self._state.learn(snapshot.state)
+                return output
+            attempt += 1
+            snapshot.restore()
+            self._state.forget()
+            batch = watch.again()
+            del snapshot, watch
+            shape = self._shape(batch, rest, phase=phase, is_needed=True)
+            self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
+
+    def _snapshot(self) -> StepSnapshot:
+        return StepSnapshot(
+            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
+        )
+
+    def _attempt(
+        self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
+    ) -> Any:
+        if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
+            return step(batch, *rest)
+        if (encoders := self._encoders_of(phase)) is not None:
+            return encoders.run(partial(step, batch, *rest), rows=max(sizes))
+        check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
+        if self._policy.checks(_STAGES[phase]):
+            check.look(whole, batch, **self._extent(shape))
+            self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+            if check.draws:
+                self._policy.say_drawn(check.logged, phase=phase)
+        parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
+        results = SplitResults(
+            check.tables,
+            results=self._trainer._results,
+            metrics=self._state.named_metrics,
+            state=self._written if self._policy.checks(_STAGES[phase]) else None,
+            ignored=(),
+            learn=partial(self._learn_more, check, whole, batch, shape, phase),
+        )
+        outputs = []
+        for index, part in enumerate(parts):
+            with results.part(index):
+                outputs.append(whole(part))
+            results.end_part()
+        weights = self._weights(check, parts, sizes)
+        if phase == "predict" and check.guesses(outputs, weights):
+            if self._policy.checks(_STAGES[phase]):
+                check.learn(whole, batch, **self._extent(shape))
+            check.refuse_guesses(outputs, weights)
+        whole_result = results.finish(outputs, weights)
+        if phase == "predict":
+            check.refuse_guesses(outputs, weights)  # a rule may not apply to these values
+        return whole_result
+
+    def _learn_more(
+        self,
+        check: EvaluationCheck,
+        step: Callable[[Any], Any],
+        batch: Any,
+        shape: BatchShape,
+        phase: str,
+        table: MergeTable,
+        paths: Sequence[str],
+    ) -> None:
+        """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
+        if self._policy.checks(_STAGES[phase]):
+            check.learn(step, batch, **self._extent(shape))
+            for path in paths:
+                if not table.knows(path):
+                    table.reject(path)
+        self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+
+    def _encoders_of(self, phase: str) -> Encoders | None:
+        if phase not in self._encoders:
+            self._encoders[phase] = encoders_of(self._trainer, self._policy, _STAGES[phase])
+        return self._encoders[phase]
+
+    def _extent(self, shape: BatchShape) -> dict[str, Any]:
+        sizes = self._policy.evaluation_sizes
+        return {
+            "rows": shape.rows,
+            "unit": sizes.unit,
+            "at_once": sizes.at_once(shape),
+            "likely": self._policy.loss_rule,
+        }
+
+    def _check(self, phase: str, loader: int) -> EvaluationCheck:
+        """Return the check of a phase and data loader."""
+        key = (phase, loader)
+        if key not in self._checks:
+            self._checks[key] = EvaluationCheck(
+                self._trainer,
+                rules=self._policy.rules(_STAGES[phase]),
+                split=partial(self._policy.splitter(_STAGES[phase]).split, loader=loader),
+                predicts=phase == "predict",
+            )
+        return self._checks[key]
+
+    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> Parts:
+        rows = Parts(sizes, list(map(float, sizes)))
+        return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
+
+    def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
+        """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
+        counts = self._policy.rules(_STAGES[phase]).rows.count is not None
+        if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
+            return None
+        return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
+
+
+def _loader_of(rest: list[Any]) -> int:
+    """Return the index of a batch's loader, which Lightning gives after the batch's own where there are several loaders."""
+    return rest[1] if len(rest) > 1 else 0

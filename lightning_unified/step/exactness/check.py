@@ -1,0 +1,274 @@
+"""When a split batch is checked, and what follows: a rule for its losses, rules for its results, or a refusal.
+
+A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
+returned and logged values, and what the step writes. It is a sample, so it is made again:
+
+1. before the first split batch, on as many rows as fit at once, and on a few split in another way and with dropout;
+2. before split batches 2, 4, 8, 16, … on at most 8 units of rows;
+3. before the update of a batch that differs in kind from those checked: label values, zeros, masks, lengths, missing values (profile.py);
+4. before the update of a batch that can tell apart two rules which agreed so far;
+5. before the next batch where nothing could be told.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
+from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
+from lightning_unified.step.exactness.losses import LossRule, candidates, declared, likeliest, restored, shares
+from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.rows import starts_of
+from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.exactness.verdict import Verdict
+from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.split import BatchSplitter
+
+__all__ = ["ExactnessCheck"]
+
+_RETRIES = 3  # batches on which an undecided check is made again at once; after that by the schedule only
+
+
+class ExactnessCheck:
+    """Finds out whether batches may be split, and how their results are put together.
+
+    Args:
+        trainer: In `fit`.
+        rules: How the module declares its batches.
+        splitter: Splits batches.
+        step: Runs `training_step` as the loop does.
+        fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
+
+    Attributes:
+        tables: The rules for outputs, logs, metrics and written state.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        rules: MicroBatchRules,
+        splitter: BatchSplitter,
+        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+        fits: Callable[[int], bool | None],
+    ) -> None:
+        self._trainer, self._rules, self._splitter = trainer, rules, splitter
+        self.tables = Tables.of(rules.merge)
+        self._runner = Runner(trainer, step=step)
+        self._examination = Examination(trainer, self._runner, splitter=splitter, tables=self.tables, fits=fits)
+        self._profiles, self._module_facts = BatchProfiles(), ModuleFacts(trainer.lightning_module)
+        self._outside_facts = OutsideFacts(trainer.lightning_module)
+        self._rejected: set[str] = set()
+        self._verdict: Verdict | None = None
+        self._tied: list[LossRule] = []
+        self._batches, self._checks, self._undecided, self._last_step = 0, 0, 0, -1
+        self._checkpoint = ""
+        self._seen: tuple[int, int] | None = None
+        self._checked_at: int | None = None
+        self._remembered: dict[str, Any] | None = None
+
+    def verdict(
+        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
+    ) -> Verdict:
+        """Return by what the micro-batches of this batch are weighted; checks it first if it is due.
+
+        Args:
+            kwargs: Of `training_step`, the batch first.
+            rows: Of the batch.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+            batch_idx: Its number in the epoch.
+
+        Raises:
+            SplitError: If the batch's results are not those of its parts under any rule, so that it cannot be split exactly.
+        """
+        batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
+        if now != self._seen:
+            self._seen, self._batches = now, self._batches + 1
+        news = self._profiles.news(self._facts(batch, rows))
+        if self._is_due(news, batch, rows=rows, unit=unit, at_once=at_once):
+            self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+            self._profiles.add(self._facts(batch, rows))  # the check may have found that the step reads counters
+        assert self._verdict is not None
+        return self._verdict
+
+    def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
+        """Return all that may decide how a step computes on this batch."""
+        trainer = self._trainer
+        counters = self._runner.counters.facts(
+            epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
+        )
+        figures = self._runner.counters.figures(trainer)
+        return facts_of(batch, rows) | counters | figures | self._module_facts.now() | self._outside_facts.now()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what the checks have found, for a checkpoint; None if nothing yet."""
+        if self._verdict is None or not self._verdict.conclusive:
+            return None if self._remembered is None else dict(self._remembered)
+        return {
+            "rules": [rule.state_dict() for rule in self._tied],
+            "rejected": sorted(self._rejected),
+            "noise": self._verdict.noise,
+            **self.tables.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Keep what the run that this one continues has found, for batches of which a check can tell nothing, as where memory runs out in it."""
+        self._remembered = state
+
+    def _recalled(self) -> Verdict | None:
+        """Return what the run that this one continues has found; None if it found nothing that holds for the module as it is now."""
+        state = self._remembered
+        rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
+        if state is None or None in rules:
+            return None
+        self._tied, self._rejected = [rule for rule in rules if rule is not None], set(state["rejected"])
+        self.tables.load_state_dict(state)
+        return Verdict(
+            rule=self._tied[0],
+            conclusive=True,
+            reason=f"{self._tied[0].name}: found by the run that this one continues",
+            noise=state["noise"],
+            unmergeable=self._unmergeable,
+        )
+
+    def learn_more(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        table: MergeTable,
+        paths: Sequence[str],
+        *,
+        rows: int,
+        unit: int,
+        at_once: int,
+    ) -> Verdict:
+        """Check a batch whose step gave something that no check has seen; what stays unknown, nothing puts together.
+
+        Args:
+            kwargs: Of `training_step`, the batch first.
+            table: The one of `tables` that lacks rules.
+            paths: Where.
+            rows: Of the batch.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+        """
+        assert self._verdict is not None
+        if not self._verdict.conclusive:  # nothing could be told of such batches
+            if table is self.tables.written:
+                left = tuple(sorted({*self._verdict.left, *paths}))
+                self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
+            return self._verdict
+        self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        for path in paths:
+            if not table.knows(path):
+                table.reject(path)
+        self._verdict = replace(
+            self._verdict, unmergeable=self._unmergeable, left=tuple(sorted(self.tables.written.unmergeable))
+        )
+        return self._verdict
+
+    @property
+    def _unmergeable(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable}))
+
+    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, at_once: int) -> bool:
+        number, verdict = self._batches, self._verdict
+        if verdict is None or news:
+            return True
+        if number & (number - 1) == 0 and self._checked_at != number:
+            return True
+        if not verdict.conclusive:
+            return self._checked_at != number and self._undecided < _RETRIES
+        return len(self._tied) > 1 and self._tells_apart(batch, rows=rows, size=max(at_once // unit * unit, unit))
+
+    def _tells_apart(self, batch: Any, *, rows: int, size: int) -> bool:
+        """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
+        sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
+        if len(sizes) < 2:
+            return False
+        parts = self._parts(batch, starts_of(sizes), sizes, rows=rows)
+        first, *others = ([1.0] if rule.adds else shares(rule, parts, sizes) for rule in self._tied)
+        return any(
+            len(other) != len(first) or any(abs(a - b) > 1e-9 for a, b in zip(first, other, strict=True))
+            for other in others
+        )
+
+    def _parts(self, batch: Any, starts: list[int], sizes: list[int], *, rows: int) -> list[Any]:
+        return [
+            self._splitter.split(batch, start, start + size, rows=rows)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    # the check itself
+
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
+        batch = next(iter(kwargs.values()))
+        own = declared(self._rules)
+        rules = [own] if own else self._candidates(batch, rows)
+        check = Check(
+            kwargs=kwargs,
+            rules=rules,
+            rows=rows,
+            unit=unit,
+            most=UNITS if self._checks else max(at_once // unit, UNITS),
+            number=self._checks,
+            is_first=self._verdict is None or not self._verdict.conclusive,
+            since=self._since(),
+        )
+        found = self._examination.findings(check)
+        self._checks, self._checked_at = self._checks + 1, self._batches
+        if isinstance(found, str):
+            self._undecided += 1
+            if self._verdict is None or not self._verdict.conclusive:
+                rule = likeliest(rules)
+                self._verdict = self._recalled() or Verdict(
+                    rule=rule,
+                    conclusive=False,
+                    reason=f"{rule.name}, unchecked: {found}",
+                    unmergeable=self._unmergeable,
+                )
+            return
+        self._undecided = 0
+        self._rejected |= found.rejected
+        self._tied = list(found.agreeing)
+        self._last_step, self._checkpoint = self._trainer.global_step, _last_checkpoint(self._trainer)
+        self._verdict = Verdict(
+            rule=found.agreeing[0],
+            conclusive=True,
+            reason=f"{found.agreeing[0].name}: gradients of {found.rows} rows, whole and split, differ by {found.difference:.1e}",
+            noise=found.noise,
+            unmergeable=self._unmergeable,
+        )
+
+    def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
+        """Return the rules that may hold: those that have agreed, for which this batch may show no reason, and those not rejected yet."""
+        known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
+        return [rule for name, rule in known.items() if name not in self._rejected]
+
+    def _since(self) -> str:
+        """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
+        step = self._trainer.global_step
+        if self._last_step < 0 or step <= self._last_step:
+            return ""
+        path = self._checkpoint
+        is_left = bool(path) and get_filesystem(path).exists(path)
+        resume = f"; the last checkpoint before it is {path}" if is_left else "; no checkpoint from before it is left"
+        return f" Batches up to step {self._last_step} agreed; the first that may have been updated inexactly is step {self._last_step + 1}{resume}."
+
+
+def _last_checkpoint(trainer: L.Trainer) -> str:
+    """Return the path of the checkpoint written last; empty if none was."""
+    written = [
+        (callback._last_global_step_saved, callback._last_checkpoint_saved)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback._last_checkpoint_saved
+    ]
+    return max(written, default=(0, ""))[1]

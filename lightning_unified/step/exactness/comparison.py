@@ -1,0 +1,131 @@
+"""What is run in a check, and how the gradients of the whole rows and of their parts compare."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
+from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
+from lightning_unified.step.exactness.run import Run
+from lightning_unified.step.results.merging import Parts
+
+__all__ = ["Comparison", "SplitRuns", "Trial"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What is run.
+
+    Args:
+        batch: The loader's.
+        batch_rows: Its rows.
+        start: The first row that runs.
+        rows: How many run.
+        take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
+        split: The rows of each part.
+        is_quiet: Whether to run without dropout first, which takes a quarter of the time, and with it only if that cannot tell.
+    """
+
+    batch: Any
+    batch_rows: int
+    start: int
+    rows: int
+    take: Callable[..., Any]
+    split: Sequence[int]
+    is_quiet: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the batch run."""
+        return self.rows == self.batch_rows
+
+    def part(self, start: int, size: int) -> Any:
+        """Return `size` of the rows that run, from `start` of them on."""
+        first = self.start + start
+        return self.take(self.batch, first, first + size, rows=self.batch_rows)
+
+    def whole(self) -> Any:
+        """Return all rows that run."""
+        return self.part(0, self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRuns:
+    """One way to split the rows, and its runs."""
+
+    sizes: Sequence[int]
+    batches: Sequence[Any]
+    runs: Sequence[Run]
+
+    def parts(self, rule: LossRule) -> Parts:
+        """Return what the parts weigh under a rule."""
+        terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
+        return Parts(self.sizes, terms)
+
+    def shares(self, rule: LossRule) -> list[float]:
+        """Return by what each part's loss is multiplied."""
+        if rule.count is not None:
+            require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
+        return shares(rule, self.batches, self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A run over whole rows and those over their parts.
+
+    Args:
+        whole: The run over all rows.
+        split: The runs over their parts.
+        troubles: What made their random draws incomparable.
+        is_drawn: Whether the whole run has drawn.
+        is_ordered: Whether it mattered how rows lie in a draw of several entries a row.
+    """
+
+    whole: Run
+    split: SplitRuns
+    troubles: Sequence[str] = ()
+    is_drawn: bool = False
+    is_ordered: bool = False
+    known: dict[str, Disagreement] = field(default_factory=dict)
+
+    @property
+    def all_runs(self) -> Sequence[Run]:
+        """The whole run, then those of parts."""
+        return (self.whole, *self.split.runs)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What counts as rounding in the formats that were computed in."""
+        runs = (self.whole, *self.split.runs)
+        return Tolerance.of({one for run in runs for one in run.formats})
+
+    @property
+    def says_nothing(self) -> str:
+        """Why gradients cannot be compared; empty if they can. Zeros can be, with parts that have a gradient."""
+        parts = [run.gradient for run in self.split.runs]
+        is_zero = not self.whole.gradient.values.any()
+        return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
+
+    def can_count(self, rule: LossRule) -> bool:
+        """Return whether an inferred rule counts 0 or more terms in every part; a declared one that does not is an error."""
+        if rule.count is None or rule.name == "loss_weight":
+            return True
+        return all(float(rule.count(batch)) >= 0 for batch in self.split.batches)
+
+    def none_agrees(self, rules: Sequence[LossRule]) -> bool:
+        """Return whether gradients differ by more than rounding under each of `rules`."""
+        return all(self.off(rule).excess > 1 for rule in rules)
+
+    def off(self, rule: LossRule) -> Disagreement:
+        """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
+        if rule.name not in self.known:
+            self.known[rule.name] = self._off(rule)
+        return self.known[rule.name]
+
+    def _off(self, rule: LossRule) -> Disagreement:
+        if not self.can_count(rule):
+            return Disagreement(math.inf, math.inf, 0)
+        pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
+        parts = [(run.gradient, share) for run, share in pairs if share]
+        return disagreement(self.whole.gradient, parts, self.tolerance)

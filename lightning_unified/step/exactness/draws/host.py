@@ -1,0 +1,124 @@
+"""Random draws by Python's `random` and NumPy's `numpy.random`, and by generators of a module's own, made the same for every row.
+
+Masks for audio (SpecAugment of transformers), mixing weights and augmentations are often drawn there, row by row or for all rows at once.
+Such draws cannot be replayed by row: a run over fewer rows draws less. In a step without its noise, each call starts from the same state
+and gives each row what it gives the first one. A permutation of rows still is one, so that a step that mixes rows by it still mixes rows.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from lightning_unified.step.undo.kinds import Kind, is_ours, kind_of
+from lightning_unified.step.undo.states import set_state, state_of
+
+__all__ = ["equal_host_draws"]
+
+_SEED = 0
+_ORDERS = ("permutation", "shuffle", "choice", "sample", "choices")  # of entries; nothing of them is given to all rows
+_OF_NUMPY = (
+    "rand",
+    "randn",
+    "random",
+    "random_sample",
+    "uniform",
+    "normal",
+    "standard_normal",
+    "randint",
+    "beta",
+    "binomial",
+)
+_OF_NUMPY = (
+    *_OF_NUMPY,
+    "exponential",
+    "gamma",
+    "poisson",
+    "dirichlet",
+    "multinomial",
+    "multivariate_normal",
+    "laplace",
+)
+_OF_GENERATORS = (*_OF_NUMPY, "integers", "standard_exponential", "standard_gamma", "lognormal")
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_OF_PYTHON = (
+    "random",
+    "uniform",
+    "randint",
+    "randrange",
+    "gauss",
+    "normalvariate",
+    "betavariate",
+    "expovariate",
+    "triangular",
+)
+
+
+@contextmanager
+def equal_host_draws(module: nn.Module | None = None) -> Iterator[None]:
+    """Let every draw be the same for each row inside the block; the caller puts back the states of the two global generators.
+
+    Args:
+        module: Whose own generators, in attributes of it and of objects that it holds, and in globals beside its classes, draw so too.
+    """
+    with ExitStack() as undo:
+        for holder, name, generator in _generators_of(module):
+            undo.callback(set_state, generator, state_of(generator))
+            undo.callback(holder.__setitem__, name, generator)
+            holder[name] = _equal_generator(generator)
+        for owner, names, seed in ((random, _OF_PYTHON, random.seed), (np.random, _OF_NUMPY, np.random.seed)):
+            for name in (*names, *_ORDERS):
+                if (draw := getattr(owner, name, None)) is not None:
+                    undo.callback(setattr, owner, name, draw)
+                    setattr(owner, name, _equal(draw, seed, spreads=name not in _ORDERS))
+        yield
+
+
+def _generators_of(module: nn.Module | None) -> Sequence[tuple[dict[str, Any], str, Any]]:
+    """Return generators with the attributes or globals that hold them."""
+    if module is None:
+        return ()
+    files = {kind.__module__ for kind in type(module).__mro__ if not is_ours(kind) and kind is not object}
+    own = [value for child in module.modules() for value in vars(child).values()]
+    objects = [value for value in own if kind_of(type(value)) is Kind.OBJECT and hasattr(value, "__dict__")]
+    beside = [sys.modules[name] for name in files if name in sys.modules]
+    holders = {id(one): vars(one) for one in (*module.modules(), *objects, *beside)}.values()
+    return [(one, name, value) for one in holders for name, value in one.items() if type(value) in _GENERATORS]
+
+
+def _equal_generator(generator: Any) -> Any:
+    """Return a generator each of whose calls starts from where `generator` stands."""
+    state = state_of(generator)
+    kind: Any = type(generator)
+    spreads: dict[str, bool] = dict.fromkeys(_OF_PYTHON if kind is random.Random else _OF_GENERATORS, True)
+    spreads.update(dict.fromkeys(_ORDERS, False))
+
+    def drawing(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name not in spreads:
+            return value
+        return _equal(value, lambda _: set_state(self, state), spreads=spreads[name])
+
+    equal: Any = type(f"Equal{kind.__name__}", (kind,), {"__getattribute__": drawing})
+    if kind is random.Random:
+        twin = equal()
+        set_state(twin, state)
+        return twin
+    return equal(generator.bit_generator if kind is np.random.Generator else generator._bit_generator)
+
+
+def _equal(draw: Callable[..., Any], seed: Callable[[int], None], *, spreads: bool) -> Callable[..., Any]:
+    @wraps(draw)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        seed(_SEED)
+        drawn = draw(*args, **kwargs)
+        if spreads and isinstance(drawn, np.ndarray) and drawn.ndim:
+            drawn[...] = drawn[:1]
+        return drawn
+
+    return first

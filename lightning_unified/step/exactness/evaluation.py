@@ -1,0 +1,258 @@
+"""How results of a validation, test or predict step that ran in micro-batches become the whole batch's: found out as in training.
+
+There is no gradient to compare. Some rows run whole and in parts, and what the step returns, logs, counts and writes is compared. A check
+is made before the first split batch of a stage, before split batches 2, 4, 8, …, before one that differs in kind from those checked, and
+where the step gave something that no check has seen. Predictions are rows one after another and nothing else: a prediction for which no
+single concatenation fits is refused, never guessed.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.draws.replay import RecordDraws, ReplayDraws, WatchPrecision
+from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
+from lightning_unified.step.exactness.gradients import Tolerance
+from lightning_unified.step.exactness.losses import LossRule, candidates, declared, shares
+from lightning_unified.step.exactness.results import Tables, learn_results, refusal_of_state
+from lightning_unified.step.exactness.rows import splits_of, starts_of, window
+from lightning_unified.step.exactness.run import Results, aside, copied
+from lightning_unified.step.recovery.oom import caught, is_out_of_memory
+from lightning_unified.step.results.merging import Parts, merged, same
+from lightning_unified.step.results.trees import all_values
+from lightning_unified.step.results.written import drawn_unequally
+
+__all__ = ["EvaluationCheck"]
+
+log = logging.getLogger("lightning_unified")
+
+_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
+_ROUNDING = 1e-6  # relative; of a mean of equal values
+
+
+class EvaluationCheck:
+    """Finds the rules by which results of one stage are put together.
+
+    Args:
+        trainer: Whose evaluation it is.
+        rules: How the module declares its batches in this stage.
+        split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
+        step: `step(batch)` runs the stage's step.
+        predicts: Whether the step predicts, so that only concatenations are allowed.
+
+    Attributes:
+        tables: The rules found.
+        rule: By what means are weighted.
+        draws: Whether the step draws random numbers, so that results differ from the whole batch's as by another seed.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, *, rules: MicroBatchRules, split: Callable[..., Any], predicts: bool
+    ) -> None:
+        self._trainer, self._rules, self._split, self._predicts = trainer, rules, split, predicts
+        self._module = trainer.lightning_module
+        self.tables = Tables.of(rules.merge)
+        self.rule = LossRule("rows")
+        self.draws = False
+        self._profiles = BatchProfiles()
+        self._batches = 0
+        self._said: set[str] = set()
+
+    def look(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+    ) -> None:
+        """Check a batch before it runs in micro-batches, if that is due.
+
+        Args:
+            step: Runs the stage's step on a batch.
+            batch: Whole.
+            rows: Of it.
+            unit: Rows that stay together.
+            at_once: Rows of its largest micro-batch.
+            likely: By what training weights micro-batches.
+
+        Raises:
+            SplitError: If predictions cannot be put together, or the step writes what nothing puts together.
+        """
+        self._batches += 1
+        news = self._profiles.news(facts_of(batch, rows))
+        if news or self._batches & (self._batches - 1) == 0:
+            self.learn(step, batch, rows=rows, unit=unit, at_once=at_once, likely=likely)
+            self._profiles.add(news)
+
+    def learn(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+    ) -> None:
+        """Check a batch now; the arguments are those of `look`."""
+        units = min(max(at_once // unit, 2), _UNITS, rows // unit)
+        while units >= 2:
+            reason = caught(
+                lambda units=units: self._checked(step, batch, rows=rows, size=units * unit, unit=unit, likely=likely)
+            )[1]
+            if reason is None:
+                return
+            units //= 2
+
+    def unmergeable(self) -> list[str]:
+        """Return names and paths that nothing puts together and that have not been returned before."""
+        new = [
+            name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
+        ]
+        self._said.update(new)
+        return sorted(new)
+
+    @property
+    def logged(self) -> list[str]:
+        """The names that the step logs."""
+        return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
+
+    def guesses(self, returned: Sequence[Any], parts: Parts) -> dict[str, Sequence[Any]]:
+        """Return those predictions of micro-batches, by path, of which the rules leave open what the whole batch's are.
+
+        Args:
+            returned: What the step returned for each micro-batch.
+            parts: What the micro-batches weigh.
+        """
+        table = self.tables.outputs
+        return {
+            path: values
+            for path, values in all_values(table, returned)
+            if path not in table.given and not _is_certain(table.all_rules(path), values, parts)
+        }
+
+    def refuse_guesses(self, returned: Sequence[Any], parts: Parts) -> None:
+        """Raise `SplitError` if `guesses` finds any."""
+        for path, values in self.guesses(returned, parts).items():
+            name = type(self._module).__name__
+            where = f"what {name}.predict_step returns" + (f" at {path!r}" if path else "")
+            rule = "equal" if all(same(value, values[0]) for value in values[1:]) else "concatenate"
+            raise SplitError(
+                f"memory asks for splitting a batch of predictions, and {where} is not known to be one entry for each row: nothing puts the "
+                "predictions of micro-batches together for certain. Say how in configure_micro_batches: "
+                f'MicroBatchRules(merge=MergeRules(outputs={{{path!r}: "{rule}"}})); or use a smaller batch.'
+            )
+
+    def _checked(
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int, likely: LossRule
+    ) -> None:
+        start = window(batch, rows=rows, size=size, unit=unit)
+        whole_batch = self._split(batch, start, start + size, rows=rows) if size < rows else batch
+        precision = WatchPrecision()
+        recorded = RecordDraws(precision)
+        try:
+            whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
+        except SplitError as refusal:
+            own = self._failure(step, batch, rows)
+            if own is not None and type(own) is type(refusal.__cause__):  # not the split's fault
+                raise own from None
+            raise
+        self.draws |= recorded.has_drawn or whole.draws_on_host
+        for sizes in splits_of(size // unit):
+            sizes = [unit * one for one in sizes]  # noqa: PLW2901
+            batches = [
+                self._split(batch, start + first, start + first + one, rows=rows)
+                for first, one in zip(starts_of(sizes), sizes, strict=True)
+            ]
+            runs = []
+            for part, first, one in zip(batches, starts_of(sizes), sizes, strict=True):
+                replay = ReplayDraws(
+                    recorded.draws, rows=size, start=first, stop=first + one, order="interleaved", precision=precision
+                )
+                runs.append(self._part(step, part, one, replay, precision, of=size))
+            self.draws |= bool(drawn_unequally(whole.written, [run.written for run in runs]))
+            self._learn(whole, runs, batches, sizes, whole_batch, likely)
+
+    def _part(
+        self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision, *, of: int
+    ) -> Results:
+        """Run the step on `rows` of `of` rows; an error there is one of splitting."""
+        try:
+            return self._run(step, batch, rows, draws, precision)
+        except Exception as error:
+            if is_out_of_memory(error) or rows == of:
+                raise
+            raise SplitError(self._does_not_run(error, rows, of=of)) from error
+
+    def _failure(self, step: Callable[[Any], Any], batch: Any, rows: int) -> BaseException | None:
+        """Return the error that the step raises on the whole batch; None where it raises none, or memory runs out."""
+        precision = WatchPrecision()
+        try:
+            self._run(step, batch, rows, RecordDraws(precision), precision)
+        except Exception as error:
+            return None if is_out_of_memory(error) else error
+        return None
+
+    def _does_not_run(self, error: BaseException, rows: int, *, of: int) -> str:
+        stage, text = self._trainer.state.stage, (str(error).splitlines() or [""])[0]
+        phase = "validation" if stage is None or stage.dataloader_prefix == "val" else stage.value
+        return (
+            f"{type(self._module).__name__}.{phase}_step fails on {rows} of {of} rows of its batch ({type(error).__name__}: {text}), so the "
+            "batch cannot be split. Use a smaller batch; or give MicroBatchRules(unit=n) if n rows belong together."
+        )
+
+    def _run(self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision) -> Results:
+        own = copied(batch)
+        with aside(self._trainer, self._trainer._results, precision) as gather:
+            with draws:
+                returned = step(own)
+            return gather(rows, returned)
+
+    def _learn(
+        self,
+        whole: Results,
+        runs: Sequence[Results],
+        batches: Sequence[Any],
+        sizes: Sequence[int],
+        batch: Any,
+        likely: LossRule,
+    ) -> None:
+        """Learn from one split, by the first rule of weighting under which most of what is logged fits."""
+        tolerance = Tolerance.of(whole.formats).relative
+        best: tuple[int, LossRule, Parts] | None = None
+        for rule in self._weights(batch, sum(sizes), likely):
+            try:
+                terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
+            except Exception as error:  # the user's count: one declared for training batches need not know these
+                log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
+                continue
+            parts = Parts(sizes, terms)
+            trial = Tables.of(self._rules.merge)
+            learn_results(trial, whole, runs, parts, tolerance=tolerance)
+            lacking = len(trial.logs.unmergeable) + len(trial.outputs.unmergeable)
+            if best is None or lacking < best[0]:
+                best = (lacking, rule, parts)
+            if not lacking:
+                break
+        assert best is not None, "rows can always be counted"
+        self.rule = best[1]
+        troubles = learn_results(self.tables, whole, runs, best[2], tolerance=tolerance)
+        if troubles:
+            raise SplitError(refusal_of_state(type(self._module).__name__, troubles))
+
+    def _weights(self, batch: Any, rows: int, likely: LossRule) -> list[LossRule]:
+        if self._predicts:
+            return [LossRule("rows")]
+        own = declared(self._rules)
+        first = [rule for rule in (own, likely) if rule is not None and not rule.adds]
+        return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
+
+
+def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: Parts) -> bool:
+    """Return whether values are rows one after another, or always the same, and no other rule that fits gives anything else here.
+
+    A constant 0 is a sum too. The two rules differ only where a value is no longer 0, and a check there tells them apart.
+    """
+    concatenations = [rule for rule in rules if rule.startswith("concatenate")]
+    if len(rules) == 1 and concatenations:
+        return True
+    if not concatenations and "equal" not in rules:
+        return False
+    try:
+        first, *others = [merged(rule, values, parts) for rule in sorted(rules, key=lambda rule: rule != "equal")]
+    except SplitError:
+        return False
+    return all(same(other, first, tolerance=_ROUNDING) for other in others)

@@ -1,0 +1,224 @@
+"""How a check is made: on as many rows as fit, on the device, with activation checkpointing, or on the CPU."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.options.recomputed_blocks import ALL, RecomputedBlocks
+from lightning_unified.step.exactness.comparison import Trial
+from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.judge import Findings, Judge
+from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.rows import splits_of, window
+from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
+from lightning_unified.step.split import BatchSplitter
+
+__all__ = ["UNITS", "Check", "Examination"]
+
+log = logging.getLogger("lightning_unified")
+
+_AT_FIRST = 32  # units of the first check where so many are predicted to fit; judgement: a hard tenth of the rows is three of them
+UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What one check is to examine.
+
+    Args:
+        kwargs: Of `training_step`, the batch first.
+        rules: The loss rules that may hold.
+        rows: Of the batch.
+        unit: Rows that stay together.
+        most: Units to run at most.
+        number: How many checks were made before; those that follow each other split rows differently.
+        is_first: Whether no check has told anything yet, so that the rows are split in two ways, and run with dropout too.
+        since: What to say of batches that were split before, in a refusal.
+    """
+
+    kwargs: "OrderedDict[str, Any]"
+    rules: Sequence[LossRule]
+    rows: int
+    unit: int
+    most: int
+    number: int
+    is_first: bool
+    since: str
+
+    @property
+    def batch(self) -> Any:
+        """The whole batch."""
+        return next(iter(self.kwargs.values()))
+
+    def split(self, units: int, *, other: bool = False) -> list[int]:
+        """Return the rows of each part of so many units; `other` gives another split, where there is one."""
+        splits = splits_of(units)
+        return [self.unit * part for part in splits[(self.number + other) % len(splits)]]
+
+
+class Examination:
+    """Makes the trials of a check.
+
+    Args:
+        trainer: In `fit`.
+        runner: Runs the step aside.
+        splitter: Splits batches.
+        tables: Where rules for results are kept.
+        fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        runner: Runner,
+        *,
+        splitter: BatchSplitter,
+        tables: Tables,
+        fits: Callable[[int], bool | None],
+    ) -> None:
+        self._trainer, self._runner = trainer, runner
+        self._splitter, self._tables, self._fits = splitter, tables, fits
+        self._largest: int | None = None
+
+    def findings(self, check: Check) -> Findings | str:
+        """Return what a check finds; or why nothing can be told.
+
+        Args:
+            check: What to examine.
+
+        Raises:
+            SplitError: If the rows' results are not those of their parts.
+        """
+        most = check.rows // check.unit
+        if most < 2:
+            return f"a batch of {check.rows} rows has no two units to compare"
+        units = self._predicted_to_fit(min(check.most, most, self._largest or most), check.unit)
+        if check.is_first and self._fits(self._wider * min(most, _AT_FIRST) * check.unit):
+            units = max(units, min(most, _AT_FIRST, self._largest or most))
+        while True:
+            found = self._sound(check, units)
+            if found is not None or units == 2:
+                break
+            units = self._largest = max(units // 2, 2)
+        if isinstance(found, str):
+            found = self._of_more(check, units, self._largest or most) or found
+        if found is None:
+            found = self._recomputed(check, units)
+        if found is None and self._trainer.strategy.root_device.type != "cpu":
+            try:
+                found = self._on_host(check, units)
+            except SplitError:
+                raise
+            except Exception as error:  # whatever a module does that a CPU is not good for
+                log.info("The exactness check could not run on the CPU either: %s", error)
+        return "memory ran out while it was checked" if found is None else found
+
+    def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
+        """Return what the check finds on as many rows as are predicted to fit, where the gradient of a few says nothing: a tenth of few
+        rows may be none. None where no more are predicted to, or memory runs out.
+        """
+        while units > few and not self._fits(self._wider * units * check.unit):
+            units //= 2
+        return self._sound(check, units) if units > few else None
+
+    def _predicted_to_fit(self, units: int, unit: int) -> int:
+        while units > 2 and self._fits(self._wider * units * unit) is False:
+            units = max(units // 2, 2)
+        return units
+
+    @property
+    def _wider(self) -> int:
+        """How many times the memory of training a check may take: float32 in place of 16 bits."""
+        return 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1
+
+    def _sound(self, check: Check, units: int) -> Findings | str | None:
+        """Return what the check finds; where a device that may be wrong disagrees, what the CPU finds on the same rows."""
+        try:
+            return self._tried(check, units)
+        except SplitError:
+            if not may_be_wrong(self._trainer.strategy.root_device):
+                raise
+            # the refusal stands, unless the CPU finds that it was the device's fault
+            with suppress(Exception):
+                found = self._on_host(check, units)
+                if isinstance(found, Findings):
+                    return found
+            raise
+
+    def _recomputed(self, check: Check, units: int) -> Findings | str | None:
+        try:
+            blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)
+        except ConfigurationError:  # the module has no blocks, or is recomputed already
+            return None
+        try:
+            return self._tried(check, units)
+        finally:
+            blocks.undo()
+
+    def _on_host(self, check: Check, units: int) -> Findings | str | None:
+        with on_host(self._trainer):
+            return self._tried(check, units, take=self._on_host_rows)
+
+    def _on_host_rows(self, batch: Any, start: int, stop: int, *, rows: int) -> Any:
+        return to_host(self._splitter.split(batch, start, stop, rows=rows))
+
+    def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
+        """Return what the check finds on so many units of rows; None if memory ran out in it."""
+        judge = Judge(self._runner, self._tables, whose=type(self._trainer.lightning_module).__name__)
+        trial = Trial(
+            batch=check.batch,
+            batch_rows=check.rows,
+            start=window(check.batch, rows=check.rows, size=units * check.unit, unit=check.unit),
+            rows=units * check.unit,
+            take=take or self._splitter.split,
+            split=check.split(units),
+            is_quiet=not self._runner.draws_in_eval,
+        )
+        try:
+            found = judge.findings(check.kwargs, trial, check.rules, since=check.since)
+            if isinstance(found, str) or not check.is_first:
+                return found
+            return self._confirmed(check, judge, trial, found)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self._runner.release()
+        # past the `except` block, whose traceback held the frames
+        release_cached_memory(self._trainer.strategy.root_device)
+        return None
+
+    def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
+        """Return what the first check finds once rows are split in another way too, with dropout if the module has any.
+
+        Two splits tell a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
+        """
+        rules = [rule for rule in check.rules if rule.name not in found.rejected]
+        all_units = trial.rows // check.unit
+        units = min(all_units, UNITS)
+        again = self._again(check, trial, units)
+        if again.is_quiet and again.split == trial.split:  # two units are split in one way only
+            return found
+        other = judge.findings(check.kwargs, again, rules, since=check.since)
+        if isinstance(other, str) and units < all_units:  # of a few rows nothing can be told
+            other = judge.findings(check.kwargs, self._again(check, trial, all_units), rules, since=check.since)
+        return other if isinstance(other, str) else found.joined(other)
+
+    def _again(self, check: Check, trial: Trial, units: int) -> Trial:
+        size = units * check.unit
+        return replace(
+            trial,
+            start=window(trial.batch, rows=trial.batch_rows, size=size, unit=check.unit),
+            rows=size,
+            split=check.split(units, other=True),
+            is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
+        )

@@ -1,0 +1,72 @@
+"""The fields of a batch that are no tensors and have one entry for each row: lists of labels and names, arrays, dicts by row."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_unified.step.split.containers import entries_of, is_sequence, joined
+
+__all__ = ["arrays_of", "columns_of"]
+
+_LONG = 64  # entries of a list from which on it holds rows, not fields
+_PLAIN = (str, int, type(None))  # bool is an int
+
+
+def arrays_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the path of every NumPy array of numbers, and a tensor of its entries."""
+    if isinstance(batch, np.ndarray):
+        if batch.dtype.kind in "iufb":
+            yield path, _tensor_of(batch)
+        return
+    for name, entry in _fields(batch):
+        yield from arrays_of(entry, joined(path, name))
+
+
+def columns_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the path and the entries of every field whose entries are texts, whole numbers or None, one for each row."""
+    if is_sequence(batch) and len(batch) == rows:
+        yield from _columns(batch, path)
+    elif isinstance(batch, np.ndarray) and batch.shape == (rows,) and batch.dtype.kind in "OU":
+        yield from _columns(batch.tolist(), path)
+    for name, entry in _fields(batch):
+        yield from columns_of(entry, rows, joined(path, name))
+
+
+def _tensor_of(array: Any) -> Tensor:
+    """Return a tensor that shares the memory of `array`, or a copy where tensors have no such memory or dtype."""
+    dtype = np.dtype(np.float64) if array.dtype.kind == "f" and array.itemsize > 8 else array.dtype.newbyteorder("=")
+    shares = array.flags.writeable and dtype == array.dtype and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if shares else np.array(array, dtype))
+
+
+def _fields(batch: Any) -> Sequence[tuple[Any, Any]]:
+    if isinstance(batch, (Tensor, str)) or (is_sequence(batch) and len(batch) > _LONG):
+        return ()
+    return list(entries_of(batch) or ())
+
+
+def _columns(rows: Sequence[Any], path: str) -> Iterator[tuple[str, Sequence[Any]]]:
+    if not rows:
+        return
+    first = rows[0]
+    if all(isinstance(row, _PLAIN) for row in rows):
+        yield path, rows
+    elif all(isinstance(row, Tensor) and row.dim() == 0 and not _has_fraction(row) for row in rows):
+        yield path, [row.item() for row in rows] if _are_apart(rows) else torch.stack(list(rows)).tolist()
+    elif all(isinstance(row, Mapping) for row in rows):
+        for name in first:
+            yield from _columns([row.get(name) for row in rows], joined(path, name))
+    elif all(isinstance(row, (list, tuple)) and len(row) == len(first) <= _LONG for row in rows):
+        for index in range(len(first)):
+            yield from _columns([row[index] for row in rows], joined(path, index))
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.device for tensor in tensors}) > 1
+
+
+def _has_fraction(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

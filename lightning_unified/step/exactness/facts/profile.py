@@ -1,0 +1,173 @@
+"""What is new in a batch: values, zeros, masks and lengths outside those of batches that have been checked.
+
+A loss may mix rows for some data only: a row without observations takes the batch's mean, a class that is missing changes a weight. So a
+batch that differs in kind from those checked is checked too, before its update. A profile is a set of facts about each tensor of the batch:
+
+| fact | of | so that |
+|---|---|---|
+| the values that occur | whole numbers with at most 64 different ones, texts | a new or a missing label is seen |
+| the order of magnitude of the largest and smallest, and whether the largest is 255 | other whole numbers | |
+| the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
+| the order of magnitude of the share of rows that begin or end with the same number twice | whole numbers | padding by any number is seen |
+| whether a row has nothing but zeros; none at all; NaN or infinity | every tensor | the first row without observations is seen |
+| the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | |
+
+Orders of magnitude are powers of two, so that new facts become rare.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.step.exactness.facts.host_fields import arrays_of, columns_of
+from lightning_unified.step.exactness.facts.leaves import named_tensors
+
+__all__ = ["BatchProfiles", "facts_of"]
+
+_KINDS = 64  # different whole numbers up to which each is a fact of its own
+_IGNORED = -100
+_VOID = 255  # of segmentation maps
+
+_MOST = {"value": _KINDS, "attribute": 8}  # values of one path that are news; judgement: phases and switches are few
+
+Fact = tuple[str, str, Any]
+
+
+def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
+    """Return the facts about the tensors, arrays and lists of `batch` that have one entry for each of its `rows`; one transfer from the device."""
+    groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small ones of one shape together, which takes fewer kernels
+    for path, leaf in (*named_tensors(batch), *arrays_of(batch)):
+        if _has_rows(leaf, rows):
+            flat = leaf.detach().reshape(rows, -1)
+            key = (leaf.device, leaf.dtype, flat.shape[1], path if leaf.numel() > _LARGE else "")
+            groups.setdefault(key, []).append((path, flat))
+    leaves = [[leaf for _, leaf in group] for group in groups.values()]
+    stacks = [torch.stack(group) if len(group) > 1 else group[0][None] for group in leaves]
+    figures = [_figures(stack) for stack in stacks]
+    facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
+    for group, numbers in zip(groups.values(), _on_host(figures), strict=True):
+        for (path, leaf), own in zip(group, numbers, strict=True):
+            facts |= _facts(path, leaf, own[:_COUNT], occurs=own[_COUNT:])
+    return frozenset(facts)
+
+
+_COUNT = 9
+_LARGE = (
+    1 << 20
+)  # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
+_REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+
+
+def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Return the figures as numbers: one transfer for each device."""
+    if not figures:
+        return []
+    devices = {one.device for one in figures}
+    if len(devices) > 1:
+        return [one.tolist() for one in figures]
+    numbers = iter(torch.cat([one.reshape(-1) for one in figures]).tolist())
+    return [[list(islice(numbers, one.shape[1])) for _ in range(len(one))] for one in figures]
+
+
+def _has_rows(leaf: Tensor, rows: int) -> bool:
+    return (
+        leaf.dim() > 0
+        and leaf.shape[0] == rows
+        and leaf.numel() > 0
+        and leaf.layout == torch.strided
+        and not leaf.is_complex()
+    )
+
+
+def _figures(stack: Tensor) -> Tensor:
+    """Return (leaves, figures) of leaves of one shape, as whole numbers: lowest, highest, zeros, ignored, non-finite, zeros of the row with
+    fewest and with most, ignored of the row with most, how many rows repeat a number at an end, and which numbers from the lowest on occur.
+
+    Shapes:
+        stack (leaves, rows, entries of a row).
+    """
+    if stack.is_floating_point() and stack.element_size() == 1:
+        stack = stack.float()  # few operators know formats of 8 bits
+    zeros = (stack == 0).sum(2)
+    none = torch.zeros_like(zeros[:, 0])
+    counts = (zeros.sum(1), zeros.amin(1), zeros.amax(1))
+    if stack.is_floating_point():
+        bad = (~stack.isfinite()).flatten(1).sum(1)
+        return torch.stack([none, none, counts[0], none, bad, *counts[1:], none, none], 1)
+    whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
+    flat = whole.flatten(1)
+    low, high = flat.amin(1).long(), flat.amax(1).long()
+    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else none[:, None]
+    second = min(1, whole.shape[2] - 1)
+    repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
+    figures = [low, high, counts[0], ignored.sum(1), none, *counts[1:], ignored.amax(1), repeats.sum(1)]
+    numbers = torch.stack(figures, 1)
+    if flat.shape[1] > _LARGE:
+        return numbers
+    places = (flat.long() - low[:, None]).clamp_(max=_KINDS)
+    occurs = none.new_zeros(len(stack), _KINDS + 1).scatter_(1, places, 1)
+    return torch.cat([numbers, occurs[:, :_KINDS]], 1)
+
+
+def _facts(path: str, leaf: Tensor, figures: Sequence[int], *, occurs: Sequence[int]) -> set[Fact]:
+    low, high, zeros, ignored, bad, fewest, most, most_ignored, repeats = figures
+    rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
+    facts: set[Fact] = {(path, "row size", _order(size))}
+    if not leaf.is_floating_point() and high - low < _KINDS:
+        values = [low + place for place, one in enumerate(occurs) if one] or leaf.unique().tolist()
+        facts |= {(path, "value", value) for value in values}
+    elif not leaf.is_floating_point():
+        facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
+        facts.add((path, "void", high == _VOID))
+    facts |= {(path, "zeros", _share(zeros, rows * size)), (path, "ignored", _share(ignored, rows * size))}
+    facts.add((path, "not finite", bad > 0))
+    if size > 1:
+        facts |= {(path, "row of zeros", most == size), (path, "row without zeros", fewest == 0)}
+        facts |= {(path, "shortest row", _order(size - most)), (path, "longest row", _order(size - fewest))}
+        facts |= {(path, "row of ignored", most_ignored == size), (path, "repeats at an end", _share(repeats, rows))}
+    else:
+        facts |= {(path, "all zero", zeros == rows), (path, "all ignored", ignored == rows)}
+    return facts
+
+
+def _order(number: float) -> int:
+    """Return the power of two just above a count; 0 for none."""
+    return int(number).bit_length()
+
+
+def _signed_order(number: float) -> int:
+    return _order(abs(number)) * (1 if number >= 0 else -1)
+
+
+def _share(count: float, of: int) -> int | None:
+    """Return the power of two of a share; None where there are none."""
+    return _order(of / count) if count else None
+
+
+class BatchProfiles:
+    """The facts of all batches that have been checked.
+
+    A field of sample numbers, or an attribute that holds the last file's name, is new in every batch. So once 64 values of one field,
+    or 8 of one attribute, have been checked, further ones are news no longer.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Fact] = set()
+        self._values: Counter[tuple[str, str]] = Counter()
+
+    def news(self, facts: frozenset[Fact]) -> frozenset[Fact]:
+        """Return those of `facts` that no checked batch had."""
+        return frozenset(fact for fact in facts - self._known if not self._varies(fact))
+
+    def add(self, facts: frozenset[Fact]) -> None:
+        """Note that batches with these facts have been checked."""
+        self._values.update(fact[:2] for fact in facts - self._known)
+        self._known |= facts
+
+    def _varies(self, fact: Fact) -> bool:
+        path, kind, _ = fact
+        return kind in _MOST and self._values[path, kind] >= _MOST[kind]

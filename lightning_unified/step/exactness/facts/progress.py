@@ -1,0 +1,263 @@
+"""What of a run's progress a step reads, and what of its module changes between steps: a loss that depends on them may change its nature.
+
+A contrastive term may be switched on in a later epoch, warmed up by the step, or set by a hook; a backbone may be unfrozen. The batch shows
+nothing of that, so these are facts too: batches with new facts are checked before their update (see profile.py).
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import lightning as L
+from lightning.fabric.utilities.data import AttributeDict
+from torch import Tensor, nn
+
+from lightning_unified.step.undo.kinds import is_ours
+from lightning_unified.step.undo.steps import names_of
+
+__all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
+
+_DENSE = 16  # batches of which each is checked where the step reads a step counter; then one in so many
+
+Fact = tuple[str, str, Any]
+
+
+class Counters:
+    """Notes what a step reads of the run's progress: `"epoch"`, `"step"`, `"batch"`, `"rates"` (of learning) or `"metrics"`.
+
+    Attributes:
+        read: What has been read so far.
+    """
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note reads of counters, of metrics and of optimizers, of the module and of its Trainer, inside the block."""
+        with ExitStack() as undo:
+            for owner, names in _READS.items():
+                for name, counter in names.items():
+                    known: Any = getattr(owner, name)
+                    undo.callback(setattr, owner, name, known)
+                    is_property = isinstance(known, property)
+                    setattr(
+                        owner, name, self._noting(known, counter) if is_property else self._noting_call(known, counter)
+                    )
+            yield
+
+    def _noting_call(self, known: Callable[..., Any], counter: str) -> Callable[..., Any]:
+        @functools.wraps(known)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.read.add(counter)
+            return known(*args, **kwargs)
+
+        return call
+
+    def _noting(self, known: property, counter: str) -> property:
+        def read(owner: Any) -> Any:
+            self.read.add(counter)
+            return None if known.fget is None else known.fget(owner)
+
+        return property(read, known.fset, known.fdel, known.__doc__)
+
+    def facts(self, *, epoch: int, step: int, batch: int) -> frozenset[Fact]:
+        """Return where the run is, as far as steps read it: each epoch is new, and so are the first 16 steps and one in 16 after them."""
+        values = {"epoch": epoch, "step": _sparse(step), "batch": _sparse(batch)}
+        return frozenset(("progress", counter, values[counter]) for counter in self.read & values.keys())
+
+    def figures(self, trainer: L.Trainer) -> frozenset[Fact]:
+        """Return the learning rates and the metrics known so far, each by its order of magnitude, as far as steps read them."""
+        facts: set[Fact] = set()
+        if "rates" in self.read:
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            facts |= {("progress", f"rate {index}", _order(float(group["lr"]))) for index, group in enumerate(groups)}
+        if "metrics" in self.read:
+            known = trainer.callback_metrics.items()
+            facts |= {("progress", f"metric {name}", _order(float(value))) for name, value in known}
+        return frozenset(facts)
+
+
+_READS: dict[type, dict[str, str]] = {
+    L.LightningModule: {
+        "current_epoch": "epoch",
+        "global_step": "step",
+        "optimizers": "rates",
+        "lr_schedulers": "rates",
+    },
+    L.Trainer: {
+        "current_epoch": "epoch",
+        "global_step": "step",
+        "optimizers": "rates",
+        "callback_metrics": "metrics",
+        "logged_metrics": "metrics",
+    },
+}
+
+
+def _sparse(count: int) -> int:
+    return count if count < _DENSE else count // _DENSE * _DENSE
+
+
+class WatchedIndex(int):
+    """A batch index that notes whether anything is computed with it or compared to it."""
+
+    counters: Counters
+
+    def __new__(cls, value: int, counters: Counters) -> Self:
+        """Return an index equal to `value`, which notes its use in `counters`."""
+        index = super().__new__(cls, value)
+        index.counters = counters
+        return index
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+def _noted(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def use(self: WatchedIndex, *others: Any) -> Any:
+        self.counters.read.add("batch")
+        return plain(self, *others)
+
+    return use
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", "add", "sub", "mul", "bool", "float"):
+    setattr(WatchedIndex, f"__{_name}__", _noted(f"__{_name}__"))
+
+
+class ModuleFacts:
+    """What of a module may decide how it computes: modes, which parameters are trained, its plain attributes, and those of what it holds.
+
+    It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers
+    count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out.
+    This is asked before every split batch, so the tree of modules is walked only when it has changed.
+
+    Args:
+        module: Whose facts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._children: list[nn.Module | None] | None = None
+
+    def now(self) -> frozenset[Fact]:
+        """Return the facts as they are now."""
+        children = self._children
+        found = None if children is None else self._children_now()
+        same = found is not None and len(found) == len(children or ()) and all(map(operator.is_, found, children or ()))
+        if not same or any(owner.get(name) is not value for owner, name, value in self._holders):
+            self._scan()
+        modes = bytes([bool(child.training) for child in self._modules])
+        trained = bytes([one.requires_grad for held in self._parameters for one in held.values() if one is not None])
+        return self._attributes() | self._counted() | {("module", "modes", modes), ("module", "trained", trained)}
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for held in self._held for child in held.values()]
+
+    def _scan(self) -> None:
+        paths, self._modules = zip(*self._module.named_modules(), strict=True)
+        self._held = [child._modules for child in self._modules]
+        self._parameters = [child._parameters for child in self._modules]
+        self._children = self._children_now()
+        ours = [(path, one) for path, one in zip(paths, self._modules, strict=True) if not _is_of_torch(one)]
+        self._paths, self._owned = [path for path, _ in ours], [vars(one) for _, one in ours]
+        self._holders = [
+            (vars(one), name, value)
+            for _, one in ours
+            for name, value in vars(one).items()
+            if name not in _OF_LIGHTNING and _is_holder(value)
+        ]
+        self._paths += [f"holder {name}" for _, name, _ in self._holders]
+        self._owned += [value if isinstance(value, dict) else vars(value) for _, _, value in self._holders]
+        self._buffers = [(path, one._buffers) for path, one in ours if one._buffers]
+        self._plain: list[Any] = []
+        self._facts: frozenset[Fact] = frozenset()
+
+    def _attributes(self) -> frozenset[Fact]:
+        plain = [_plain_of(held) for held in self._owned]
+        if plain != self._plain:
+            self._plain = plain
+            self._facts = frozenset(
+                fact for path, held in zip(self._paths, plain, strict=True) for fact in _facts_of_plain(path, held)
+            )
+        return self._facts
+
+    def _counted(self) -> frozenset[Fact]:
+        """Return the facts about buffers of one entry, such as counters of steps."""
+        found = (
+            (f"{path}.{name}", one) for path, held in self._buffers for name, one in held.items() if _is_number(one)
+        )
+        return frozenset(
+            (path, "attribute", _order(float(one))) for path, one in itertools.islice(found, _MOST_BUFFERS)
+        )
+
+
+_MOST_ENTRIES = 1024  # of attributes or of a dict; those of larger ones are data
+_OF_LIGHTNING = frozenset(vars(L.LightningModule()))
+_MOST_BUFFERS = 8  # each costs a transfer from the device
+_NAMES = (bool, str, type(None))
+_PLAIN = (*_NAMES, int, float)
+
+
+def _is_number(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.numel() == 1 and not buffer.is_complex() and not buffer.is_meta
+
+
+def _is_holder(value: Any) -> bool:
+    """Return whether `value` is a namespace, an object of the user's with attributes, a dict of settings, or hyperparameters."""
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace, AttributeDict)):
+        return True
+    if isinstance(value, dict):
+        return len(value) <= _MOST_ENTRIES and all(isinstance(name, str) for name in value)
+    skipped = isinstance(value, (nn.Module, Tensor, type, dict, list, tuple, set)) or callable(value)
+    return not skipped and hasattr(value, "__dict__") and not is_ours(type(value))
+
+
+def _plain_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [one for one in itertools.islice(held.items(), _MOST_ENTRIES) if isinstance(one[1], _PLAIN)]
+
+
+def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fact]:
+    """Yield a fact for each named value: texts and switches as they are, numbers by their order of magnitude."""
+    for name, value in values:
+        yield f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value)
+
+
+class OutsideFacts:
+    """Plain values that the step names outside of its module, in globals and closures, and those of what is held there.
+
+    Args:
+        module: Whose `training_step`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._cells = names_of(module, ("training_step",))
+
+    def now(self) -> frozenset[Fact]:
+        """Return the facts as they are now."""
+        found = {str(name): value for cell in self._cells for name, value in cell.entries(cell.copy())}
+        facts = set(_facts_of_plain("outside", _plain_of(found)))
+        for name, value in found.items():
+            if _is_holder(value):
+                facts.update(_facts_of_plain(name, _plain_of(value if isinstance(value, dict) else vars(value))))
+        return frozenset(facts)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _order(number: float) -> tuple[int, int]:
+    """Return the sign of a number and the power of two just above it."""
+    if not math.isfinite(number):
+        return (0, 1 << 16)
+    return ((number > 0) - (number < 0), math.frexp(float(number))[1])

@@ -1,0 +1,177 @@
+"""By what the losses of micro-batches are weighted: the candidates, and which of them a batch can tell apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.exactness.facts.leaves import leaf_at, named_tensors
+
+__all__ = ["LossRule", "Terms", "candidates", "declared", "likeliest", "require_counts", "restored", "shares"]
+
+IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
+_LABELS = ("labels", "label", "targets", "target")
+_DECLARED = ("loss_weight", "loss_is_sum")
+_LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Counts the loss terms of a micro-batch by one of its fields.
+
+    Args:
+        path: Of the field.
+        left_out: Entries that are no terms; None where the entries are added up.
+        is_shifted: Whether each row's first entry is no term.
+    """
+
+    path: str
+    left_out: int | None = None
+    is_shifted: bool = False
+
+    def __call__(self, part: Any) -> Any:
+        """Return the number of terms; 0 where the micro-batch has no such field, as rows then count."""
+        leaf = leaf_at(part, self.path)
+        if leaf is None:
+            return 0
+        leaf = leaf[:, 1:] if self.is_shifted else leaf
+        terms = leaf if self.left_out is None else leaf != self.left_out
+        return terms.sum(dtype=torch.float64 if leaf.device.type == "cpu" else torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """One way to weight micro-batches.
+
+    Args:
+        name: In words; two rules of one name are the same rule.
+        count: Returns the loss terms of a micro-batch; `None` counts its rows.
+        adds: Whether losses add up without any weight; `count` then says no more than how many terms a batch has in its window.
+    """
+
+    name: str
+    count: Callable[[Any], Any] | None = None
+    adds: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule for a checkpoint; of a declared one its name only."""
+        terms = asdict(self.count) if isinstance(self.count, Terms) else None
+        return {"name": self.name, "terms": terms, "adds": self.adds}
+
+
+def declared(rules: MicroBatchRules) -> LossRule | None:
+    """Return the rule that a module declares; None if it leaves it to be found."""
+    if rules.loss_is_sum:
+        return LossRule("loss_is_sum", rules.loss_weight, adds=True)
+    return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
+
+
+def candidates(batch: Any, rows: int) -> list[LossRule]:
+    """Return the rules that could hold for the losses of such batches, the commonest first.
+
+    1. Rows.
+    2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
+       row's first label, which causal language models do not score.
+    3. Entries other than -100, 0, -1, 255 or padding of any field of whole numbers that has such entries, with and without each row's
+       first. Padding is what most often stands twice at a row's end or beginning.
+    4. Sums of masks and of non-negative weights, with and without each row's first.
+    5. No weights: losses that are sums.
+
+    Args:
+        batch: Whole.
+        rows: Of it.
+    """
+    found = [LossRule("rows")]
+    later: list[LossRule] = []
+    for path, tensor in named_tensors(batch):
+        is_sparse = tensor.layout not in (torch.strided, torch.jagged)
+        if tensor.dim() and tensor.shape[0] == rows and tensor.numel() and not is_sparse:
+            is_label = path.rsplit(".", 1)[-1] in _LABELS
+            if is_label and not tensor.is_floating_point():
+                found += _counting(path, tensor, IGNORED, name="scored labels" if path in _LABELS else f"scored {path}")
+            later += _of_leaf(path, tensor, skip=IGNORED if is_label else None)
+    return [*found, *later, LossRule("sum", adds=True)]
+
+
+def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
+    """Return the rule of which `state` is the `state_dict`; None if the module declares another one now, or none any more.
+
+    Args:
+        state: Of the rule.
+        rules: What the module declares.
+    """
+    own = declared(rules)
+    if own is not None or state["name"] in _DECLARED:
+        return own if own is not None and own.name == state["name"] else None
+    return LossRule(state["name"], Terms(**state["terms"]) if state["terms"] else None, adds=state["adds"])
+
+
+def likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
+
+
+def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
+    if tensor.is_complex():
+        return []
+    if tensor.dtype == torch.bool or _is_weight(tensor):
+        return _summing(path, tensor)
+    if tensor.is_floating_point():
+        return []
+    values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
+    present = [value for value in values if value != skip and bool((tensor == value).any())]
+    return [
+        rule
+        for value in present
+        for rule in _counting(path, tensor, value, name=f"entries of {path!r} other than {value}")
+    ]
+
+
+def _padding(tensor: Tensor) -> list[int]:
+    """Return the values that most often stand twice at the end and at the beginning of rows."""
+    if tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.dtype == torch.bool:
+        return []
+    ends = (tensor[:, -2:].cpu(), tensor[:, :2].cpu())
+    twice = [pair[pair[:, 0] == pair[:, 1], 0] for pair in ends]
+    return [int(values.mode().values) for values in twice if len(values)]
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor may hold masks or weights: zeros and ones, or one number of 0 or more for each row."""
+    if tensor.is_floating_point() and tensor.dim() == 1:
+        return bool((tensor >= 0).all()) and bool(tensor.any())
+    return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
+
+
+def _counting(path: str, tensor: Tensor, value: int, *, name: str) -> list[LossRule]:
+    rules = [LossRule(name, Terms(path, left_out=value))]
+    if tensor.dim() == 2 and tensor.shape[1] > 1:
+        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out=value, is_shifted=True)))
+    return rules
+
+
+def _summing(path: str, tensor: Tensor) -> list[LossRule]:
+    rules = [LossRule(f"sum of {path!r}", Terms(path))]
+    if tensor.dim() == 2 and tensor.shape[1] > 1:
+        rules.append(LossRule(f"sum of {path!r}, shifted", Terms(path, is_shifted=True)))
+    return rules
+
+
+def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
+    """Raise `SplitError` if what a rule counted in micro-batches are no numbers of loss terms."""
+    if not all(count >= 0 for count in counted):
+        raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
+
+
+def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Return by what each part's loss is multiplied; by rows where no part has a term."""
+    if rule.adds:
+        return [1.0] * len(parts)
+    counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]
+    if not sum(counted):
+        counted = [float(size) for size in sizes]
+    return [count / sum(counted) for count in counted]

@@ -1,0 +1,146 @@
+"""The results of a batch that ran as micro-batches: outputs, logs, metrics and written state, put together by the rules that fit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.micro_batches import MergeRules
+from lightning_unified.step.exactness.run import Results
+from lightning_unified.step.results.logs import Logged, path_of_log
+from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.trees import learn_tree
+from lightning_unified.step.results.written import learn_written
+
+__all__ = ["Tables", "learn_results", "refusal_of_state"]
+
+
+@dataclass
+class Tables:
+    """The merge rules of one stage.
+
+    Args:
+        outputs: For what the step returns.
+        logs: For what it logs.
+        sized_logs: For what it logs with a `batch_size`, weighted by that.
+        metrics: For the states of torchmetrics objects.
+        written: For buffers, frozen parameters and attributes that the step writes.
+        joins: Whether states of torchmetrics objects that do not say so add up over batches, by path.
+    """
+
+    outputs: MergeTable = field(default_factory=MergeTable)
+    logs: MergeTable = field(default_factory=MergeTable)
+    sized_logs: MergeTable = field(default_factory=MergeTable)
+    metrics: MergeTable = field(default_factory=MergeTable)
+    written: MergeTable = field(default_factory=MergeTable)
+    joins: dict[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: MergeRules) -> "Tables":
+        """Return tables that begin with what the user has given."""
+        return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
+
+    @property
+    def _inferred(self) -> dict[str, MergeTable]:
+        return {
+            "outputs": self.outputs,
+            "logs": self.logs,
+            "sized_logs": self.sized_logs,
+            "metrics": self.metrics,
+            "written": self.written,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was inferred, for a checkpoint."""
+        tables = {name: table.state_dict() for name, table in self._inferred.items()}
+        return {"tables": tables, "joins": dict(self.joins)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what the tables of another run have inferred."""
+        for name, table in self._inferred.items():
+            table.load_state_dict(state["tables"][name])
+        self.joins = dict(state["joins"])
+
+
+def learn_results(
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float
+) -> list[str]:
+    """Learn how outputs, logs, metrics and written state of parts become the whole's.
+
+    Args:
+        tables: Where the rules are kept.
+        whole: What the whole rows gave.
+        runs: What the parts gave.
+        parts: What they weigh.
+        tolerance: Relative difference that is rounding.
+
+    Returns:
+        The paths of what the step writes that nothing puts together.
+    """
+    learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
+    for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
+        calls = [run.logs.get(key) for run in runs]
+        _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
+    for path in whole.logged_totals:  # metrics are empty in a check, so that a rule may fit by chance
+        tables.logs.reject(path)
+    _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
+    return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
+
+
+def _learn_metrics(tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float) -> None:
+    for path, state in whole.metrics.items():
+        for name, value in state.items():
+            values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
+            tables.metrics.learn(f"{path}.{name}", values, _without_seams(value), parts, tolerance=tolerance)
+    for path, joins in whole.joins.items():
+        tables.joins[path] = joins and tables.joins.get(path, True)
+    for name, path in whole.logged_metrics.items():
+        lacks_rule = any(f"{path}.{state}" in tables.metrics.unmergeable for state in whole.metrics.get(path, {}))
+        if lacks_rule or tables.joins.get(path) is False:
+            tables.logs.unmergeable.add(name)
+
+
+def _without_seams(state: Any) -> Any:
+    """Return a list of tensors as one tensor: metrics that keep all they are given append an entry for each update."""
+    if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
+        return state
+    try:
+        return torch.cat([torch.atleast_1d(entry) for entry in state])
+    except RuntimeError:  # entries of other shapes, such as one for each image
+        return state
+
+
+def _learn_log(
+    tables: Tables, path: str, whole: Logged | None, calls: Sequence[Logged | None], parts: Parts, *, tolerance: float
+) -> None:
+    given = [call for call in calls if call is not None]
+    if whole is None or len(given) < len(calls):
+        tables.logs.reject(path)
+        return
+    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are put together themselves
+        return
+    values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
+    tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
+    if whole.batch_sizes[-1] is None or None in sizes:
+        return
+    tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], parts, tolerance=0.0)
+    weighted = Parts(parts.rows, list(map(float, sizes)))
+    tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
+    if tables.sized_logs.rule(path) == "mean":
+        tables.logs.unmergeable.discard(path)
+
+
+def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
+    """Return what to say of a module whose step writes what nothing puts together.
+
+    Args:
+        whose: The module's name.
+        paths: Of what it writes.
+    """
+    return (
+        f"{whose} writes {', '.join(paths[:3])} in its step, and what micro-batches write is not what the whole batch writes. Write it once a batch: in "
+        "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
+        "split all the same."
+    )

@@ -1,0 +1,341 @@
+"""One run of `training_step` and its backward pass over some rows: everything it makes is noted, and then undone."""
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+from torchmetrics import Metric
+
+from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, WatchPrecision
+from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
+from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
+from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, parameters_of_step, state_of_step
+from lightning_unified.step.recovery.oom import is_out_of_memory
+from lightning_unified.step.results.hooks import inside_hook
+from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
+from lightning_unified.step.results.silent_loggers import say_direct_logs
+from lightning_unified.step.results.written import Written, written_since
+from lightning_unified.step.split.containers import entries_of, with_entries
+from lightning_unified.step.undo import StateWatch
+
+__all__ = ["Results", "Run", "Runner", "aside", "copied"]
+
+_JOINED = 1e-4  # relative; a state that does not add up is off by far more
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+
+
+def is_batch_norm(child: nn.Module) -> bool:
+    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
+    return isinstance(child, _BatchNorm)
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What one run of a step returned, logged, counted and wrote.
+
+    Args:
+        rows: That ran.
+        returned: What the step returned; of a training step, what it returned besides the loss.
+        logs: What was logged, by hook, name and occurrence.
+        metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
+        joins: Whether states of those that do not say so add up over batches, by path.
+        logged_metrics: The paths of the torchmetrics objects that were logged, by the path of the log.
+        logged_totals: The names of logs whose value a torchmetrics object gave for all batches so far.
+        written: Buffers, frozen parameters and attributes that the step wrote, by path.
+        generators: The states of Python's and numpy's global generators after the run.
+        draws_on_host: Whether the run moved these generators.
+        formats: The floating-point formats computed in.
+    """
+
+    rows: int
+    returned: Any
+    logs: dict[LogKey, Logged]
+    metrics: dict[str, dict[str, Any]]
+    joins: dict[str, bool]
+    logged_metrics: dict[str, str]
+    logged_totals: set[str]
+    written: Written
+    generators: tuple[Any, Any]
+    draws_on_host: bool
+    formats: set[torch.dtype]
+
+
+@dataclass(kw_only=True)
+class Run(Results):
+    """What one run of `training_step` and its backward pass made.
+
+    Args:
+        gradient: Samples of it.
+        loss: Detached; None where the step gave none.
+    """
+
+    gradient: GradientSample
+    loss: Tensor | None
+
+
+@contextmanager
+def aside(
+    trainer: L.Trainer,
+    results: _ResultCollection | None,
+    precision: WatchPrecision,
+    *,
+    in_eval: Callable[[nn.Module], bool] = is_batch_norm,
+    state: StateWatch | None = None,
+) -> Iterator[Callable[[int, Any], Results]]:
+    """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
+
+    Args:
+        trainer: Whose step it is.
+        results: Where Lightning gathers what is logged.
+        precision: What the modes that watch operators tell of formats.
+        in_eval: Of a child of the module, whether it is in eval mode inside.
+        state: The watch over what the step may change; None for a new one.
+    """
+    module, logs = trainer.lightning_module, LogRecorder()
+    with ExitStack() as stack:
+        undone = stack.enter_context(Undone(trainer, in_eval=in_eval, state=state))
+        stack.enter_context(logs.recording(results))
+        metrics = undone.metrics
+        for metric in metrics.values():
+            metric.reset()
+        records = {path: UpdateRecord(metric) for path, metric in metrics.items() if not can_join(metric)}
+        for record in records.values():
+            stack.enter_context(record.watching())
+        asked = ComputeRecord(metrics.values())
+        stack.enter_context(asked.watching())
+        before = _host_generators()
+
+        def gather(rows: int, returned: Any) -> Results:
+            after = _host_generators()
+            written = written_since(undone.noted)
+            if any(one.kind == "entry" for one in written.values()):
+                undone.look()  # it may have made metrics
+            return Results(
+                rows=rows,
+                returned=apply_to_collection(returned, Tensor, Tensor.detach),
+                logs=logs.logged,
+                metrics=_states_of(undone.metrics),
+                joins={path: record.adds_up(tolerance=_JOINED) for path, record in records.items()},
+                logged_metrics=_paths_of_logged(logs.logged, undone.metrics),
+                logged_totals=_logged_totals(logs.logged, asked),
+                written=written,
+                generators=after,
+                draws_on_host=after != before,
+                formats={*precision.dtypes, *(one.dtype for one in module.parameters() if one.is_floating_point())},
+            )
+
+        yield gather
+        if undone.writes_logs:
+            say_direct_logs(trainer)
+
+
+class Runner:
+    """Runs a module's step aside.
+
+    Args:
+        trainer: In `fit`.
+        step: Runs `training_step` as the loop does.
+
+    Attributes:
+        keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
+        draws_in_eval: Whether the step draws random numbers with its dropout layers in eval mode too.
+        counters: Which counters of the run's progress the step reads.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+    ) -> None:
+        self._trainer, self._step = trainer, step
+        self._module = trainer.lightning_module
+        self.keeps_autocast = self.draws_in_eval = False
+        self.counters = Counters()
+        self._sampled: list[Tensor] = []
+        self._state = state_of_step(trainer)
+
+    @property
+    def module(self) -> L.LightningModule:
+        """The one whose step it is."""
+        return self._module
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a layer of the module drops out in training."""
+        return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self._module.modules())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return self._trainer.strategy.root_device
+
+    def release(self) -> None:
+        """Let go of the copies of state that runs have made."""
+        self._state.release()
+
+    def run(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        batch: Any,
+        *,
+        rows: int,
+        draws: DrawMode,
+        precision: WatchPrecision,
+    ) -> Run:
+        """Run the step on `batch` and differentiate its loss; everything is as before afterwards.
+
+        Args:
+            kwargs: Of `training_step`, the batch first.
+            batch: What the step gets; its tensors are copied, as a step may write them in place.
+            rows: Of it.
+            draws: The mode that notes or replaces random draws.
+            precision: What `draws` tells of formats.
+        """
+        results = self._trainer.fit_loop.epoch_loop._results
+        own = copied(batch)
+        in_eval = draws_or_mixes if isinstance(draws, NoDraws) else is_batch_norm
+        with self._precise(), aside(self._trainer, results, precision, in_eval=in_eval, state=self._state) as gather:
+            parameters = parameters_of_step(self._trainer)
+            scale = _FLOAT16_SCALE if any(one.dtype == torch.float16 for one in parameters) else 1.0
+            with torch.enable_grad():
+                result = self._differentiated(kwargs, own, draws, parameters, scale=scale)
+            self._sampled = [one for one in parameters if one.requires_grad]  # the step may have frozen some
+            gradient = sample_gradients(self._sampled, scale=scale)
+            return Run(gradient=gradient, loss=result.loss, **vars(gather(rows, result.extra)))
+
+    def _differentiated(
+        self,
+        kwargs: "OrderedDict[str, Any]",
+        batch: Any,
+        draws: DrawMode,
+        parameters: Sequence[Tensor],
+        *,
+        scale: float,
+    ) -> ClosureResult:
+        key = next(iter(kwargs))
+        own = OrderedDict(kwargs, **{key: batch})
+        if "batch_idx" in own:
+            own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
+        with draws, self.counters.watching():
+            result = self._step(own)
+        for parameter in parameters:  # as Lightning's zero_grad does after the step
+            parameter.grad = None
+        loss = result.closure_loss
+        if loss is not None and loss.requires_grad:
+            with draws if draws.covers_backward else nullcontext(), inside_hook(self._module, "backward"):
+                self._module.backward(loss * scale)
+        result.closure_loss = None
+        return result
+
+    def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
+        """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
+        key, batch = next(iter(kwargs.items()))
+        own = copied(batch)
+        with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
+            try:
+                self._step(OrderedDict(kwargs, **{key: own}))
+            except Exception as error:
+                return None if is_out_of_memory(error) else error
+        return None
+
+    def name_of(self, index: int) -> str:
+        """Return the name of the parameter whose gradient has this index."""
+        parameter = self._sampled[index]
+        return next(
+            (name for name, one in self._module.named_parameters() if one is parameter), "a parameter of the optimizer"
+        )
+
+    @property
+    def leaves_out_autocast(self) -> bool:
+        """Whether the step runs without the autocast that it trains with."""
+        return isinstance(self._trainer.strategy._precision_plugin, MixedPrecision) and not self.keeps_autocast
+
+    @contextmanager
+    def _precise(self) -> Iterator[None]:
+        """Compute in the parameters' own format: without autocast, and without TF32."""
+        strategy = self._trainer.strategy
+        plugin = strategy._precision_plugin
+        with ExitStack() as undo:
+            undo.enter_context(_without_tf32())
+            if "torch._dynamo" in sys.modules:  # compiled code hides its random draws
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            if self.leaves_out_autocast:
+                undo.callback(setattr, strategy, "_precision_plugin", plugin)
+                strategy._precision_plugin = Precision()
+            yield
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute float32 in float32 inside the block.
+
+    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises, as
+    `torch.backends.cudnn.flags` does in CTC losses. So the older ones are turned wherever they can be read.
+    """
+    cudnn: Any = torch.backends.cudnn
+    places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    with ExitStack() as undo:
+        for place in places:
+            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
+        with suppress(RuntimeError):
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        with suppress(RuntimeError):
+            undo.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = False
+        for place in places:
+            if place.fp32_precision == "tf32":
+                place.fp32_precision = "ieee"
+        yield
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch whose tensors are copies, for a step may write them in place."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone().requires_grad_(batch.requires_grad)
+    if isinstance(batch, PackedSequence):
+        return type(batch)(*map(copied, batch))
+    entries = entries_of(batch)
+    if entries is None:
+        clone = getattr(batch, "clone", None)  # graphs of torch_geometric have one
+        return clone() if callable(clone) else batch
+    return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
+
+
+def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
+    """Return the states of metrics that were updated."""
+    states = {path: metric_state(metric) for path, metric in metrics.items() if metric._update_count}
+    return {path: {name: state[name] for name in metrics[path]._defaults} for path, state in states.items()}
+
+
+def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metric]) -> dict[str, str]:
+    by_identity = {id(metric): path for path, metric in metrics.items()}
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name: by_identity[id(value)] for name, value in values.items() if id(value) in by_identity}
+
+
+def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set[str]:
+    """Return the names of logs whose value a metric gave for all batches so far."""
+    values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
+    return {name for name, value in values.items() if isinstance(value, Tensor) and asked.has(value)}
+
+
+def _host_generators() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])

@@ -1,0 +1,26 @@
+"""What the step asks before a batch runs; the planner answers it, and knows the step, which cannot know the planner."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+from lightning_unified.step.split import BatchShape
+
+__all__ = ["Foresight"]
+
+
+class Foresight(Protocol):
+    """What plans for batches before they run."""
+
+    def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
+        """Plan for `batch`, if nothing like it has been planned for; `step` runs `training_step` on a batch."""
+
+    def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for a batch of validation in the middle of the fit, if nothing like it has been planned for."""
+
+    def fits(self, rows: int) -> bool | None:
+        """Return whether so many rows of the batch in hand are predicted to fit at once; None where nothing is predicted."""
+
+    def batch_done(self) -> None:
+        """Learn from a batch that has run."""

@@ -1,0 +1,190 @@
+"""The step of several ranks: each runs its own batch, and none begins a collective before all are known to take part in it.
+
+A rank that ran out of memory cannot take part in the reduction that the others have begun, and they would wait for it for ever. So
+everything that may fail and be repeated lies between two meetings of the ranks, and holds no collective:
+
+    forward and backward of every micro-batch    each rank for itself
+    GRADIENTS                                    has every rank its gradients? if not, all step back and repeat the batch
+    gradients averaged, hooks                    collectives that every rank takes part in, whatever happens to it
+    BEFORE_WEIGHTS                               did that go well everywhere? if not, all step back and repeat the batch
+    clipping and the optimizer's step            each rank for itself
+    AFTER_WEIGHTS                                a rank whose step failed takes weights and state from one whose step went well
+    logs written, first rank's buffers           what the step has logged was held back, for `sync_dist=True` is a collective
+
+Any other error is told at the next meeting, so that all ranks end.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import reduce
+from operator import and_
+from typing import Any, cast
+
+import lightning as L
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import RankError
+from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.plan_source import Foresight
+from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
+from lightning_unified.step.ranks.policy import RankedPolicy
+from lightning_unified.step.ranks.reduction import Replicas
+from lightning_unified.step.ranks.resync import take_over
+from lightning_unified.step.recovery.snapshot import StepSnapshot, _forget_unscaled
+from lightning_unified.step.results.logs import LogRecorder
+
+__all__ = ["RankedOptimization"]
+
+
+class RankedOptimization(UnifiedOptimization):
+    """One optimization step of a batch that every rank has a part of.
+
+    Gradients are those of `DistributedDataParallel` over undivided batches: the mean of the ranks' own, reduced once for an
+    accumulation window. A rank may cut its batch into more parts than another does.
+
+    Args:
+        trainer: The Trainer whose batches are run.
+        policy: How to cut and what to do when memory runs out.
+        ranks: All of them.
+        replicas: The module's copies.
+        broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
+        foresight: What plans for a batch before it runs, with the other ranks; None where nothing is predicted.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: RankedPolicy,
+        *,
+        ranks: Ranks,
+        replicas: Replicas,
+        broadcast_buffers: bool,
+        foresight: Foresight | None = None,
+    ) -> None:
+        super().__init__(trainer, policy, foresight=foresight)
+        self._ranks, self._replicas, self._ranked_policy = ranks, replicas, policy
+        self._broadcast_buffers = broadcast_buffers
+        self._next = Point.GRADIENTS
+        self._closure: Closure | None = None
+        self._logs = LogRecorder()
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        results = self.trainer.fit_loop.epoch_loop._results
+        with self._ranks.told():
+            self._ranks.are_apart = True
+            self._logs.forget()
+            with self._logs.recording(results):
+                outputs = super().run(optimizer, batch_idx, kwargs)
+            if self._next is Point.AFTER_WEIGHTS and self._closes_window:  # nothing is repeated, and no attempt has met
+                self._meet(Point.AFTER_WEIGHTS, then=Point.GRADIENTS)
+            self._logs.flush(results)
+            if self._broadcast_buffers and self._closes_window:
+                self._replicas.copy_from_first()
+        return outputs
+
+    @override
+    def _step_back(self, snapshot: StepSnapshot) -> None:
+        super()._step_back(snapshot)
+        self._logs.forget()
+
+    @override
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        self._next = Point.GRADIENTS
+        self._closure = super()._make_closure(kwargs, optimizer, batch_idx)
+        return self._closure
+
+    @override
+    def _finish_gradients(self, optimizer: Optimizer) -> None:
+        window = self._window
+        words = self._meet(
+            Point.GRADIENTS,
+            then=Point.BEFORE_WEIGHTS,
+            digest=self._ranked_policy.digest,
+            terms=0.0 if window is None else window.terms,
+            absent=self._replicas.absent() if self._closes_window else 0,
+        )
+        self._ranks.are_apart = False
+        self._ranked_policy.heard(words)
+        if not self._closes_window:
+            return
+        everywhere = reduce(and_, [word.absent for word in words])
+        if any(word.absent != everywhere for word in words):
+            self._next = Point.FILLED
+            self._replicas.fill(everywhere)
+            self._meet(Point.FILLED, then=Point.BEFORE_WEIGHTS)
+        if window is not None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            window.divide(parameters, total=sum(word.terms for word in words) / len(words))
+        self._replicas.average_gradients(everywhere)
+
+    @override
+    def before_weights(self, optimizer: Optimizer) -> None:
+        super().before_weights(optimizer)
+        self._meet(Point.BEFORE_WEIGHTS, then=Point.AFTER_WEIGHTS)
+
+    @override
+    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+        self._next, self._ranked_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
+        outputs, reason = super()._attempt(run)
+        if self._next is Point.AFTER_WEIGHTS and self._closes_window:
+            return self._after_weights(outputs, reason)
+        if reason is not None and self._ranked_policy.elsewhere is None:
+            self._ranks.meet(self._next, Outcome.SHORT, text=f"{self._phase}: {reason}")
+        return outputs, reason
+
+    def _meet(self, point: Point, *, then: Point, **figures: Any) -> list[Word]:
+        """Meet the others at `point`; the next meeting is at `then`.
+
+        Raises:
+            MemoryError: If one did, so that this rank, too, takes its step back.
+        """
+        words = self._ranks.meet(point, **figures)
+        short = [word for word in words if word.outcome is not Outcome.WELL]
+        if short:
+            self._ranked_policy.elsewhere = "; ".join(
+                f"rank {word.rank} ran out of memory in {word.text}" for word in short
+            )
+            raise MemoryError(self._ranked_policy.elsewhere)
+        self._next = then
+        return words
+
+    def _after_weights(
+        self, outputs: dict[str, Any] | None, reason: str | None
+    ) -> tuple[dict[str, Any] | None, str | None]:
+        """Meet after the optimizer's step; what it left half done on this rank is replaced by what another one has."""
+        mine = Outcome.WELL
+        if reason is not None:
+            restored = self._weights is None or self._weights.restore()
+            mine = Outcome.SHORT if restored else Outcome.WRITTEN
+            self._ranked_policy.watch.release()
+        words = self._ranks.meet(Point.AFTER_WEIGHTS, mine, text=reason or "")
+        self._next = Point.GRADIENTS
+        well = [word.rank for word in words if word.outcome is Outcome.WELL]
+        written = [word.rank for word in words if word.outcome is Outcome.WRITTEN]
+        if len(well) == len(words):
+            return outputs, None
+        if not well and written:
+            self._ranks.part()
+            if mine is not Outcome.WRITTEN:
+                raise RankError(
+                    f"memory ran out on every rank while weights were written, and rank {written[0]} had written some; resume from the last "
+                    "checkpoint, with an optimizer that needs no temporaries (fused=True) or with optimizer_rollback=True."
+                )
+        if not well:
+            return None, reason
+        optimizer = self.trainer.optimizers[0]
+        take_over(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
+        # hooks that the failed step did not come to have logged elsewhere what would now wait for this rank
+        self._logs.keep(set.intersection(*self._ranks.exchange(Point.TAKE_OVER, self._logs.names)))
+        return (outputs if reason is None else self._taken_over(well[0], reason)), None
+
+    def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
+        """Go on as if the step had gone well here: its forward and backward did."""
+        self._ranked_policy.taken_over(source, reason)
+        _forget_unscaled(self.trainer)
+        self.optim_progress.optimizer.step.increment_completed()
+        result = cast("ClosureResult", cast("Closure", self._closure).consume_result())
+        return {} if result.loss is None else result.asdict()

@@ -1,0 +1,208 @@
+"""Gradients and buffers made equal over ranks in the memory that is there: nothing is allocated once ranks have begun together."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.step.ranks.consensus import Ranks
+from lightning_unified.step.recovery.oom import caught
+from lightning_unified.units import MIB
+
+__all__ = ["Replicas", "flat_memory"]
+
+# Judgement: what is smaller than a MiB travels together with others, as a collective of its own would be mostly latency.
+_LARGE = MIB
+_SCRATCH = 16 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """What goes into one collective: one large tensor where it lies, or several small ones through the scratch memory."""
+
+    members: tuple[int, ...]
+    views: tuple[Tensor, ...] = ()
+    flat: Tensor | None = None
+
+
+class Replicas:
+    """A module that every rank has a copy of: parameters and buffers alike on all, gradients averaged.
+
+    In place of `DistributedDataParallel`: that one starts to reduce in the middle of the backward pass, where a rank that runs out
+    of memory leaves the others waiting, and keeps a second copy of all gradients in its buckets. Here a reduction begins when every
+    rank has its gradients, and needs a scratch memory of at most 16 MiB, allocated beforehand. A rank that runs out of memory
+    all the same, in copying to that memory or back, takes part in every collective and says so afterwards.
+
+    Args:
+        module: Whose copies they are, on its device.
+        ranks: Those that have one.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._parameters = [(name, value) for name, value in module.named_parameters() if name not in ignored]
+        # the very tensors, as there: one that a module replaces while it runs may be of another size on each rank
+        self._buffers = [(name, value) for name, value in module.named_buffers() if name not in ignored]
+        held = [value for _, value in (*self._parameters, *self._buffers)]
+        small = sum(_bytes(value) for value in held if _bytes(value) < _LARGE)
+        device = held[0].device if held else torch.device("cpu")
+        room = min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # in units that every dtype divides
+        self._scratch = torch.zeros(room, dtype=torch.uint8, device=device)
+        self._plans: dict[object, list[_Bucket]] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What a reduction needs on the device beside the gradients, there from the start on."""
+        return self._scratch.numel()
+
+    @property
+    def description(self) -> str:
+        """Names, shapes, strides and types of all parameters and buffers: the same on all ranks, or they are no copies of one module."""
+        held = (*self._parameters, *self._buffers)
+        return "\n".join(f"{name} {tuple(value.shape)} {value.stride()} {value.dtype}" for name, value in held)
+
+    def copy_from_first(self, *, with_parameters: bool = False) -> None:
+        """Write the first rank's buffers, and its parameters if asked for, into those of all ranks, which are alike otherwise.
+
+        Raises:
+            torch.OutOfMemoryError: If copying needed memory that this rank did not have; all collectives are over then.
+        """
+        if with_parameters:
+            self._ranks.expect(parameters=len(self._parameters))
+            self._ranks.average(self._scratch)  # what a backend allocates at its first reduction, it allocates now
+            self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
+        self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
+
+    def absent(self) -> int:
+        """Return which parameters have no gradient, a bit each, and make every gradient one that can be reduced where it lies.
+
+        Raises:
+            ConfigurationError: If a gradient is sparse.
+        """
+        mask = 0
+        for index, (name, parameter) in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                mask |= 1 << index
+            elif gradient.layout != torch.strided:
+                raise ConfigurationError(
+                    f'strategy="unified_ddp" averages dense gradients, and that of {name} is {gradient.layout}; make the layer with '
+                    'sparse=False, or use strategy="ddp".'
+                )
+            elif _bytes(gradient) >= _LARGE and _order(gradient) != _order(parameter):
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        return mask
+
+    def fill(self, absent: int) -> None:
+        """Give a gradient of zeros to each parameter that has none here and, not being in the mask `absent`, has one on another rank."""
+        for index, (_, parameter) in enumerate(self._parameters):
+            if parameter.grad is None and not absent >> index & 1:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def average_gradients(self, absent: int) -> None:
+        """Make the gradients of all ranks their mean, but for parameters in the mask `absent`, which have none on any rank.
+
+        As `DistributedDataParallel` does it: divided on each rank, then added up.
+
+        Raises:
+            torch.OutOfMemoryError: If copying needed memory that this rank did not have; all collectives are over then.
+        """
+        gradients = [
+            parameter.grad
+            for index, (_, parameter) in enumerate(self._parameters)
+            if parameter.grad is not None and not absent >> index & 1
+        ]
+        self._each(gradients, self._ranks.average, scale=1.0 / self._ranks.size, like=absent)
+
+    def _each(
+        self, tensors: Sequence[Tensor], collective: Callable[[Tensor], None], *, scale: float | None, like: object
+    ) -> None:
+        """Run `collective` over all `tensors`, whatever happens to this rank on the way.
+
+        Args:
+            tensors: The same ones on all ranks.
+            collective: Called with pieces of memory.
+            scale: By what each number is multiplied before.
+            like: Names the shapes and types of `tensors`, so that they are put together but once.
+        """
+        shortages = []
+
+        def local(work: Callable[[], object]) -> None:
+            shortages.append(caught(work)[1])
+
+        with torch.no_grad():
+            for bucket in self._plan(tensors, like):
+                members = [tensors[index] for index in bucket.members]
+                flat = flat_memory(members[0]) if bucket.flat is None else bucket.flat
+                if bucket.flat is not None:
+                    local(partial(_copy, bucket.views, members))
+                if scale is not None:
+                    local(partial(flat.mul_, scale))
+                collective(torch.view_as_real(flat) if flat.is_complex() else flat)
+                if bucket.flat is not None:
+                    local(partial(_copy, members, bucket.views))
+        reason = next((shortage for shortage in shortages if shortage is not None), None)
+        if reason is not None:
+            raise torch.OutOfMemoryError(reason)
+
+    def _plan(self, tensors: Sequence[Tensor], like: object) -> list[_Bucket]:
+        if like not in self._plans:
+            if len(self._plans) > 8:
+                self._plans.clear()
+            self._plans[like] = self._planned(tensors)
+        return self._plans[like]
+
+    def _planned(self, tensors: Sequence[Tensor]) -> list[_Bucket]:
+        buckets: list[_Bucket] = []
+        groups: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if _bytes(tensor) >= _LARGE:
+                buckets.append(_Bucket(members=(index,)))
+            elif tensor.numel():
+                group = groups.setdefault(tensor.dtype, [])
+                if sum(_bytes(tensors[member]) for member in group) + _bytes(tensor) > len(self._scratch):
+                    buckets.append(self._together(group, tensors))
+                    group.clear()
+                group.append(index)
+        return buckets + [self._together(group, tensors) for group in groups.values()]
+
+    def _together(self, members: Sequence[int], tensors: Sequence[Tensor]) -> _Bucket:
+        shapes = [tensors[index].shape for index in members]
+        flat = self._scratch.view(tensors[members[0]].dtype)[: sum(shape.numel() for shape in shapes)]
+        views = [part.view(shape) for part, shape in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
+        return _Bucket(members=tuple(members), views=tuple(views), flat=flat)
+
+    def _send(self, flat: Tensor) -> None:
+        self._ranks.broadcast(flat.view(torch.uint8), source=0)  # as bytes, for not every backend knows every dtype
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def flat_memory(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor without gaps as one row, in whatever order its dimensions lie there.
+
+    Raises:
+        ConfigurationError: If there are gaps, or entries that share memory.
+    """
+    laid_out = tensor.permute(sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension)))
+    if not laid_out.is_contiguous():
+        raise ConfigurationError(
+            f'strategy="unified_ddp" needs parameters and buffers that are whole pieces of memory, and one of shape {tuple(tensor.shape)} '
+            f"has strides {tensor.stride()}; make it contiguous()."
+        )
+    return laid_out.view(-1)
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the strides, which say in what order entries lie in memory, of dimensions that have an order."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -1,0 +1,198 @@
+"""Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import Any, Self
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchmetrics import Metric
+
+from lightning_unified.nn.cuda_graphs import eager_calls
+from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.snapshot import StepSnapshot
+from lightning_unified.step.results.hooks import inside_hook
+from lightning_unified.step.results.logs import LogRecorder
+from lightning_unified.step.results.silent_loggers import SilentLoggers
+from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
+
+__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout", "parameters_of_step", "state_of_step"]
+
+_ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+
+
+class Undone:
+    """A block in which a module may run: all that a step may change is as before after it.
+
+    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed,
+    and no gradients are there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
+
+    Args:
+        trainer: In `fit`.
+        in_eval: Of a child, whether it is in eval mode inside; `draws_or_mixes`, and `owns_dropout` where the gradient is random all the same.
+        batch: What steps inside are given parts of; None if they get copies.
+        state: A watch that other blocks have used before, for the same Trainer; None for a new one.
+
+    Raises:
+        RunError: At the end of the block, if a step wrote a tensor that cannot be put back.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        in_eval: Callable[[nn.Module], bool] | None = None,
+        batch: Any = None,
+        state: StateWatch | None = None,
+    ) -> None:
+        self._trainer, self._in_eval, self._batch = trainer, in_eval or draws_or_mixes, batch
+        self._module = trainer.lightning_module
+        self._state = state or state_of_step(trainer)
+        self._results = trainer.fit_loop.epoch_loop._results
+
+    def __enter__(self) -> Self:
+        trainer, module = self._trainer, self._module
+        self._snapshot = StepSnapshot(
+            trainer,
+            state=self._state,
+            generators=GeneratorWatch(trainer.strategy.root_device),
+            results=self._results,
+        )
+        self._watch = BatchWatch(self._batch)
+        children = list(module.modules())
+        parameters = _parameters(trainer, children)  # frozen ones too: a step may train them, and freeze others
+        self._gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
+        # nothing is changed above, where memory may run out
+        self._kernels = ExitStack()
+        self._kernels.enter_context(_attention_without_cudnn())
+        self._kernels.enter_context(eager_calls())
+        self._loggers = self._kernels.enter_context(SilentLoggers(trainer))
+        self._logs = LogRecorder().recording(self._results)
+        self._logs.__enter__()
+        for parameter, _, _ in self._gradients:
+            parameter.grad = None
+        for child in children:
+            if child.training and self._in_eval(child):
+                child.training = False
+        return self
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The torchmetrics objects that a step may update, by path, as of the last look."""
+        return self._state.named_metrics
+
+    def look(self) -> None:
+        """Find what a step has made inside the block."""
+        self._state.look()
+
+    @property
+    def writes_logs(self) -> bool:
+        """Whether a step has asked a logger to write, past `self.log`."""
+        return self._loggers.is_asked
+
+    @property
+    def noted(self) -> Noted:
+        """The state as it was when the block began."""
+        return self._snapshot.state
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._logs.__exit__(None, None, None)
+        self._kernels.close()
+        for parameter, gradient, is_trained in self._gradients:
+            parameter.grad = gradient
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+        self._snapshot.restore()
+        self._watch.again()
+
+
+def state_of_step(trainer: L.Trainer) -> StateWatch:
+    """Return a watch over all that a training step may change."""
+    return StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
+
+
+@contextmanager
+def _attention_without_cudnn() -> Iterator[None]:
+    """Leave scaled dot product attention to torch's other kernels, if any of them is allowed."""
+    kernels = torch.backends.cuda
+    others = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+    before = kernels.cudnn_sdp_enabled()
+    kernels.enable_cudnn_sdp(before and not others)
+    try:
+        yield
+    finally:
+        kernels.enable_cudnn_sdp(before)
+
+
+def gradient_sample(
+    trainer: L.Trainer, step: Callable[[], ClosureResult], *, parameters: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Run one step and its backward, and return entries of the gradient it makes, the same ones each time, as float64 on the host.
+
+    Hooks around the backward pass are not run, and no gradient is left behind. A step without a loss has a gradient of zeros.
+
+    Args:
+        trainer: In `fit`.
+        step: Runs `training_step`.
+        parameters: Whose gradient; by default of all that are trained.
+    """
+    if parameters is None:
+        parameters = [parameter for parameter in parameters_of_step(trainer) if parameter.requires_grad]
+    scale = _FLOAT16_SCALE if str(trainer.precision_plugin.precision).startswith("16") else 1.0
+    with torch.enable_grad():
+        loss = step().closure_loss
+        if loss is not None and loss.requires_grad:
+            with inside_hook(trainer.lightning_module, "backward"):
+                trainer.lightning_module.backward(loss * scale)
+    samples = [_sample(parameter) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return torch.cat(samples).cpu().double() / scale if samples else torch.zeros(1, dtype=torch.float64)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    stride = parameter.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+    if parameter.grad is None:
+        return parameter.detach().new_zeros(-(-parameter.numel() // stride))
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.detach().flatten()[::stride].clone()
+
+
+def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
+    """Return the parameters of the module and of the optimizers, each once, frozen ones too: a step may train them."""
+    return _parameters(trainer, trainer.lightning_module.modules())
+
+
+def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tensor]:
+    groups = (group["params"] for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups)
+    owned = (child._parameters.values() for child in children)
+    both = (one for one in chain(chain.from_iterable(owned), chain.from_iterable(groups)) if one is not None)
+    return list({id(parameter): parameter for parameter in both}.values())
+
+
+def draws_or_mixes(child: nn.Module) -> bool:
+    """Return whether `child` drops out or mixes rows in train mode; a recurrent layer stays, for cuDNN's has no backward in eval mode."""
+    if isinstance(child, (_DropoutNd, _BatchNorm)):
+        return True
+    drops = (name for name, value in vars(child).items() if "drop" in name and isinstance(value, float) and value > 0)
+    return not isinstance(child, nn.RNNBase) and any(drops)
+
+
+def owns_dropout(child: nn.Module) -> bool:
+    """Return whether `child` draws or mixes, or may drop out by its own mode what it has a dropout layer for.
+
+    As the attention of transformers' BERT does, whose kernel is given the layer's `p` where the attention itself is in train mode. Other
+    modules may do more by their mode than to drop out, so that this is for gradients that are random without it.
+    """
+    own = (one.p > 0 for one in child.children() if isinstance(one, _DropoutNd))
+    return draws_or_mixes(child) or (not isinstance(child, (nn.RNNBase, L.LightningModule)) and any(own))

@@ -1,0 +1,216 @@
+"""Checkpoint files that are whole or absent: written beside their target, flushed to the disk, then renamed."""
+
+import errno
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from typing_extensions import override
+
+from lightning_unified.errors import CheckpointError
+from lightning_unified.step.recovery.oom import caught, release_cached_memory
+from lightning_unified.units import format_bytes
+
+__all__ = ["PARTIAL", "AtomicCheckpointIO", "publish", "remove", "remove_partial_files", "share", "wait_for_writers"]
+
+PARTIAL = ".partial"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Save and load with `torch.save` and `torch.load`; a reader sees the old file or the new one, never a part of one.
+
+    Lightning's own IO serialises the whole checkpoint into memory and then copies that again to write it, twice the size of
+    the model and optimizer state in a pool that may have no room for it. Here tensors go to the file one after another.
+
+    Paths that are not local (`s3://…`) are left to Lightning's IO.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write `checkpoint` to `path`; if memory runs out, once more after caches are cleared.
+
+        Raises:
+            TypeError: If `storage_options` is given, which a file has none of.
+            CheckpointError: If it could not be written; a file that was at `path` before is still there.
+        """
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        target = Path(path)
+
+        def write() -> None:
+            with _written_beside(target) as partial, partial.open("wb") as file:
+                torch.save(checkpoint, file)
+
+        with _failures_named(target):
+            _, memory_ran_out = caught(write)
+            if memory_ran_out is not None:
+                release_cached_memory(torch.accelerator.current_accelerator() or torch.device("cpu"))
+                write()
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the checkpoint at `path`.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            CheckpointError: If the file is damaged, or holds objects that torch only loads from a trusted source.
+        """
+        try:
+            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            if not zipfile.is_zipfile(path):
+                raise _damaged(path, error) from error
+            foreign = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"{path} holds {foreign.group(1) if foreign else 'objects'} beside tensors and plain values, and torch loads "
+                "such things only from a trusted source. If you trust the file, pass weights_only=False to fit or validate."
+            ) from error
+        except FileNotFoundError:
+            raise
+        except (RuntimeError, EOFError, KeyError, ValueError, OSError, AttributeError, IndexError) as error:
+            raise _damaged(path, error) from error
+
+
+def wait_for_writers(io: CheckpointIO | None) -> None:
+    """Return once `io` has written what it was given: `AsyncCheckpointIO` writes in a thread.
+
+    Raises:
+        BaseException: What the thread failed with.
+    """
+    while isinstance(io, _WrappingCheckpointIO):
+        if isinstance(io, AsyncCheckpointIO):
+            io.teardown()  # waits for the thread; the next checkpoint starts another
+        io = io.checkpoint_io
+
+
+def share(source: Path, target: Path) -> None:
+    """Make `target` hold what `source` holds without a second write: by a hard link, or by a copy where there are none.
+
+    `source` must not be written in place afterwards; everything in this module replaces names and never does.
+
+    Raises:
+        OSError: If neither a link nor a copy could be made; an earlier `target` is still there.
+    """
+    with _written_beside(target) as partial:
+        if source.is_dir():
+            shutil.copytree(source, partial, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(source, partial)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give the finished file or folder `partial` its final name, in place of what bears it now."""
+    if partial.is_file():
+        _flush(partial, os.O_RDONLY)
+    if target.is_dir() and not target.is_symlink():
+        old = target.with_name(f".{target.name}.{os.getpid()}.old{PARTIAL}")
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old)
+    else:
+        partial.replace(target)
+    if hasattr(os, "O_DIRECTORY"):  # systems without it cannot open a folder, and need not
+        _flush(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Delete what writers that were killed in `folder` left behind; no other process may be writing there."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        remove(path)
+
+
+@contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """Give a path to write to; it becomes `target` when the block ends well and goes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
+    remove(partial)
+    try:
+        yield partial
+        publish(partial, target)
+    finally:
+        # renaming one hard link over another of the same file does nothing and leaves both names
+        remove(partial)
+
+
+@contextmanager
+def _failures_named(target: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while `target` is written into a `CheckpointError` that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        cause = _system_error(error)
+        if cause is not None and cause.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            advice = f"{format_bytes(_free_bytes(target))} are free there: make room, or choose another folder"
+        elif cause is not None:
+            advice = "check that the folder can be written, or choose another"
+        else:
+            advice = "something in the checkpoint cannot be saved; the text before says what"
+        kept = "the earlier file of that name is untouched" if target.exists() else "no partial file was left"
+        raise CheckpointError(
+            f"could not write the checkpoint {target}: {cause or f'{type(error).__name__}: {error}'}; {kept}. {advice}."
+        ) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error behind `error`: torch's zip writer reports a full disk as one of its own checks."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _damaged(path: str | Path, error: Exception) -> CheckpointError:
+    first_line = (str(error).splitlines() or [""])[0][:160]
+    others = sorted(p.name for p in Path(path).parent.glob("*.ckpt") if p.name != Path(path).name)
+    beside = f"beside it are {', '.join(others[-5:])}" if others else "no other checkpoint is beside it"
+    return CheckpointError(
+        f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line}). Give another one; {beside}."
+    )
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def remove(path: Path) -> None:
+    """Delete the file, link or folder at `path`, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path, flags: int) -> None:
+    """Wait until `path` is on the disk: without it a power cut may leave a new name with no content, or undo the rename."""
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(target: Path) -> int | None:
+    try:
+        return shutil.disk_usage(target.parent).free
+    except OSError:
+        return None

@@ -1,0 +1,80 @@
+"""The sizes a run has found, in a small file, so that a resumed or repeated run starts with them."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_unified.hardware import parse_spec
+
+if TYPE_CHECKING:
+    from lightning_unified.step.recovery.budget_watch import BudgetWatch
+
+__all__ = ["SizesFile", "fingerprint"]
+
+log = logging.getLogger("lightning_unified")
+
+
+def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
+    """Return what sizes depend on besides the batch: the module, the precision, recomputation, the device and the budget."""
+    reading, written = watch.reading(), parse_spec(watch.spec)
+    return {
+        "module": type(module).__name__,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        "precision": precision,
+        "recompute": recompute,
+        "device": reading.name,
+        "total_bytes": reading.total.bytes,
+        # as written: what others leave over differs from run to run, and would make every run's sizes its own
+        "budget": written.text if written.kind in ("auto", "leave") else watch.bytes,
+    }
+
+
+class SizesFile:
+    """Reads the file of this run or, before there is one, the newest of the runs in the directories beside it.
+
+    Args:
+        path: The file; None neither reads nor writes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._path = None if path is None else Path(path)
+
+    def read(self, wanted: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the state that was saved under the fingerprint `wanted`; None if there is none that can be read."""
+        if self._path is None:
+            return None
+        beside = sorted(self._path.parent.parent.glob(f"*/{self._path.name}"), key=_modified, reverse=True)
+        for path in (self._path, *beside):
+            try:
+                state = json.loads(path.read_text())
+                if state["fingerprint"] == wanted:
+                    log.info("Micro-batch sizes are those that %s found.", path)
+                    return state
+            except (OSError, ValueError, KeyError, TypeError):  # absent, cut short, or another program's
+                continue
+        return None
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write the file, whole or not at all; a disk that refuses is warned about once."""
+        if self._path is None:
+            return
+        new = self._path.with_suffix(".new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(state, indent=1))
+            new.replace(self._path)
+        except OSError as error:
+            log.warning("Micro-batch sizes are not saved in %s: %s", self._path, error)
+            self._path = None
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,160 @@
+"""What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
+
+from collections import defaultdict
+from functools import partial
+
+import lightning as L
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from lightning_unified.errors import RunError
+from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.oom import insist
+from lightning_unified.step.undo import StateWatch
+
+__all__ = ["HeldGradients", "StepSnapshot"]
+
+
+class StepSnapshot:
+    """The state that a repeated step must find again: what `training.undo` notes, random generators, logged results, progress, scaler.
+
+    Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `training.weights.WeightsWatch`), because
+    they are as large as the model and must not be copied every step.
+
+    Args:
+        trainer: The Trainer in the middle of a step.
+        state: The watch over attributes, buffers, metrics and whatever else a step may change.
+        generators: The watch over the process's random generators.
+        results: Where the loop gathers what is logged; None where nothing can be.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        state: StateWatch,
+        generators: GeneratorWatch,
+        results: _ResultCollection | None,
+    ) -> None:
+        self._trainer = trainer
+        self._collection = results
+        self._device = trainer.strategy.root_device
+        self._generators = generators
+        self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
+        module = trainer.lightning_module
+        # a result is updated out of place (lightning/pytorch/trainer/connectors/logger_connector/result.py), so references are enough
+        self._results = {} if results is None else {key: dict(result.__dict__) for key, result in results.items()}
+        self._batch_size = None if results is None else results.batch_size
+        optimizer = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        trackers = (
+            optimizer.step.total,
+            optimizer.step.current,
+            optimizer.zero_grad.total,
+            optimizer.zero_grad.current,
+        )
+        self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
+        self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
+
+    def restore(self) -> None:
+        """Put everything back as it was when the snapshot was taken.
+
+        Raises:
+            RunError: If something changed that cannot be put back.
+        """
+        insist(partial(self._generators.restore, self._states), device=self._device)
+        self._restore_results()
+        for tracker, state in self._progress:
+            tracker.__dict__.update(state)
+        self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
+        _forget_unscaled(self._trainer)
+        insist(self.state.restore, device=self._device)
+
+    def _restore_results(self) -> None:
+        results = self._collection
+        if results is None:
+            return
+        for key in [key for key in results if key not in self._results]:
+            del results[key]
+        for key, state in self._results.items():
+            results[key].__dict__.clear()
+            results[key].__dict__.update(state)
+        results.batch_size = self._batch_size
+
+
+class HeldGradients:
+    """The gradients of earlier batches of an accumulation window, set aside while this batch makes its own.
+
+    Autograd writes this batch's gradients to new tensors, and what was held is added to them when the batch has been through
+    its last backward. What was held is kept until the optimizer has stepped, for a step that runs out of memory there has
+    already clipped the sum in place. So a window of more than one batch needs the bytes of the gradients once more; without a
+    window nothing is held and nothing is copied.
+
+    Args:
+        optimizer: The optimizer whose parameters are trained.
+        within_window: Whether there are gradients of earlier batches, which no `zero_grad` drops.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, within_window: bool) -> None:
+        self._parameters = _parameters_of(optimizer)
+        self._held: list[tuple[Tensor, Tensor]] | None = None
+        self._before: list[tuple[Tensor, Tensor]] | None = None
+        self._versions: list[int] = []
+        if within_window:  # a training_step may run backward or zero_grad itself, before anything is set aside
+            self._before = self._now()
+            self._versions = [gradient._version for _, gradient in self._before]
+
+    def hold(self) -> None:
+        """Set aside what is there now; called after `zero_grad` and before the first backward of a batch."""
+        self._held = self._now()
+        for parameter, _ in self._held:
+            parameter.grad = None
+        if self._before is None:  # an optimizer that runs its closure again finds its first run's gradients here
+            self._before = self._held
+
+    def add_back(self) -> None:
+        """Add what was held to what this batch made; the sum is what plain accumulation gives, addition by addition."""
+        for parameter, earlier in self._held or ():
+            parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
+
+    def restore(self) -> None:
+        """Drop what this batch made and put back what was held, if the batch had got so far.
+
+        Raises:
+            RunError: If the step itself added to gradients of earlier batches.
+        """
+        if self._before is None:
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter, earlier in self._before:
+            parameter.grad = earlier
+        if any(one._version != version for (_, one), version in zip(self._before, self._versions, strict=False)):
+            raise RunError(
+                "memory ran out in a training_step that had run a backward pass of its own, and so changed the gradients of earlier batches "
+                "of an accumulation window; the step cannot be repeated exactly. Resume from the last checkpoint, and use "
+                "torch.autograd.grad(...) in the step, or backward(inputs=...), which leave parameters' gradients alone."
+            )
+
+    def _now(self) -> list[tuple[Tensor, Tensor]]:
+        return [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _forget_unscaled(trainer: L.Trainer) -> None:
+    """Let the gradient scaler begin the step again: it refuses a second `unscale_` before `update`.
+
+    A fused optimizer is handed the scale as an attribute, which the scaler takes off after the step and multiplies with what it
+    finds there before (torch 2.13, grad_scaler.py): left on by a failed step, it would divide the next gradients twice.
+    """
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        plugin.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        for optimizer in trainer.strategy.optimizers:
+            for name in ("grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)

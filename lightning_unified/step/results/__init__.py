@@ -1,0 +1,1 @@
+"""What micro-batches log, count, return and write, merged into the whole batch's."""

@@ -1,0 +1,268 @@
+"""How the attributes and entries that micro-batches write become those that the whole batch writes: rules learnt, and values put together.
+
+A value is put together by the rules that outputs have, or in one of these ways, by path:
+
+| key in the table | rule |
+|---|---|
+| `path` | a rule for the values |
+| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are put together entry by entry |
+| `path (change)` | `"sum"`: what micro-batches add is added up; what was not there counts as 0 |
+| `path (alone)` | `"as written"` by the one micro-batch that writes it |
+
+Entries of one dict share the last two keys, as `path[*] (…)`, for a dict by sample or label has other entries in each batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.results.trees import learn_tree, merge_tree
+from lightning_unified.step.undo.changes import ABSENT
+
+__all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry"]
+
+UNWRITTEN = object()  # in place of a value that a run did not write
+_ALONE = "as written"
+
+
+def learn_entry(
+    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+) -> list[str]:
+    """Learn how values written at `path` become the whole's; return the paths at which nothing puts them together.
+
+    Args:
+        table: Where the rules are kept.
+        path: Where.
+        before: The value from before the step; `ABSENT` where there was none.
+        whole: What the whole batch wrote; `UNWRITTEN` if nothing.
+        values: What each part wrote, likewise.
+        parts: What the parts weigh.
+        tolerance: Relative difference that is rounding.
+    """
+    if before is ABSENT and (kind := _made_kind([whole, *values])):
+        return _learn_made(table, path, kind, [whole, *values], parts, tolerance=tolerance)
+    before = _or_empty_list(before, [whole, *values])
+    adds = _learn_change(table, path, before, whole, values, parts, tolerance=tolerance)
+    written = _written(values)
+    is_partial = whole is not UNWRITTEN and 0 < len(written) < len(values)
+    is_alone = is_partial and all(same(one, whole, tolerance=tolerance) for one in written)
+    if is_alone and not table.knows(_alone(path)):
+        table.note(_alone(path), _ALONE)
+    if before is ABSENT and len(written) < len(values):
+        lacks = True
+    else:
+        lacks = _learn_values(table, path, _filled([whole, *values], before), parts, tolerance=tolerance)
+    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and not what the whole batch wrote
+        table.reject(_alone(path))
+        table.unmergeable.discard(_alone(path))
+    if adds or (is_alone and table.rule(_alone(path)) == _ALONE):
+        table.unmergeable.discard(path)
+        return []
+    return [path] if lacks else []
+
+
+def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: Parts) -> Any:
+    """Return what the whole batch would have written at `path`; the arguments are those of `learn_entry`.
+
+    Raises:
+        SplitError: If the rules do not apply to these values, or rules that agreed so far differ here.
+    """
+    written = _written(values)
+    if before is ABSENT and table.knows(_made(path)) and (kind := _made_kind(values)):
+        return _merge_made(table, path, kind, written, parts)
+    before = _or_empty_list(before, values)
+    changes = _alike([_change(before, value) for value in values])
+    adds = _adds(table, path) and all(change is not None for change in changes)
+    joins = table.rule(path) == "concatenate 0"
+    if table.rule(_alone(path)) == _ALONE and (len(written) < len(values) or not table.knows(path)):
+        if len(written) == 1:
+            return written[0]
+        is_open = (adds and _are_whole_numbers(written)) or (joins and all(same(one, written[0]) for one in written))
+        if is_open:
+            raise _refusal(path)
+        if not joins:
+            return merged("equal", written, parts)
+    if adds and table.rule(path) != "equal":
+        total = sum(changes[1:], changes[0])
+        return total if before is ABSENT else before + total
+    if before is ABSENT and len(written) < len(values):
+        raise _refusal(path)
+    return merge_tree(table, _filled(values, before), parts, fallback=_refuse, path=path)
+
+
+def is_known(table: MergeTable, path: str, before: Any) -> bool:
+    """Return whether checks have told how values written at `path` are put together, from this value before."""
+    if before is ABSENT and table.knows(_made(path)):
+        return True
+    if "sum" in table.all_rules(path) and "sum" in table.all_rules(_added(path)):  # it was always 0 before
+        return before is ABSENT or not bool(torch.as_tensor(before).any())
+    return table.rule(_alone(path)) == _ALONE or _adds(table, path) or any(map(table.knows, _paths_of(table, path)))
+
+
+def is_mergeable(table: MergeTable, path: str) -> bool:
+    """Return whether some rule puts together what is written at `path`."""
+    if table.knows(_made(path)) or table.rule(_alone(path)) == _ALONE or _adds(table, path):
+        return True
+    return any(table.rule(one) is not None for one in _paths_of(table, path))
+
+
+def _paths_of(table: MergeTable, path: str) -> list[str]:
+    return [one for one in table.paths if one == path or one.startswith(f"{path}.")]
+
+
+def _learn_values(table: MergeTable, path: str, values: Sequence[Any], parts: Parts, *, tolerance: float) -> bool:
+    """Learn from the whole batch's value and the parts'; return whether no rule fits."""
+    unmergeable = set(table.unmergeable)
+    learn_tree(table, values[1:], values[0], parts, tolerance=tolerance, path=path)
+    new = table.unmergeable - unmergeable
+    if new and "sum" in table.all_rules(_added(path)):
+        table.unmergeable -= new
+    return bool(new)
+
+
+def _learn_change(
+    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+) -> bool:
+    """Learn whether changes add up; return it. Learnt beside other rules, which may fit because of zeros before."""
+    all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
+    keys = dict.fromkeys((_added(path), _added(_family(path))))
+    for key in keys:
+        if all_of is not None and not any(change is None for change in changes):
+            table.learn(key, changes, all_of, parts, tolerance=tolerance)
+        elif key != _added(path):
+            table.reject(key)
+        table.unmergeable.discard(key)
+    return "sum" in table.all_rules(_added(path))
+
+
+def _learn_made(
+    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: Parts, *, tolerance: float
+) -> list[str]:
+    """Learn about a dict or set that the step has made, entry by entry; the whole batch's is the first value."""
+    if values[0] is UNWRITTEN:
+        return [path]
+    table.note(_made(path), "by entry")
+    if issubclass(kind, (set, frozenset)):
+        return [] if values[0] == set().union(*_written(values[1:])) else [path]
+    troubles = []
+    for name in _names(_written(values)):
+        whole, *others = [UNWRITTEN if one is UNWRITTEN else one.get(name, UNWRITTEN) for one in values]
+        at = _item(path, name)
+        troubles += learn_entry(table, at, ABSENT, whole, others, parts, tolerance=tolerance)
+    return troubles
+
+
+def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: Parts) -> Any:
+    if issubclass(kind, (set, frozenset)):
+        return kind().union(*made)
+    whole = copy(made[-1])
+    whole.clear()
+    for name in _names(made):
+        values = [one.get(name, UNWRITTEN) for one in made]
+        whole[name] = merge_entry(table, _item(path, name), ABSENT, values, parts)
+    return whole
+
+
+def _made_kind(values: Sequence[Any]) -> type | None:
+    """Return the type of dicts or sets of one type; None for anything else."""
+    kinds = {type(value) for value in _written(values)}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return kind if kind is not None and issubclass(kind, (dict, set, frozenset)) else None
+
+
+def _names(made: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    return list(dict.fromkeys(name for one in made for name in one))
+
+
+def _or_empty_list(before: Any, values: Sequence[Any]) -> Any:
+    """Return an empty list in place of `ABSENT` where lists were written."""
+    return [] if before is ABSENT and all(isinstance(one, list) for one in _written(values)) else before
+
+
+def _written(values: Sequence[Any]) -> list[Any]:
+    return [value for value in values if value is not UNWRITTEN]
+
+
+def _filled(values: Sequence[Any], before: Any) -> list[Any]:
+    return [before if value is UNWRITTEN else value for value in values]
+
+
+def _alike(changes: Sequence[Any]) -> list[Any]:
+    """Return changes with those of runs that did not write as zeros of the others' kind."""
+    zero = next((change * 0 for change in changes if change is not None and change is not UNWRITTEN), None)
+    return [zero if change is UNWRITTEN else change for change in changes]
+
+
+def _change(before: Any, after: Any) -> Any:
+    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else, and where it is not finite."""
+    if after is UNWRITTEN:
+        return UNWRITTEN
+    if before is ABSENT:
+        return _finite(after) if _is_number(after) or isinstance(after, (Tensor, np.ndarray)) else None
+    numbers = _is_number(before) and _is_number(after)
+    tensors = isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
+    arrays = (
+        isinstance(before, np.ndarray) and before.dtype.kind in "iufc" and getattr(after, "shape", None) == before.shape
+    )
+    if numbers or arrays or (tensors and before.dtype not in (torch.bool, torch.uint8)):
+        return _finite(after - before)
+    return None
+
+
+def _finite(change: Any) -> Any:
+    if isinstance(change, Tensor):
+        return change if change.dtype != torch.bool and torch.isfinite(change).all() else None
+    if isinstance(change, np.ndarray) and change.dtype.kind not in "iufc":
+        return None
+    return change if np.isfinite(change).all() else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_whole_numbers(values: Sequence[Any]) -> bool:
+    return all(_is_number(value) and float(value).is_integer() for value in values)
+
+
+def _adds(table: MergeTable, path: str) -> bool:
+    key = _added(path) if table.knows(_added(path)) else _added(_family(path))
+    return "sum" in table.all_rules(key)
+
+
+def _item(path: str, name: Any) -> str:
+    return f"{path}[{name!r}]"
+
+
+def _family(path: str) -> str:
+    """Return one path for all entries of a dict."""
+    return f"{path.rsplit('[', 1)[0]}[*]" if path.endswith("]") else path
+
+
+def _made(path: str) -> str:
+    return f"{path} (made)"
+
+
+def _added(path: str) -> str:
+    return f"{path} (change)"
+
+
+def _alone(path: str) -> str:
+    return f"{_family(path)} (alone)"
+
+
+def _refuse(path: str, _values: Sequence[Any]) -> Any:
+    raise _refusal(path)
+
+
+def _refusal(path: str) -> SplitError:
+    return SplitError(
+        f"the step writes {path}, and what micro-batches write is no longer put together as in the batches checked; write it once a "
+        "batch, in on_train_batch_end, or declare MicroBatchRules(splittable=False)."
+    )

@@ -1,0 +1,299 @@
+"""torchmetrics objects of a batch that ran as micro-batches: their states and values are those of the whole batch."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.undo import Roots, StateWatch
+
+__all__ = [
+    "ComputeRecord",
+    "MetricsOverParts",
+    "UpdateRecord",
+    "can_join",
+    "metric_state",
+    "metrics_of",
+    "set_metric_state",
+]
+
+_METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")
+
+
+class MetricsOverParts:
+    """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
+
+    The metric is emptied before each micro-batch. The states that the micro-batches leave are put together by the rules that the
+    exactness check has found, else by the metric's own reductions. The result is the batch's own state: its value is the step value,
+    and joining it with the state from before is what `Metric.forward` does for a whole batch (torchmetrics/metric.py,
+    `_forward_reduce_state_update`). A metric that says that its update needs the full state (`full_state_update` not False) is joined too
+    if the exactness check has found that its states add up. Otherwise it accumulates over the micro-batches, and an empty twin beside
+    it gathers the batch: `Metric.forward` too updates such a metric twice. A metric that `training_step` itself asks for its value
+    (`compute`) answers for a micro-batch.
+
+    Args:
+        metrics: The module's torchmetrics objects, by path.
+        table: Rules for their states, by path.
+        joins: Whether states of the metric at a path were found to add up; by path.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], table: MergeTable, joins: Mapping[str, bool]) -> None:
+        self._table = table
+        self._joined = {path: one for path, one in metrics.items() if can_join(one) or joins.get(path, False)}
+        self._before = {path: metric_state(metric) for path, metric in self._joined.items()}
+        self._states: dict[str, list[dict[str, Any] | None]] = {path: [] for path in self._joined}
+        self._twinned = [_Twin(metric) for path, metric in metrics.items() if path not in self._joined]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Gather the states of one micro-batch, which runs inside the block."""
+        for metric in self._joined.values():
+            metric.reset()
+        with ExitStack() as stack:
+            for twin in self._twinned:
+                stack.enter_context(twin.watching())
+            yield
+        for path, metric in self._joined.items():
+            self._states[path].append(metric_state(metric) if metric._update_count else None)
+
+    def finish(self, parts: Parts) -> None:
+        """Set step values and join the batch's state with what was there before."""
+        for path, metric in self._joined.items():
+            indices = [index for index, state in enumerate(self._states[path]) if state is not None]
+            if not indices:
+                set_metric_state(metric, self._before[path])
+                continue
+            states = [state for state in self._states[path] if state is not None]
+            weights = Parts([parts.rows[index] for index in indices], [parts.terms[index] for index in indices])
+            set_metric_state(metric, self._merged(path, metric, states, weights))
+            _join(metric, self._before[path])
+        for twin in self._twinned:
+            twin.finish()
+
+    def _merged(self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: Parts) -> dict[str, Any]:
+        """Return the state of the whole batch; what the check has not seen is reduced as the metric says itself."""
+        result = dict(states[-1])
+        if len(states) == 1:
+            return result
+        for name in metric._defaults:
+            values = [state[name] for state in states]
+            rule = self._table.rule(f"{path}.{name}")
+            try:
+                result[name] = _reduced(metric, name, values) if rule is None else merged(rule, values, parts)
+            except SplitError:
+                result[name] = _reduced(metric, name, values)
+        return result
+
+
+def _reduced(metric: Metric, name: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [entry for value in values for entry in value]
+    reduction = metric._reductions[name]
+    return values[-1] if reduction is None else cast("Any", reduction)(torch.stack(list(values)))
+
+
+class UpdateRecord:
+    """What a metric is updated with, to find out whether its states add up: whether two batches give the state of both, joined.
+
+    Args:
+        metric: An empty metric that does not say so itself.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._calls: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the updates inside the block."""
+        update, attributes = self._metric.update, vars(cast("Any", self._metric))
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append(apply_to_collection((args, kwargs), Tensor, Tensor.detach))
+            return update(*args, **kwargs)
+
+        attributes["update"] = noting
+        try:
+            yield
+        finally:
+            attributes["update"] = update
+
+    def adds_up(self, *, tolerance: float) -> bool:
+        """Return whether the state after the updates, twice over, is that state joined with itself."""
+        if not self._calls or self._metric.dist_sync_on_step:
+            return False
+        try:
+            once = self._updated(_emptied_copy(self._metric))
+            twice = self._updated(self._updated(_emptied_copy(self._metric)))
+            state = metric_state(once)
+            once._update_count = 2
+            once._reduce_states({name: state[name] for name in once._defaults})
+        except Exception:  # whatever a metric is not made for
+            return False
+        names = self._metric._defaults
+        return all(same(getattr(once, name), getattr(twice, name), tolerance=tolerance) for name in names)
+
+    def _updated(self, metric: Metric) -> Metric:
+        for args, kwargs in self._calls:
+            metric.update(*args, **kwargs)
+        return metric
+
+
+class _Total(Tensor):
+    """A number of all batches so far; torch's operators return such tensors for such tensors."""
+
+
+class ComputeRecord:
+    """The numbers that a step asks metrics for (`compute`), which are of all batches so far; those of a `forward` are the batch's own.
+
+    Args:
+        metrics: That may be asked.
+    """
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
+        self._values: list[Tensor] = []
+        self._inside = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the numbers that are asked for inside the block."""
+        with ExitStack() as stack:
+            for metric in self._metrics:
+                stack.enter_context(_replaced(metric, "compute", self._noting(metric.compute)))
+                stack.enter_context(_replaced(metric, "forward", self._forward(metric.forward)))
+            yield
+
+    def has(self, value: Tensor) -> bool:
+        """Return whether `value` is one of the numbers, or a tensor computed from them."""
+        return isinstance(value, _Total) or any(same(value.cpu().double(), one, tolerance=1e-6) for one in self._values)
+
+    def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            value = compute(*args, **kwargs)
+            return value if self._inside else apply_to_collection(value, Tensor, self._noted)
+
+        return noting
+
+    def _noted(self, value: Tensor) -> Tensor:
+        self._values.extend(value.detach().cpu().double().reshape(-1))
+        return value.as_subclass(_Total)
+
+    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+
+        return inside
+
+
+@contextmanager
+def _replaced(metric: Metric, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Let `metric` have another method inside the block."""
+    attributes = vars(cast("Any", metric))
+    own = attributes.get(name)
+    attributes[name] = method
+    try:
+        yield
+    finally:
+        if own is None:
+            del attributes[name]
+        else:
+            attributes[name] = own
+
+
+class _Twin:
+    """An empty copy of a metric, made when the metric is first called in a batch, and updated with what it is updated with."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._twin: Metric | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Update the copy too, whenever the metric is called inside the block."""
+        forward, attributes = self._metric.forward, vars(cast("Any", self._metric))
+
+        def forward_both(*args: Any, **kwargs: Any) -> Any:
+            if self._twin is None:
+                self._twin = _emptied_copy(self._metric)
+            self._twin.update(*args, **kwargs)
+            return forward(*args, **kwargs)
+
+        attributes["forward"] = forward_both
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+
+    def finish(self) -> None:
+        """Give the metric its step value, if it was called."""
+        if self._twin is not None:
+            self._metric._forward_cache = self._twin.compute()
+
+
+def metrics_of(module: torch.nn.Module) -> list[Metric]:
+    """Return the torchmetrics objects with a state that `module` holds: submodules, and those in its dicts, lists and objects."""
+    watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
+    watch.look()
+    return watch.metrics
+
+
+def _emptied_copy(metric: Metric) -> Metric:
+    state = metric_state(metric)
+    metric.reset()  # first, for the state so far may be large
+    try:
+        return deepcopy(metric)
+    finally:
+        set_metric_state(metric, state)
+
+
+def can_join(metric: Metric) -> bool:
+    """Return whether the state of a batch, gathered in an empty metric, can be joined with the state from before."""
+    return metric.full_state_update is False and not metric.dist_sync_on_step
+
+
+def _join(metric: Metric, before: dict[str, Any]) -> None:
+    """Compute the value of the state gathered in this batch, then add that state to `before`."""
+    was_forwarded = metric._forward_cache is not None
+    if was_forwarded:
+        metric._to_sync, metric._should_unsync = metric.dist_sync_on_step, False
+        metric._computed = None
+        metric._forward_cache = metric.compute()
+    metric._update_count = before["_update_count"] + 1
+    with torch.no_grad():
+        metric._reduce_states({name: before[name] for name in metric._defaults})
+    metric._is_synced, metric._should_unsync, metric._to_sync, metric._computed = (
+        False,
+        True,
+        metric.sync_on_compute,
+        None,
+    )
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a metric's state: tensors copied (metrics add to them in place), lists copied shallowly (they only grow)."""
+    state: dict[str, Any] = {name: metric.__dict__.get(name) for name in _METRIC_COUNTERS}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        state[name] = value.detach().clone() if isinstance(value, Tensor) else list(value)
+    return state
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give `metric` the state noted, as copies, so that what is noted can be put back again."""
+    for name, value in state.items():
+        if name in metric._defaults:
+            setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))
+        else:
+            setattr(metric, name, value)

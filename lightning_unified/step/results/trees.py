@@ -1,0 +1,95 @@
+"""Nested values: learning and merging them entry by entry."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.results.merging import MergeTable, Parts, merged
+from lightning_unified.step.split.containers import entries_of, is_sequence, joined, with_entries
+
+__all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
+
+
+def learn_tree(
+    table: MergeTable, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float, path: str = ""
+) -> None:
+    """Learn how values that may be nested are put together.
+
+    Args:
+        table: Where the rules are kept.
+        values: One for each part.
+        whole: The whole's value.
+        parts: What the parts weigh.
+        tolerance: Relative difference that is rounding.
+        path: Where the values are: keys, indices and field names joined by dots.
+    """
+    if path in table.given:
+        return
+    columns = _columns([whole, *values])
+    if columns is None:
+        table.learn(path, values, whole, parts, tolerance=tolerance)
+        return
+    for name, (inner, *others) in columns.items():
+        learn_tree(table, others, inner, parts, tolerance=tolerance, path=joined(path, name))
+
+
+def merge_tree(table: MergeTable, values: Sequence[Any], parts: Parts, *, fallback: Any, path: str = "") -> Any:
+    """Return the whole batch's value.
+
+    Args:
+        table: The rules.
+        values: One for each micro-batch.
+        parts: What they weigh.
+        fallback: `fallback(path, values)` gives the value where no rule is known or none fits.
+        path: Where the values are.
+    """
+    rule = table.rule(path)
+    columns = None if rule is not None else _columns(values)
+    if columns is not None:
+        inner = {
+            name: merge_tree(table, column, parts, fallback=fallback, path=joined(path, name))
+            for name, column in columns.items()
+        }
+        return with_entries(values[0], list(inner.items()))
+    if rule is None:
+        return fallback(path, values)
+    try:
+        return merged(rule, values, parts)
+    except SplitError:
+        table.reject(path)
+        return fallback(path, values)
+
+
+def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[str]:
+    """Yield the paths in nested values about which nothing is known."""
+    columns = None if table.knows(path) else _columns(values)
+    if columns is None:
+        if not table.knows(path):
+            yield path
+        return
+    for name, column in columns.items():
+        yield from unknown_paths(table, column, joined(path, name))
+
+
+def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
+    """Yield path and values, one for each part, of everything that is put together by a rule of its own."""
+    columns = None if table.knows(path) else _columns(values)
+    if columns is None:
+        yield path, values
+        return
+    for name, column in columns.items():
+        yield from all_values(table, column, joined(path, name))
+
+
+def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:
+    """Return the entries of containers of one kind and the same names, by name; None for anything else."""
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        return None
+    entries = [entries_of(value) for value in values]
+    if entries[0] is None or (is_sequence(first) and not first):
+        return None
+    names = [[name for name, _ in one or ()] for one in entries]
+    if any(other != names[0] for other in names):
+        return None
+    return {name: [(one or [])[index][1] for one in entries] for index, name in enumerate(names[0])}

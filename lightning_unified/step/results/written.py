@@ -1,0 +1,232 @@
+"""What a step writes into its module, and how the writes of micro-batches become the whole batch's.
+
+A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a split batch
+would write it once more. So every micro-batch begins with the state from before the batch, and what they write is put together by a
+rule that the exactness check has found, as outputs are:
+
+| the whole batch writes | for example | rule |
+|---|---|---|
+| what each micro-batch writes | a teacher moved towards the weights, `self.calls += 1`, spectral norm | `"equal"`: once a batch |
+| the mean of what micro-batches write | running statistics of InstanceNorm, a moving average of the loss | `"mean"`, `"mean of rows"` |
+| the sum of what micro-batches add | `self.seen += len(batch)`, `self.labels.update(y)` of a Counter | `"sum"` of changes |
+| an entry that one micro-batch writes, others not | `self.losses[sample] = loss` | as written |
+| what micro-batches add to a set | `self.seen.update(samples)` | all of it |
+| a dict or set that it makes | `self.cache = {}` | entry by entry |
+| what micro-batches append, merged | `self.outputs.append(loss)` | a rule for each entry |
+
+Where nothing fits, the batch cannot be split exactly. Two kinds of writes are left as they come: states of random generators of the
+module's own, which advance with every draw, and values that two equal runs write differently, such as times.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.results.entries import (
+    UNWRITTEN,
+    is_known,
+    is_mergeable,
+    learn_entry,
+    merge_entry,
+)
+from lightning_unified.step.results.merging import MergeTable, Parts, same
+from lightning_unified.step.results.trees import learn_tree
+from lightning_unified.step.undo import Noted, StateWatch
+from lightning_unified.step.undo.changes import (
+    Change,
+    changes_since,
+    is_same,
+    moved_since,
+    versions_of,
+)
+
+__all__ = [
+    "Write",
+    "Written",
+    "WrittenOverParts",
+    "differing",
+    "drawn_unequally",
+    "learn_written",
+    "with_states_of",
+    "written_since",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What was there before a run, and what it wrote.
+
+    Args:
+        kind: As of `Change`.
+        before: The value before; of tails nothing.
+        after: The value after.
+    """
+
+    kind: str
+    before: Any
+    after: Any
+
+
+Written = dict[str, Write]
+
+
+def written_since(noted: Noted) -> Written:
+    """Return what has been written since `noted`, by path."""
+    return {one.path: Write(one.kind, one.before, _kept(one.after)) for one in changes_since(noted)}
+
+
+def learn_written(
+    table: MergeTable, whole: Written, runs: Sequence[Written], parts: Parts, *, tolerance: float
+) -> list[str]:
+    """Learn how the writes of parts become the whole's; return the paths at which nothing puts them together."""
+    troubles = []
+    for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
+        writes = [one.get(path) for one in (whole, *runs)]
+        known = next(one for one in writes if one is not None)
+        after, *values = [known.before if one is None else one.after for one in writes]
+        if known.kind == "members":
+            if after != set().union(known.before, *values):
+                troubles.append(path)
+        elif known.kind == "state":
+            table.learn(path, values, after, parts, tolerance=0.0)
+            table.unmergeable.discard(path)
+        else:
+            after, *values = [UNWRITTEN if one is None else one.after for one in writes]
+            troubles += learn_entry(table, path, known.before, after, values, parts, tolerance=tolerance)
+    return troubles
+
+
+def differing(one: Written, other: Written) -> set[str]:
+    """Return the paths at which two equal runs wrote differently: times, addresses, names made anew."""
+    table, paths = MergeTable(), set()
+    for path in {*one, *other}:
+        if path not in one or path not in other:
+            paths.add(path)
+            continue
+        learn_tree(table, [other[path].after], one[path].after, Parts([1], [1.0]), tolerance=0.0, path=path)
+        if table.unmergeable:
+            paths.add(path)
+            table.unmergeable.clear()
+    return paths
+
+
+def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
+    """Return the paths of Python's and NumPy's generators that parts left in another state than the whole rows did."""
+    return sorted(
+        path
+        for path in {path for one in (whole, *runs) for path in one if _is_of_host(one[path])}
+        if not all(path in run and path in whole and is_same(run[path].after, whole[path].after) for run in runs)
+    )
+
+
+def with_states_of(written: Written, other: Written) -> Written:
+    """Return what a run wrote, with the states of generators that another run left."""
+    own = {path: write for path, write in written.items() if write.kind != "state"}
+    return own | {path: write for path, write in other.items() if write.kind == "state"}
+
+
+def _is_of_host(write: Write) -> bool:
+    """Return whether a generator of Python or NumPy was drawn from; torch's are recorded and replayed."""
+    state = write.after
+    is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
+    return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
+
+
+def _kept(value: Any) -> Any:
+    """Return what is kept of a value written: tensors without their graphs."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class WrittenOverParts:
+    """Lets every micro-batch begin with the state from before the batch, and puts together what they write.
+
+    Args:
+        watch: Over the state that the step may write; used for nothing else.
+        table: The rules, by path.
+        learn: `learn(table, paths)` has the batch checked, because its step wrote at paths that no check has seen.
+        ignored: Where paths begin that are left alone.
+    """
+
+    def __init__(
+        self,
+        watch: StateWatch,
+        table: MergeTable,
+        learn: Callable[[MergeTable, Sequence[str]], None],
+        *,
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        self._watch, self._table, self._learn, self._ignored = watch, table, learn, ignored
+        self._noted: Noted | None = None
+        self._versions: list[int] = []
+        self._writes: list[dict[str, Change]] = []
+
+    def begin_part(self) -> None:
+        """Let a micro-batch begin with the state from before the batch."""
+        if self._noted is None:
+            self._noted = self._watch.note()
+            self._versions = versions_of(self._noted)
+        elif self._writes[-1]:
+            self._back(self._writes[-1].values())
+
+    def end_part(self) -> None:
+        """Note what the micro-batch has written."""
+        assert self._noted is not None, "a micro-batch has begun"
+        known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
+        moved = moved_since(self._noted, self._versions, known)
+        self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
+
+    def _back(self, changes: Iterable[Change]) -> None:
+        """Take back the writes of the micro-batch before, which are put together at the end; those that nothing puts together stay."""
+        changes = list(changes)
+        new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
+        if new and len(self._writes) == 1:
+            for one in changes:
+                _put_back(one)
+            self._learn(self._table, [one.path for one in new])
+            for one in changes:
+                if not self._merges(one):
+                    one.put(one.after)
+            return
+        for one in changes:
+            if self._merges(one):
+                _put_back(one)
+
+    def _merges(self, change: Change) -> bool:
+        """Return whether some rule puts together what is written there."""
+        return change.kind == "members" or is_mergeable(self._table, change.path)
+
+    def finish(self, parts: Parts) -> None:
+        """Write what the whole batch would have written.
+
+        Raises:
+            SplitError: If micro-batches wrote differently what they had always written alike.
+        """
+        for path in dict.fromkeys(path for writes in self._writes for path in writes):
+            changes = [writes.get(path) for writes in self._writes]
+            known = next(one for one in changes if one is not None)
+            if not self._merges(known):
+                continue
+            if known.kind == "members":
+                known.put(set().union(known.before, *(one.after for one in changes if one is not None)))
+                continue
+            values = [UNWRITTEN if one is None else one.after for one in changes]
+            value = merge_entry(self._table, path, known.before, values, parts)
+            if values[-1] is UNWRITTEN or not same(value, values[-1], tolerance=0.0):
+                known.put(value)  # else it is there, and a graph may still need it as it is
+        if self._noted is not None:
+            self._watch.learn(self._noted)
+            self._watch.release()
+        self._noted, self._writes = None, []
+
+
+def _put_back(change: Change) -> None:
+    if change.before is None and change.kind == "tensor":
+        raise SplitError(
+            f"the step writes {change.path} in place, which is too large to be copied for each micro-batch; write it in on_train_batch_end, "
+            "or declare MicroBatchRules(splittable=False)."
+        )
+    change.put(change.before)

@@ -1,0 +1,19 @@
+"""Splitting batches into micro-batches by rows, and merging what micro-batches return."""
+
+from lightning_unified.step.split.containers import containers_copied, tensors_in
+from lightning_unified.step.split.merging import merge
+from lightning_unified.step.split.sizes import BatchShape, elements_per_row, part_sizes, positions
+from lightning_unified.step.split.splitting import BatchSplitter, planning_splitter, splitter_of
+
+__all__ = [
+    "BatchShape",
+    "BatchSplitter",
+    "containers_copied",
+    "elements_per_row",
+    "merge",
+    "part_sizes",
+    "planning_splitter",
+    "positions",
+    "splitter_of",
+    "tensors_in",
+]

@@ -1,0 +1,256 @@
+"""The number of rows of a batch, and which of its places are split: told by the loader, else by the first batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import RowRules
+from lightning_unified.step.split.containers import PLAIN, is_sequence, tensors_in
+from lightning_unified.step.split.roles import Place, Role, Roles, Tag, Trial, may_hold_rows, places_in, tried
+from lightning_unified.step.split.samples import LoaderSamples, SubBatch
+from lightning_unified.step.split.sizes import BatchShape
+
+__all__ = ["RowFinder"]
+
+_WAYS_OUT = "give rows=RowRules(split=…, count=…) in MicroBatchRules, or splittable=False to run batches whole"
+_MOST_NAMED = 8  # entries in a message
+
+
+class RowFinder:
+    """Finds the rows in the batches of one loader, and holds on to what it has found in the first of them.
+
+    The first batch decides the role of each place: whether it is split by rows, shared by all micro-batches, or a list of columns. A
+    place that a later batch has for the first time gets its role then. Where all batches had the same number of rows so far, and a
+    later one has another number, a place that keeps its old length is shared after all.
+
+    Args:
+        name: The module's class, for messages.
+        rules: The user's rules for rows.
+        is_prepared: Whether the rule `prepare` makes the batches, so that they may have another number of rows than the loader's.
+        roles: Known from elsewhere, for a dry run.
+
+    Attributes:
+        roles: By path.
+        has_split: Whether a batch has been split by these roles for real.
+    """
+
+    def __init__(self, name: str, rules: RowRules, *, is_prepared: bool = False, roles: Roles | None = None) -> None:
+        self._name, self._shared, self._is_prepared = name, rules.shared, is_prepared
+        self.roles: Roles = dict(roles or {})
+        self.has_split = False
+        self._lengths: dict[tuple[str, Tag], int | None] = {}  # of lists without a role
+        self._rows: dict[str, int] = {}  # of the batch before, by sub-batch
+        self._varies: set[str] = set()
+
+    def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
+        """Return the number of rows of `batch`; None if its entries contradict each other, or nothing tells.
+
+        Args:
+            batch: Whole.
+            sub_batches: By path, with what their loaders tell.
+        """
+        found = {self._find(batch, path, samples) for path, samples in sub_batches}
+        return found.pop() if len(found) == 1 else None
+
+    def shape(self, batch: Any, sub_batches: Sequence[SubBatch]) -> BatchShape | None:
+        """Return the size of `batch`; None if nothing tells how many rows it has.
+
+        A batch that contradicts the roles, or whose rows are ambiguous, has the largest size that it may have: `refusal` says whether
+        it can be split.
+
+        Args:
+            batch: Whole.
+            sub_batches: By path, with what their loaders tell.
+        """
+        rows = self.rows(batch, sub_batches)
+        if rows is None:
+            rows = max(self._largest(batch, path, samples) for path, samples in sub_batches)
+        return BatchShape(rows, _elements(self._split_places(batch)) // rows) if rows else None
+
+    def refusal(self, batch: Any, rows: int, sub_batches: Sequence[SubBatch]) -> SplitError | None:
+        """Return why `batch` cannot be split as a batch of `rows` rows; None if it can."""
+        if any(self._is_unknown(place) for place in self._places(batch)):
+            for path, samples in sub_batches:
+                self._find(batch, path, samples)
+        split, off = 0, []
+        for place in self._places(batch):
+            if self._is_unknown(place):
+                return self._ambiguity(batch)
+            if place.tag == "object" and may_hold_rows(place.value, rows):
+                return self._of_unknown_class(place)
+            if self.roles.get(place.key) is not Role.ROWS:
+                continue
+            split += 1
+            if place.size != rows:
+                off.append(place)
+            elif place.kind is not None and (why := place.kind.refusal(place.value)) is not None:
+                return SplitError(f"{self._name}: {why}; {_WAYS_OUT}.")
+        if off:
+            return self._contradiction(batch, off)
+        return None if split else self._without_rows(batch)
+
+    def _places(self, batch: Any, path: str = "") -> list[Place]:
+        found = places_in(batch, "", self.roles, shared=self._shared)
+        return [one for one in found if not path or one.path == path or one.path.startswith(f"{path}.")]
+
+    def _split_places(self, batch: Any) -> list[Place]:
+        return [one for one in self._places(batch) if self.roles.get(one.key) is Role.ROWS]
+
+    def _is_unknown(self, place: Place) -> bool:
+        return place.tag != "object" and place.key not in self.roles
+
+    def _find(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int | None:
+        """Return the rows of `batch`, or of its sub-batch at `path`, and record new roles; None if they cannot be told."""
+        self.roles.update({(above, "list"): Role.COLUMNS for above in _above(path)})
+        places = self._places(batch, path)
+        self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
+        known = [one for one in places if self.roles.get(one.key) is Role.ROWS and one.size is not None]
+        fresh = [one for one in places if self._is_unknown(one)]
+        rows = self._agreed(known, path) if known else self._guess(fresh, path, samples())
+        if rows is None:
+            return None
+        if fresh:
+            told = samples()
+            self.roles.update(self._try(fresh, path, told, rows, is_known=rows in told.counts).roles)
+        if self._rows.setdefault(path, rows) != rows:
+            self._varies.add(path)
+        self._rows[path] = rows
+        return rows
+
+    def _compare_lengths(self, lists: Sequence[Place]) -> None:
+        """Make undecided lists rows whose length is another one than in an earlier batch: columns do not change their number."""
+        for one in lists:
+            if self._lengths.setdefault(one.key, one.size) != one.size:
+                self.roles[one.key] = Role.ROWS
+
+    def _largest(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int:
+        """Return the largest number of rows that a batch may have which contradicts its roles or has none; 0 if nothing tells."""
+        places = self._places(batch, path)
+        known = [one.size or 0 for one in places if self.roles.get(one.key) is Role.ROWS]
+        if known:
+            return max(known)
+        counts = samples().counts
+        return counts[0] if counts else max((one.size or 0 for one in places), default=0)
+
+    def _agreed(self, known: list[Place], path: str) -> int | None:
+        """Return the number of rows that the places split by rows have; None if they contradict each other."""
+        sizes = {one.size for one in known}
+        if len(sizes) > 1 and not self.has_split:
+            stuck = self._stuck(known, path)
+            self.roles.update({place.key: Role.SHARED for place in stuck})
+            sizes = {one.size for one in known if one not in stuck}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def _stuck(self, known: Sequence[Place], path: str) -> list[Place]:
+        """Return the places that keep the one size that batches had so far, where all others have moved to another one."""
+        before = self._rows.get(path)
+        moved = {one.size for one in known if one.size != before}
+        return [one for one in known if one.size == before] if len(moved) == 1 and path not in self._varies else []
+
+    def _try(self, places: Sequence[Place], path: str, samples: LoaderSamples, rows: int, *, is_known: bool) -> Trial:
+        for told in (samples, replace(samples, constants=())):
+            trial = tried(places, rows, root=path, shared=self._shared, samples=told, is_known=is_known)
+            if trial.has_rows or not samples.constants:
+                break
+        return trial
+
+    def _guess(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
+        """Return the number of rows of a first batch; None if it cannot be told."""
+        by_loader = (n for n in samples.counts if self._try(places, path, samples, n, is_known=True).has_rows)
+        by_batch = self._unanimous(places, path, samples) if self._is_prepared or not samples.counts else None
+        found = next(by_loader, None) if by_batch is None else by_batch
+        return self._unanimous(places, path, samples) if found is None else found
+
+    def _unanimous(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
+        """Return the only number of rows under which every leaf is split or has no rows; None if there is none or several."""
+        lists = [place for place in places if place.tag == "list"]
+        leaves = {place.size for place in places if place.tag == "leaf"}
+        leaves |= {tensor.size(0) for one in lists for tensor in tensors_in(one.value) if tensor.dim()}
+        if lists and lists[0].path == path and samples.collates == "rows":
+            return lists[0].size
+        if lists and lists[0].path == path and samples.collates is None and _is_row_of_tensors(lists[0].value):
+            return None
+        for candidates in (leaves, _lengths(lists)):
+            fitting = []
+            for rows in sorted(n for n in candidates if n):
+                trial = self._try(places, path, samples, rows, is_known=False)
+                if trial.has_rows and not trial.left_over:
+                    fitting.append(rows)
+            larger = [rows for rows in fitting if rows > 1] or fitting
+            if larger:
+                return larger[0] if len(larger) == 1 else None
+        return None
+
+    def _contradiction(self, batch: Any, off: Sequence[Place]) -> SplitError:
+        places = self._split_places(batch)
+        suspect = (self._stuck(places, "") or off)[0]
+        late = "; earlier batches were split along it" if self.has_split and suspect not in off else ""
+        return SplitError(
+            f"a batch of {self._name} cannot be split: entries that are split by rows differ in their first dimension "
+            f"({_listed(places)}){late}. If {suspect.path!r} has no row dimension, give MicroBatchRules(rows=RowRules(shared="
+            f"({suspect.path!r},))); for sub-batches of several loaders, give these the same batch_size and drop_last=True; else {_WAYS_OUT}."
+        )
+
+    def _ambiguity(self, batch: Any) -> SplitError:
+        entered = {one.key: Role.COLUMNS for one in self._places(batch) if (one.size or _MOST_NAMED) < _MOST_NAMED}
+        places = list(places_in(batch, "", {**self.roles, **entered}, shared=self._shared))
+        return SplitError(
+            f"the rows of a batch of {self._name} are ambiguous: {_listed(places)}. In MicroBatchRules, give "
+            "rows=RowRules(count=…, shared=(…)), a function that returns the number of rows and the paths of entries without a row "
+            f"dimension; else {_WAYS_OUT}."
+        )
+
+    def _of_unknown_class(self, place: Place) -> SplitError:
+        where = f"the entry {place.path!r} of a batch" if place.path else "a batch"
+        shared = (
+            f"give rows=RowRules(shared=({place.path!r},)) if every micro-batch may get it whole; else "
+            if place.path
+            else ""
+        )
+        return SplitError(
+            f"{where} of {self._name} is of type {type(place.value).__name__}, whose rows cannot be told; {shared}{_WAYS_OUT}."
+        )
+
+    def _without_rows(self, batch: Any) -> SplitError:
+        return SplitError(
+            f"a batch of {self._name}, of type {type(batch).__name__}, has no entry with a row dimension, so it cannot be split; {_WAYS_OUT}."
+        )
+
+
+def _elements(places: Sequence[Place]) -> int:
+    """Return the number of values in places that are split by rows."""
+    total = 0
+    for place in places:
+        if place.kind is not None:
+            total += place.kind.elements(place.value)
+        elif not isinstance(next(iter(place.value), None), PLAIN):
+            total += sum(tensor.numel() for tensor in tensors_in(place.value))
+    return total
+
+
+def _above(path: str) -> list[str]:
+    """Return the paths of the containers that a sub-batch lies in."""
+    keys = path.split(".") if path else []
+    return [".".join(keys[:index]) for index in range(len(keys))]
+
+
+def _is_row_of_tensors(value: Sequence[Any]) -> bool:
+    """Return whether a batch is a list of three tensors or more that look alike: rows as well as columns."""
+    sorts = {(one.dtype, one.dim()) if isinstance(one, Tensor) and one.dim() else None for one in value}
+    return len(value) > 2 and len(sorts) == 1 and None not in sorts
+
+
+def _lengths(lists: Sequence[Place]) -> set[int | None]:
+    """Return the lengths of lists, and of the lists in them."""
+    inner = {len(entry) for place in lists for entry in place.value if is_sequence(entry)}
+    return {place.size for place in lists} | inner
+
+
+def _listed(places: Sequence[Place]) -> str:
+    """Return the sizes of the first places in words."""
+    sized = [place for place in places if place.size is not None]
+    named = [f"{place.path or 'the list'} has {place.size}" for place in sized[:_MOST_NAMED]]
+    return ", ".join(named) + (f", and {len(sized) - _MOST_NAMED} more" if len(sized) > _MOST_NAMED else "")

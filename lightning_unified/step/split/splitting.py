@@ -1,0 +1,199 @@
+"""Splitting the batches of one module, by its own rules where it has them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.errors import SplitError
+from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.step.split.containers import PLAIN, entries_of, is_sequence, joined, tensors_in, with_entries
+from lightning_unified.step.split.kinds import kind_of
+from lightning_unified.step.split.roles import Role, Roles
+from lightning_unified.step.split.rows import RowFinder
+from lightning_unified.step.split.rules import given_to, rules_of
+from lightning_unified.step.split.samples import UNKNOWN, LoaderSamples, SubBatch, samples_by_path
+from lightning_unified.step.split.sizes import BatchShape, elements_per_row
+
+__all__ = ["BatchSplitter", "planning_splitter", "splitter_of"]
+
+
+class BatchSplitter:
+    """Counts and splits the batches of one stage of a module; what it finds in a first batch holds for all later ones.
+
+    Args:
+        module: The module whose batches they are. Its Trainer's loaders tell how many samples a batch has.
+        rules: Its rules; `rows.split` and `rows.count` replace what is found from the outside.
+        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        roles: By path, as another splitter has found them.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, rules: MicroBatchRules, *, stage: str = "fit", roles: Roles | None = None
+    ) -> None:
+        self._module, self._name, self._stage = module, type(module).__name__, stage
+        self._rules, self._known = rules, dict(roles or {})
+        self._finders: dict[int, RowFinder] = {}
+
+    def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
+        """Return the size of `batch`; None if nothing tells how many rows it has, or the rule `count` fails on it.
+
+        Args:
+            batch: Whole.
+            loader: The index of its loader, where several run one after another.
+        """
+        try:
+            return self._measured(batch, loader)
+        except Exception:  # of the rule; `require_shape` raises it, if a batch has to be split
+            return None
+
+    def require_shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
+        """Return the size of `batch`; None where the module does not want it split.
+
+        Raises:
+            SplitError: If nothing tells how many rows it has.
+        """
+        if not self._rules.splittable:
+            return self.shape(batch, loader=loader)
+        shape = self._measured(batch, loader)
+        if shape is None:
+            refusal = self._finder(loader).refusal(batch, 0, self._sub_batches(batch, loader))
+            raise refusal or SplitError(f"nothing tells how many rows a batch of {self._name} has.")
+        return shape
+
+    def refusal(self, batch: Any, rows: int, *, loader: int = 0) -> SplitError | None:
+        """Return why `batch`, which has `rows` rows, cannot be split; None if it can."""
+        if self._rules.rows.split is not None:
+            return None
+        return self._finder(loader).refusal(batch, rows, self._sub_batches(batch, loader))
+
+    def require_rows(self, batch: Any, rows: int, *, loader: int = 0) -> None:
+        """Raise `SplitError` if `batch` cannot be split as a batch of `rows` rows."""
+        refusal = self.refusal(batch, rows, loader=loader)
+        if refusal is not None:
+            raise refusal
+
+    def split(self, batch: Any, start: int, stop: int, *, rows: int, loader: int = 0) -> Any:
+        """Return rows `start` to `stop` of `batch`, which has `rows`, as the same structure.
+
+        Tensors are views. Places without rows are shared, as are numbers, strings and None.
+
+        Raises:
+            SplitError: If the batch cannot be split by rows.
+        """
+        return self._split(batch, [(start, stop)], rows=rows, loader=loader)[0]
+
+    def micro_batches(self, batch: Any, sizes: Sequence[int], *, loader: int = 0) -> list[Any]:
+        """Return the micro-batches of `batch`, of `sizes` rows each, to be run in place of it.
+
+        Raises:
+            SplitError: If the batch cannot be split by rows.
+        """
+        stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        bounds = [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        found = self._split(batch, bounds, rows=sum(sizes), loader=loader)
+        self._finder(loader).has_split = True
+        return found
+
+    def roles(self, *, loader: int = 0) -> Roles:
+        """Return a copy of the roles found so far, by path."""
+        return dict(self._finder(loader).roles)
+
+    def _split(self, batch: Any, bounds: Sequence[tuple[int, int]], *, rows: int, loader: int) -> list[Any]:
+        own = self._rules.rows.split
+        if own is not None:
+            return [own(batch, *bound) for bound in bounds]
+        self.require_rows(batch, rows, loader=loader)
+        roles = self._finder(loader).roles
+        return [_rows_of(batch, "", *bound, roles=roles) for bound in bounds]
+
+    def _measured(self, batch: Any, loader: int) -> BatchShape | None:
+        rules = self._rules.rows
+        counted = None if rules.count is None else self._counted(batch)
+        if counted is not None and rules.split is not None:
+            return BatchShape(counted, elements_per_row(batch, counted))
+        finder, sub_batches = self._finder(loader), self._sub_batches(batch, loader, counted)
+        if rules.split is not None:  # which may be called with the exact number only
+            rows = finder.rows(batch, sub_batches)
+            return None if rows is None else BatchShape(rows, elements_per_row(batch, rows))
+        shape = finder.shape(batch, sub_batches)
+        if counted is None:
+            return shape
+        return BatchShape(counted, 0 if shape is None else shape.elements)
+
+    def _sub_batches(self, batch: Any, loader: int, counted: int | None = None) -> list[SubBatch]:
+        if self._rules.rows.count is not None:
+            told = LoaderSamples(counts=(counted or self._counted(batch),))
+            return [("", lambda: told)]
+        return samples_by_path(self._module._trainer, self._stage, loader, batch)
+
+    def _finder(self, loader: int) -> RowFinder:
+        if loader not in self._finders:
+            is_prepared = self._stage == "fit" and self._rules.prepare is not None and self._rules.rows.count is None
+            self._finders[loader] = RowFinder(self._name, self._rules.rows, is_prepared=is_prepared, roles=self._known)
+        return self._finders[loader]
+
+    def _counted(self, batch: Any) -> int:
+        rows = self._rules.rows.count(batch) if self._rules.rows.count is not None else None
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise SplitError(
+                f"RowRules(count=…) of {self._name} returned {rows!r}; it must return the number of rows, 1 or more."
+            )
+        return rows
+
+
+def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | None = None) -> BatchSplitter:
+    """Return what splits the batches of `module` in the run of `trainer`; a new splitter where none runs it.
+
+    Args:
+        module: A LightningModule.
+        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+        trainer: The live Trainer; None for a plain one.
+    """
+    policy = getattr(getattr(trainer, "strategy", None), "policy", None)
+    if policy is not None and policy.runs(module):
+        return policy.splitter(stage)
+    return planning_splitter(module, rules_of(module, stage, given=given_to(trainer)), stage=stage)
+
+
+def planning_splitter(module: L.LightningModule, rules: MicroBatchRules, *, stage: str = "fit") -> BatchSplitter:
+    """Return a splitter for a prediction from one batch, without loaders: most entries decide where its rows are ambiguous.
+
+    Args:
+        module: The module whose batches they are.
+        rules: Its rules.
+        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
+    """
+    rows = rules.rows
+    if rows.count is None and rows.split is None:
+        rows = replace(rows, count=partial(_likeliest_rows, RowFinder(type(module).__name__, rows)))
+    return BatchSplitter(module, replace(rules, rows=rows), stage=stage)
+
+
+def _likeliest_rows(finder: RowFinder, batch: Any) -> int | None:
+    rows = finder.rows(batch, [("", lambda: UNKNOWN)])
+    if rows is not None:
+        return rows
+    votes = Counter(tensor.size(0) for tensor in tensors_in(batch) if tensor.dim())
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _rows_of(value: Any, path: str, start: int, stop: int, *, roles: Roles) -> Any:
+    kind = kind_of(value)
+    if kind is not None:
+        return kind.split(value, start, stop) if roles.get((path, "leaf")) is Role.ROWS else value
+    if isinstance(value, PLAIN):
+        return value
+    if is_sequence(value):
+        role = roles.get((path, "list"))
+        if role is not Role.COLUMNS:
+            return value[start:stop] if role is Role.ROWS else value
+    entries = entries_of(value)
+    if entries is None:
+        return value
+    return with_entries(
+        value, [(key, _rows_of(entry, joined(path, key), start, stop, roles=roles)) for key, entry in entries]
+    )

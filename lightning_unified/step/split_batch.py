@@ -1,0 +1,295 @@
+"""The batch as the closure runs it: whole, or in micro-batches whose results become the whole batch's."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.results.merging import MergeTable, Parts, merged
+from lightning_unified.step.results.metrics import MetricsOverParts
+from lightning_unified.step.results.trees import merge_tree, unknown_paths
+from lightning_unified.step.results.written import WrittenOverParts
+from lightning_unified.step.split import merge
+from lightning_unified.step.undo import StateWatch
+
+__all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
+
+
+class WholeBatch:
+    """A batch that runs as Lightning runs it."""
+
+    parts = 1
+
+    def __init__(self, step: Callable[[], ClosureResult]) -> None:
+        self._step = step
+
+    def begin(self) -> None:
+        """Nothing is gathered over parts."""
+
+    def step(self, _index: int, *, in_window: bool) -> ClosureResult:  # noqa: ARG002  # Lightning's own order
+        """Run `training_step`."""
+        return self._step()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Leave `self.log` alone."""
+        return nullcontext()
+
+    def end_part(self) -> None:
+        """Leave what the step has written."""
+
+    def settle(self) -> None:
+        """Leave what the step has written."""
+
+    def share(self, _index: int) -> float | None:
+        """Return None: the loss is the batch's own."""
+        return None
+
+    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
+        """Return the one result."""
+        return outputs[0]
+
+
+class SplitResults:
+    """What micro-batches return, log and count, put together by the rules that the exactness check has found.
+
+    Args:
+        tables: The rules.
+        results: Where Lightning gathers what is logged; None where nothing can be.
+        metrics: The module's torchmetrics objects, by path.
+        state: The watch over what the step may write; None where nothing is checked, so that no rule can be known.
+        ignored: Where paths begin that are written once a micro-batch, as the user has accepted.
+        learn: `learn(table, paths)` has the batch checked, because its step gave something new at paths that this table lacks.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        *,
+        results: _ResultCollection | None,
+        metrics: Mapping[str, Metric],
+        state: StateWatch | None,
+        ignored: tuple[str, ...],
+        learn: Callable[[MergeTable, Sequence[str]], None],
+    ) -> None:
+        self._tables, self._results, self._learn, self._state = tables, results, learn, state
+        self._ignored = ignored
+        self._all_metrics = dict(metrics)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
+        self._logs, self._is_settled = LogRecorder(), False
+        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
+        self._written: WrittenOverParts | None = None
+        if self._state is not None:
+            self._written = WrittenOverParts(self._state, self._tables.written, self._learn, ignored=self._ignored)
+
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        """Gather what micro-batch `index` logs and counts inside the block."""
+        self._logs.next_part(index)
+        if self._written is not None:
+            self._written.begin_part()
+        with self.recording(), self._metrics.watching():
+            yield
+
+    def end_part(self) -> None:
+        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
+        if self._written is not None:
+            self._written.end_part()
+
+    def settle(self, parts: Parts) -> None:
+        """Write, count and log what the whole batch's step would have; later calls do nothing more.
+
+        Args:
+            parts: What the micro-batches weigh.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if new := [path_of_log(key) for key, call in self._logs.logged.items() if self._is_new(key, call)]:
+            self._learn(self._tables.logs, new)
+        self._metrics.finish(parts)
+        if self._written is not None:
+            self._written.finish(parts)
+        self._flush(parts, by_steps=True)
+
+    def _flush(self, parts: Parts, *, by_steps: bool) -> None:
+        if self._results is not None:
+            self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts), by_steps=by_steps)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Hold back what is logged inside the block."""
+        return self._logs.recording(self._results)
+
+    def finish(self, values: Sequence[Any], parts: Parts) -> Any:
+        """Return what the whole batch's step would have returned, log what it would have logged, and join metrics.
+
+        Args:
+            values: What each micro-batch returned.
+            parts: What the micro-batches weigh.
+        """
+        tables = self._tables
+        if new := list(unknown_paths(tables.outputs, values)):
+            self._learn(tables.outputs, new)
+        self.settle(parts)
+        self._flush(parts, by_steps=False)
+        return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
+
+    def _is_new(self, key: LogKey, call: Logged) -> bool:
+        """Return whether a value was logged, by the step itself, that no check has seen."""
+        is_value = isinstance(call.values[0], Tensor)
+        return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
+
+    def _whole_log(self, key: LogKey, call: Logged, parts: Parts) -> tuple[Any, Any]:
+        """Return a logged value of the whole batch, and its `batch_size`."""
+        path, tables = path_of_log(key), self._tables
+        if isinstance(call.values[0], Metric):
+            return call.values[-1], call.batch_sizes[-1]
+        sized = all(size is not None for size in call.batch_sizes)
+        weights = Parts([parts.rows[part] for part in call.parts], [parts.terms[part] for part in call.parts])
+        batch_size = None
+        if sized:
+            rule = tables.logs.rule(f"batch_size of {path}")
+            batch_size = call.batch_sizes[0] if rule == "equal" else sum(call.batch_sizes)
+        values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in call.values]
+        by_size = Parts(weights.rows, [float(size) for size in call.batch_sizes]) if sized else None
+        return self._value(path, values, weights, by_size, call), batch_size
+
+    def _value(self, path: str, values: list[Tensor], parts: Parts, by_size: Parts | None, call: Logged) -> Any:
+        tables = self._tables
+        rule = tables.logs.rule(path)
+        try:
+            if by_size is not None and rule != "equal" and tables.sized_logs.rule(path) == "mean":
+                return merged("mean", values, by_size)
+            if rule is not None:
+                return merged(rule, values, parts)
+        except SplitError:
+            tables.logs.reject(path)
+        return _as_reduced(call, values, by_size or parts)
+
+
+class SplitBatch:
+    """A batch that runs as micro-batches.
+
+    Args:
+        steps: One for each micro-batch; runs `training_step` on it.
+        weighting: What they weigh.
+        merging: Puts their results together.
+        parameters: Of the module; a step that computes gradients of its own must leave those of earlier micro-batches alone.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Callable[[], ClosureResult]],
+        weighting: Weighting,
+        *,
+        merging: SplitResults,
+        parameters: Sequence[Tensor],
+    ) -> None:
+        self.parts = len(steps)
+        self._steps, self._weighting, self._merging = steps, weighting, merging
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def begin(self) -> None:
+        """Start afresh."""
+        self._merging.begin()
+
+    def step(self, index: int, *, in_window: bool) -> ClosureResult:
+        """Run `training_step` on one micro-batch; without a loss term in it there is no loss, and no backward.
+
+        Args:
+            index: Of the micro-batch.
+            in_window: Whether there are gradients of earlier batches of an accumulation window. Otherwise Lightning zeroes gradients
+                after the whole batch's step, whatever the step itself did to them.
+
+        Raises:
+            SplitError: If the step changes gradients of earlier batches.
+        """
+        with self._merging.part(index), self._gradients_aside(index, in_window=in_window):
+            output = self._steps[index]()
+        output.extra = recursive_detach(output.extra)  # the graph must end with the micro-batch
+        if self.share(index) == 0:
+            output.closure_loss = output.loss = None
+        return output
+
+    @contextmanager
+    def _gradients_aside(self, index: int, *, in_window: bool) -> Iterator[None]:
+        """Keep a step that runs backward or `zero_grad` itself from the gradients of earlier micro-batches."""
+        held = [parameter.grad for parameter in self._parameters]
+        if index == 0:
+            versions = [None if gradient is None else gradient._version for gradient in held]
+            yield
+            now = [parameter.grad for parameter in self._parameters]
+            if in_window and not all(map(_is_untouched, held, versions, now)):
+                raise SplitError(
+                    "training_step changes gradients itself (backward or zero_grad) in an accumulation window, where a split batch would do so "
+                    "once a micro-batch. Use torch.autograd.grad in the step, accumulate_grad_batches=1, or MicroBatchRules(splittable=False)."
+                )
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self._parameters, held, strict=True):
+                parameter.grad = gradient
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Hold back what is logged inside the block."""
+        return self._merging.recording()
+
+    def end_part(self) -> None:
+        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
+        self._merging.end_part()
+
+    def settle(self) -> None:
+        """Write what the whole batch's step would have written, before the hooks that follow it."""
+        self._merging.settle(self._weighting.parts)
+
+    def share(self, index: int) -> float | None:
+        """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""
+        return self._weighting.share(index)
+
+    def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
+        """Return the whole batch's result, and log what was held back."""
+        extra = self._merging.finish([output.extra for output in outputs], self._weighting.parts)
+        return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
+
+
+def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None) -> bool:
+    """Return whether a gradient is what it was; it may have moved to other memory, as gradients of recorded CUDA graphs do."""
+    if before is None or now is None:
+        return before is now
+    return before._version == version and (before is now or torch.equal(before, now))
+
+
+class _Fallback:
+    """Puts values together for which no rule is known: entries of rows one after another, figures averaged, of anything else the last."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def __call__(self, _path: str, values: Sequence[Any]) -> Any:
+        return merge(values, sizes=self._parts.rows, average=self._average)
+
+    def _average(self, values: Sequence[Any]) -> Any:
+        return merged("mean", values, self._parts)
+
+
+def _as_reduced(call: Logged, values: list[Tensor], parts: Parts) -> Any:
+    """Return a logged value for which no rule is known, as its `reduce_fx` reduces steps."""
+    reduce_fx = call.options.get("reduce_fx", "mean")
+    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    rule = {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how, "mean")
+    return merged(rule, values, parts)

@@ -1,0 +1,265 @@
+"""What holds values and may hold others after a step: attributes, dicts, lists, sets, closure variables, named globals."""
+
+import functools
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_unified.errors import RunError
+from lightning_unified.step.undo.kinds import Kind
+
+__all__ = [
+    "LARGEST",
+    "Cell",
+    "ClosureCell",
+    "LongCell",
+    "MappingCell",
+    "NamesCell",
+    "Path",
+    "SlotsCell",
+    "are_same",
+    "cells_of",
+    "path_text",
+]
+
+LARGEST = 100_000  # entries of a container that is noted entry by entry; of a larger one only its length is
+
+Path = tuple[Any, ...]  # where a value was found: (path of what holds it, its name there, how it is written)
+
+
+def path_text(path: Path) -> str:
+    """Return `path` as Python writes it, e.g. `Net.net.0.running_mean` or `Net.queues['a']`."""
+    parent, name, style = path
+    if parent is None or style == "global":
+        return str(name)
+    return f"{path_text(parent)}.{name}" if style == "attribute" else f"{path_text(parent)}[{name!r}]"
+
+
+class Cell:
+    """One thing that holds values: how to copy what it holds, and how to make it hold that again.
+
+    Args:
+        target: The thing itself; it keeps its identity.
+        path: Where it was found.
+        style: How its entries are written in a path.
+        skip: Names of entries that are kept by others.
+    """
+
+    __slots__ = ("path", "skip", "style", "target")
+
+    def __init__(self, target: Any, path: Path, *, style: str = "item", skip: frozenset[str] = frozenset()) -> None:
+        self.target, self.path, self.style, self.skip = target, path, style, skip
+
+    def copy(self) -> Any:
+        """Return what it holds now."""
+        raise NotImplementedError
+
+    def restore(self, noted: Any) -> None:
+        """Make it hold what `copy` returned."""
+        raise NotImplementedError
+
+    def entries(self, noted: Any) -> Iterable[tuple[Any, Any]]:
+        """Return names and values of a copy."""
+        raise NotImplementedError
+
+    def put(self, name: Any, value: Any) -> None:
+        """Exchange one entry."""
+        self.target[name] = value
+
+
+class MappingCell(Cell):
+    """A dict of any kind, or the attributes of an object."""
+
+    __slots__ = ()
+
+    def copy(self) -> dict[Any, Any]:
+        skip = self.skip
+        if skip:
+            return {name: value for name, value in self.target.items() if name not in skip}
+        return dict.copy(self.target)
+
+    def restore(self, noted: dict[Any, Any]) -> None:
+        target = self.target
+        if self.skip:
+            for name in [name for name in target if name not in noted and name not in self.skip]:
+                del target[name]
+            target.update(noted)
+            return
+        if are_same(target.values(), noted.values()) and are_same(target, noted):
+            return
+        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # past what a derived class does besides
+        base.clear(target)
+        for name, value in noted.items():
+            base.__setitem__(target, name, value)
+
+    def entries(self, noted: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+        return iter(noted.items())
+
+
+class NamesCell(MappingCell):
+    """Some names of a dict, such as the globals that a function names."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, target: dict[str, Any], path: Path, names: Iterable[str], *, style: str = "item") -> None:
+        super().__init__(target, path, style=style)
+        self.names = tuple(names)
+
+    def copy(self) -> dict[Any, Any]:
+        return {name: self.target[name] for name in self.names if name in self.target}
+
+    def restore(self, noted: dict[Any, Any]) -> None:
+        for name in self.names:
+            if name in noted:
+                self.target[name] = noted[name]
+            else:
+                self.target.pop(name, None)
+
+
+class ListCell(Cell):
+    """A list."""
+
+    __slots__ = ()
+
+    def copy(self) -> list[Any]:
+        return list.copy(self.target)
+
+    def restore(self, noted: list[Any]) -> None:
+        if not are_same(self.target, noted):
+            list.__setitem__(self.target, slice(None), noted)
+
+    def entries(self, noted: list[Any]) -> Iterable[tuple[Any, Any]]:
+        return enumerate(noted)
+
+
+class BagCell(Cell):
+    """A set or a deque."""
+
+    __slots__ = ()
+
+    def copy(self) -> list[Any]:
+        return list(self.target)
+
+    def restore(self, noted: list[Any]) -> None:
+        if are_same(self.target, noted):
+            return
+        base: Any = deque if isinstance(self.target, deque) else set
+        base.clear(self.target)
+        (base.extend if base is deque else base.update)(self.target, noted)
+
+    def entries(self, noted: list[Any]) -> Iterable[tuple[Any, Any]]:
+        return enumerate(noted)
+
+    def put(self, name: Any, value: Any) -> None:
+        if isinstance(self.target, deque):
+            self.target[name] = value
+
+
+class LongCell(Cell):
+    """A container of too many entries to copy: only a list that has grown at its end can be put back."""
+
+    __slots__ = ()
+
+    def copy(self) -> tuple[int, Any]:
+        length = len(self.target)
+        return length, self.target[length - 1] if isinstance(self.target, list) else None
+
+    def restore(self, noted: tuple[int, Any]) -> None:
+        length, last = noted
+        if isinstance(self.target, list) and len(self.target) > length and self.target[length - 1] is last:
+            del self.target[length:]
+        if self.copy()[0] != length or self.copy()[1] is not last:
+            raise RunError(
+                f"memory ran out in a step that changed {path_text(self.path)}, a {type(self.target).__name__} of {length:,} entries; containers of "
+                f"more than {LARGEST:,} entries are not copied, so the step cannot be repeated exactly. Resume from the last checkpoint, and "
+                "change such a container in on_train_batch_end, or let it grow at its end only."
+            )
+
+    def entries(self, noted: Any) -> Iterable[tuple[Any, Any]]:  # noqa: ARG002
+        return ()
+
+
+class SlotsCell(Cell):
+    """The attributes of an object that has slots."""
+
+    __slots__ = ()
+
+    def copy(self) -> dict[str, Any]:
+        return {name: getattr(self.target, name) for name in _slots_of(type(self.target)) if hasattr(self.target, name)}
+
+    def restore(self, noted: dict[str, Any]) -> None:
+        for name in _slots_of(type(self.target)):
+            if name in noted:
+                self.put(name, noted[name])
+            elif hasattr(self.target, name):
+                object.__delattr__(self.target, name)
+
+    def entries(self, noted: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+        return noted.items()
+
+    def put(self, name: Any, value: Any) -> None:
+        object.__setattr__(self.target, name, value)  # past a frozen dataclass's own
+
+
+class ClosureCell(Cell):
+    """A variable that a function shares with the function around it."""
+
+    __slots__ = ()
+
+    def copy(self) -> list[Any]:
+        try:
+            return [self.target.cell_contents]
+        except ValueError:  # not assigned yet
+            return []
+
+    def restore(self, noted: list[Any]) -> None:
+        if noted:
+            self.target.cell_contents = noted[0]
+        elif self.copy():
+            del self.target.cell_contents
+
+    def entries(self, noted: list[Any]) -> Iterable[tuple[Any, Any]]:
+        return ((self.path[1], value) for value in noted)
+
+    def put(self, name: Any, value: Any) -> None:  # noqa: ARG002
+        self.target.cell_contents = value
+
+
+def cells_of(value: Any, kind: Kind, path: Path) -> list[Cell]:
+    """Return what holds the entries and the attributes of `value`, a container or an object."""
+    cells: list[Cell] = []
+    if kind in _CELLS:
+        cells.append((LongCell if len(value) > LARGEST else _CELLS[kind])(value, path))
+    elif _slots_of(type(value)):
+        cells.append(SlotsCell(value, path, style="attribute"))
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is dict and (attributes or kind is Kind.OBJECT):
+        cells.append(MappingCell(attributes, path, style="attribute"))
+    return cells
+
+
+_CELLS: dict[Kind, type[Cell]] = {
+    Kind.MAPPING: MappingCell,
+    Kind.LIST: ListCell,
+    Kind.SET: BagCell,
+    Kind.DEQUE: BagCell,
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of `kind` and its bases, as they are stored."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def are_same(now: Iterable[Any], before: Iterable[Any]) -> bool:
+    """Return whether both yield the same objects in the same order."""
+    now, before = tuple(now), tuple(before)
+    return len(now) == len(before) and all(map(operator.is_, now, before))

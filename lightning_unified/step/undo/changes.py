@@ -1,0 +1,189 @@
+"""What a step has changed since its state was noted, one change at a time: where, from what, to what, and how to write it."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_unified.step.undo.cells import Cell, ListCell, LongCell, Path, path_text
+from lightning_unified.step.undo.states import set_state, state_of
+from lightning_unified.step.undo.walk import FoundTensor
+from lightning_unified.step.undo.watch import Noted
+
+__all__ = ["ABSENT", "Change", "changes_since", "is_same", "moved_since", "versions_of"]
+
+ABSENT = object()  # an attribute or entry that is not there
+_OF_LIGHTNING = frozenset(vars(L.LightningModule())) - {"training"}
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """One change.
+
+    Args:
+        path: Where, as Python writes it.
+        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"members"` of a set, `"tensor"` or `"array"` written in place, or `"state"` of a
+            generator.
+        before: The value; for a tail nothing; `ABSENT` where there was none, None for a tensor too large to keep.
+        after: The value, or what was appended.
+        put: Writes a value there: `put(before)` takes the change back.
+    """
+
+    path: str
+    kind: Literal["entry", "tail", "members", "tensor", "array", "state"]
+    before: Any
+    after: Any
+    put: Callable[[Any], None]
+
+
+def changes_since(noted: Noted) -> list[Change]:
+    """Return every change since `noted`; compares all values, which takes a while."""
+    tensors: list[tuple[FoundTensor, Tensor | None]] = []
+    if noted.tensors is not None:
+        moved = noted.tensors.moved()
+        tensors += [*noted.tensors.copied, *((one, None) for one in noted.tensors.held if one.slot in moved)]
+    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
+
+
+def versions_of(noted: Noted) -> list[int]:
+    """Return the version counters of the tensors that were copied, to be given to `moved_since`."""
+    return [] if noted.tensors is None else [_version(entry.tensor) for entry, _ in noted.tensors.copied]
+
+
+def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> list[Change]:
+    """Return the changes since `noted` that can be seen at little cost.
+
+    Args:
+        noted: The state before.
+        versions: Of the tensors then; those whose counters have not moved are not compared.
+        known: Paths of tensors that are compared all the same, for some writes move no counter.
+    """
+    tensors: list[tuple[FoundTensor, Tensor | None]] = []
+    if noted.tensors is not None:
+        pairs = zip(noted.tensors.copied, versions, strict=True)
+        tensors += [pair for pair, version in pairs if _version(pair[0].tensor) != version or _is_among(pair[0], known)]
+        moved = noted.tensors.moved()
+        tensors += [(one, None) for one in noted.tensors.held if one.slot in moved] if moved else []
+    return [*_changed_cells(noted), *_changed_tensors(noted, tensors), *_changed_values(noted)]
+
+
+def _is_among(entry: FoundTensor, known: Collection[str]) -> bool:
+    return bool(known) and path_text(entry.path) in known
+
+
+def _changed_cells(noted: Noted) -> Iterator[Change]:
+    for cell, before in noted.moved_cells():
+        if not _is_of_metric(noted, cell.path):
+            yield from _changes_in(cell, before, cell.copy())
+
+
+def _is_of_metric(noted: Noted, path: Path | None) -> bool:
+    """Return whether a torchmetrics object holds what is at `path`; others put its state together."""
+    while path is not None:
+        if path_text(path) in noted.metric_paths:
+            return True
+        path = path[0]
+    return False
+
+
+def _changes_in(cell: Cell, before: Any, after: Any) -> Iterator[Change]:
+    if isinstance(cell, LongCell):
+        if isinstance(cell.target, list) and after[0] > before[0]:
+            yield _tail(cell, before[0])
+    elif isinstance(cell, ListCell):
+        if len(after) > len(before) and all(one is other for one, other in zip(before, after, strict=False)):
+            yield _tail(cell, len(before))
+        elif not is_same(before, after):
+            yield Change(path_text(cell.path), "entry", before, after, cell.restore)
+    elif isinstance(before, dict):
+        for name in dict.fromkeys((*before, *after)):
+            old, new = before.get(name, ABSENT), after.get(name, ABSENT)
+            is_ours = cell.style == "attribute" and name in _OF_LIGHTNING
+            if old is not new and not is_ours and not (isinstance(old, _PLAIN) and is_same(old, new)):
+                path = path_text((cell.path, name, cell.style))
+                yield Change(path, "entry", old, new, partial(_put_entry, cell, name))
+    elif isinstance(cell.target, set):
+        if set(before) != set(after):
+            yield Change(path_text(cell.path), "members", set(before), set(after), partial(_put_members, cell.target))
+    elif not is_same(before, after):
+        yield Change(path_text(cell.path), "entry", before, after, cell.restore)
+
+
+def _put_members(target: set[Any], value: set[Any]) -> None:
+    target.clear()
+    target.update(value)
+
+
+def _tail(cell: Cell, length: int) -> Change:
+    return Change(path_text(cell.path), "tail", [], list(cell.target[length:]), partial(_put_tail, cell.target, length))
+
+
+def _put_tail(target: list[Any], length: int, value: list[Any]) -> None:
+    target[length:] = value
+
+
+def _put_entry(cell: Cell, name: Any, value: Any) -> None:
+    if value is not ABSENT:
+        cell.put(name, value)
+    elif isinstance(cell.target, dict):
+        cell.target.pop(name, None)
+
+
+def _changed_tensors(noted: Noted, entries: Iterable[tuple[FoundTensor, Tensor | None]]) -> Iterator[Change]:
+    for entry, room in entries:
+        differs = room is None or room.shape != entry.tensor.shape or not torch.equal(room, entry.tensor)
+        if differs and not _is_of_metric(noted, entry.path):
+            after = entry.tensor.detach().clone()
+            yield Change(path_text(entry.path), "tensor", room, after, partial(_put_tensor, entry.tensor))
+
+
+def _put_tensor(tensor: Tensor, value: Tensor) -> None:
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
+        tensor.copy_(value)
+
+
+def _changed_values(noted: Noted) -> Iterator[Change]:
+    """Yield changes of generators, and of arrays written in place."""
+    for value, before, path in noted.states:
+        after = state_of(value)
+        if not is_same(before, after):
+            yield Change(path_text(path), "state", before, after, partial(set_state, value))
+    for array, before, path in noted.arrays:
+        if not is_same(before, array):
+            yield Change(f"{path_text(path)} in place", "array", before, array.copy(), partial(_put_array, array))
+
+
+def _put_array(array: Any, value: Any) -> None:
+    array[...] = value
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same object or equal; tensors by value."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except (RuntimeError, TypeError, ValueError):
+        return False

@@ -1,0 +1,74 @@
+"""Which things are walked: the module, the user's callbacks, learning rates, and what the step's functions name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from lightning_unified.step.undo.cells import Cell, MappingCell
+from lightning_unified.step.undo.kinds import is_ours
+from lightning_unified.step.undo.steps import names_of
+
+__all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
+
+TRAINING_STEP = (
+    "training_step",
+    "backward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
+
+
+@dataclass(slots=True)
+class Roots:
+    """Where a walk begins.
+
+    Attributes:
+        modules: Each with its name.
+        cells: What holds other things.
+        trained: Ids of parameters that have keepers of their own.
+        parameters: The lists that these are in.
+    """
+
+    modules: list[tuple[nn.Module, str]] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)
+    parameters: list[list[Any]] = field(default_factory=list)
+
+
+def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterable[str]) -> Roots:
+    """Return what a step of `module` may change.
+
+    Args:
+        module: What is trained.
+        trainer: Whose callbacks, optimizers and schedulers take part; None for the module alone.
+        steps: Names of the methods that run in a step.
+    """
+    roots = Roots([(module, type(module).__name__)], names_of(module, steps))
+    if trainer is None:
+        return roots
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        if not is_ours(type(callback)):
+            path = (None, type(callback).__name__, "global")
+            roots.cells.append(MappingCell(vars(callback), path, style="attribute"))
+    for index, optimizer in enumerate(trainer.strategy.optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            path = (None, f"optimizers[{index}].param_groups[{number}]", "global")
+            roots.cells.append(MappingCell(group, path, skip=frozenset({"params"})))
+            roots.trained.update(id(one) for one in group["params"] if one.requires_grad)
+            roots.parameters.append(group["params"])
+    for index, config in enumerate(trainer.strategy.lr_scheduler_configs):
+        path = (None, f"lr_schedulers[{index}]", "global")
+        roots.cells.append(MappingCell(vars(config.scheduler), path, style="attribute"))
+    if not trainer.strategy.optimizers:
+        roots.trained.update(id(one) for one in module.parameters() if one.requires_grad)
+    return roots

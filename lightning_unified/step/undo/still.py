@@ -1,0 +1,137 @@
+"""Things that have not changed since they were looked at, and a quick way to tell whether that still holds."""
+
+from collections.abc import Iterable, Sized
+from itertools import chain
+from operator import eq, is_
+from typing import Any
+
+from lightning_unified.step.undo.cells import Cell, MappingCell, are_same
+from lightning_unified.step.undo.versions import DictVersions
+
+__all__ = ["StillCells", "holds"]
+
+_FEW = 64  # written dicts, up to which each is compared by itself
+
+
+class StillCells:
+    """Cells with copies of their contents, which are good for as long as the cells hold the very same objects.
+
+    A module has thousands of attributes, and next to none of them changes in a step. So they are not copied before every step. Dicts
+    whose version numbers have not moved hold what they held. Other cells are compared with their copies, and so are dicts that were
+    written; a dict that steps write without a change is compared every time from then on.
+
+    Args:
+        cells: With copies of their contents.
+        empty: Dicts that hold nothing.
+        counted: Collections of which only the length is looked at.
+    """
+
+    def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized]) -> None:
+        self._cells, self._empty, self._counted = cells, empty, counted
+        self._compared: set[int] = set()  # ids of dicts that steps write without a change
+        self._arrange()
+
+    def are_same(self) -> bool:
+        """Return whether all cells hold what they held."""
+        if not self._others.are_same():
+            return False
+        moved = self._versions.moved()
+        if not moved:
+            return True
+        is_few = len(moved) <= _FEW
+        hold = is_few and all(map(self._holds, moved))
+        if not hold and not self._dicts.are_same():  # the order of attributes may differ
+            return False
+        if is_few and self._versions.are_kept:
+            self._compared.update(id(self._versions.dicts[index]) for index in moved)
+            self._arrange()
+        else:
+            self._versions.keep()  # read before the comparison: a write meanwhile is seen the next time
+        return True
+
+    def _arrange(self) -> None:
+        """Tell apart dicts that are held against their versions, and what is compared every time."""
+        self._pairs = [pair for pair in self._cells if self._has_version(pair[0].target)]
+        others = [pair for pair in self._cells if not self._has_version(pair[0].target)]
+        empty = [one for one in self._empty if self._has_version(one)]
+        self._dicts = _Copies(self._pairs, empty=empty)
+        others_empty = [one for one in self._empty if not self._has_version(one)]
+        self._others = _Copies(others, empty=others_empty, counted=self._counted)
+        self._versions = DictVersions([*(cell.target for cell, _ in self._pairs), *empty])
+
+    def _has_version(self, target: Any) -> bool:
+        # the order of an OrderedDict changes without a write
+        return type(target) is dict and id(target) not in self._compared
+
+    def _holds(self, index: int) -> bool:
+        """Return whether one of the dicts with versions holds what it held."""
+        if index >= len(self._pairs):
+            return not self._versions.dicts[index]
+        cell, noted = self._pairs[index]
+        return holds(cell.copy(), noted)
+
+    def changed(self) -> list[Cell]:
+        """Return the cells that do not hold what they held."""
+        return [cell for cell, _ in self.moved()]
+
+    def moved(self) -> list[tuple[Cell, Any]]:
+        """Return the cells that do not hold what they held, each with what it held."""
+        return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
+
+    def restore(self) -> None:
+        """Put every cell back."""
+        if not self.are_same():
+            for cell, noted in self._cells:
+                cell.restore(noted)
+
+
+class _Copies:
+    """Copies of what cells hold, to be compared with the cells by identity: `==` would run operations of tensors.
+
+    The comparison runs in C and makes no list or tuple on the way: the first large allocation after a step takes longer than the
+    comparison.
+    """
+
+    def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized] = ()) -> None:
+        self._empty = [*empty]
+        self._owners: list[Any] = []
+        self._names: list[Any] = []  # of an attribute of the owner in the same place
+        self._attributes: list[Any] = []  # what it held
+        self._views: list[Iterable[Any]] = []
+        self._entries: list[Any] = []  # what these yielded, one after another
+        self._sized: list[Sized] = list(counted)
+        for cell, noted in cells:
+            if not noted:
+                self._empty.append(cell.target)
+                continue
+            self._sized.append(cell.target)
+            if isinstance(cell, MappingCell) and cell.skip:
+                self._owners += [cell.target] * len(noted)
+                self._names += noted
+                self._attributes += noted.values()
+                continue
+            if cell.style != "attribute":
+                self._views.append(cell.target)
+                self._entries += noted
+            if isinstance(noted, dict):
+                self._views.append(cell.target.values())
+                self._entries += noted.values()
+        self._lengths = list(map(len, self._sized))
+
+    def are_same(self) -> bool:
+        """Return whether all cells hold what they held."""
+        if any(self._empty) or not all(map(eq, map(len, self._sized), self._lengths)):
+            return False
+        try:
+            attributes = map(dict.__getitem__, self._owners, self._names)
+            entries = chain.from_iterable(self._views)
+            return all(map(is_, attributes, self._attributes)) and all(map(is_, entries, self._entries))
+        except (KeyError, RuntimeError):  # an attribute is gone, or another thread changes a container meanwhile
+            return False
+
+
+def holds(now: Any, noted: Any) -> bool:
+    """Return whether two copies of a cell's contents hold the same objects in the same order."""
+    if isinstance(noted, dict):
+        return are_same(now, noted) and are_same(now.values(), noted.values())
+    return are_same(now, noted)

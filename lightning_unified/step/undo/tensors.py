@@ -1,0 +1,219 @@
+"""Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_unified.errors import RunError
+from lightning_unified.step.undo.cells import path_text
+from lightning_unified.step.undo.checksums import Checksum, checksum, differing
+from lightning_unified.step.undo.plans import SMALL, Plan, Rooms, bytes_of, is_plain, kind_of_tensor
+from lightning_unified.step.undo.walk import FoundTensor
+from lightning_unified.units import MIB, format_bytes
+
+__all__ = ["NotedTensors", "TensorKeeper"]
+
+_ROOM = (
+    256 * MIB
+)  # judgement: bytes of larger ones that are copied at most; buffers before the first step are not counted
+
+
+class TensorKeeper:
+    """Notes the tensors that a walk found, and learns which of the large ones a step changes.
+
+    Small tensors are copied before every step, in one call. So are running statistics, states of metrics, and large tensors that an
+    earlier step changed; before the first step all are. Other large tensors are held against their version counters, and against
+    checksums, for `tensor.data.mul_()` and fused kernels move no counter. Checksums read the whole tensor, so they are taken after
+    the successful steps 1, 2, 4, 8, … only. A tensor that a failed step changed and that was not copied cannot be put back: the
+    run is refused, with the tensor's name.
+
+    One note is valid at a time: the next one writes over its copies.
+    """
+
+    def __init__(self) -> None:
+        self._rooms, self._moving_rooms = Rooms(), Rooms()
+        self._changing: set[tuple[int, Any]] = set()
+        self._unseen: set[tuple[int, Any]] = set()  # that change and move no version counter
+        self._checksums: dict[tuple[int, Any], Checksum] = {}
+        self._successes = 0
+        self._fixed: Sequence[FoundTensor] | None = None
+        self._plan: Plan | None = None
+
+    def note(self, fixed: Sequence[FoundTensor], moving: Sequence[FoundTensor]) -> "NotedTensors":
+        """Copy what is to be copied, and read the version counters of the rest.
+
+        Args:
+            fixed: The same object as long as the same tensors are in the same places.
+            moving: Tensors whose places may hold others by now.
+        """
+        if fixed is not self._fixed or self._plan is None or not self._plan.fits():
+            self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
+            self._plan.keep(self._rooms)
+        plans = [self._plan]
+        if moving:
+            plans.append(self._planned(moving, self._moving_rooms, room=_ROOM - self._plan.large_bytes))
+        for plan in plans:
+            plan.copy()
+        fresh = {
+            entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor))
+            for plan in plans
+            for entry in (plan.held if self._unseen else ())
+            if entry.slot in self._unseen and _can_be_summed(entry.tensor)
+        }
+        return NotedTensors(plans, {**self._checksums, **fresh})
+
+    def learn(self, noted: "NotedTensors") -> None:
+        """After a step that went well: remember which of the large tensors it changed, and let go of copies that are not needed."""
+        changed = noted.moved()
+        if self._successes == 0:
+            changed |= noted.copies_that_differ()
+        self._successes += 1
+        if self._successes & (self._successes - 1) == 0:
+            changed |= self._refresh(noted)
+        if self._successes == 1 or not changed <= self._changing:
+            self._changing |= changed
+            self._plan = None
+            plan = noted.plans[0]
+            copied = zip(plan.copied, plan.rooms, strict=True)
+            self._rooms.keep(room for entry, room in copied if self._is_needed(entry) or self._may_change(entry))
+        self._moving_rooms = Rooms()
+
+    def release(self) -> None:
+        """Let go of all copies; the next note makes room anew."""
+        self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
+
+    def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
+        """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
+        held = [entry for entry in noted.held if _can_be_summed(entry.tensor)]
+        sums = {entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor)) for entry in held}
+        pairs = {slot: (self._checksums[slot], new) for slot, new in sums.items() if slot in self._checksums}
+        unmoved = {slot: pair for slot, pair in pairs.items() if pair[0].version == pair[1].version}
+        changed = set(differing({slot: (old.value, new.value) for slot, (old, new) in unmoved.items()}))
+        self._checksums = sums
+        self._unseen |= changed
+        return changed
+
+    def _planned(self, entries: Sequence[FoundTensor], rooms: Rooms, *, room: int) -> Plan:
+        """Decide for each tensor whether it is copied, and make room for the copies."""
+        rooms.begin()
+        plan, in_fake_mode = Plan(), torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None
+        for entry in entries:
+            tensor = entry.tensor
+            if in_fake_mode and not isinstance(tensor, FakeTensor):
+                continue  # a dry run cannot write it; what surrounds the dry run keeps it
+            if entry.copied is not False and plan.stack(entry):
+                continue
+            size, is_needed = bytes_of(tensor), self._is_needed(entry)
+            may_fit = self._may_change(entry) and plan.large_bytes + size <= room
+            if is_plain(tensor) and (is_needed or may_fit):
+                plan.large_bytes += 0 if is_needed else size
+                plan.add(entry, rooms.take(tensor))
+            else:
+                plan.held.append(entry)
+        return plan
+
+    def _is_needed(self, entry: FoundTensor) -> bool:
+        """Return whether a tensor is copied whatever it takes."""
+        is_small = entry.copied is None and bytes_of(entry.tensor) <= SMALL
+        return bool(entry.copied) or is_small or (entry.is_buffer and not self._successes)
+
+    def _may_change(self, entry: FoundTensor) -> bool:
+        """Return whether a tensor is copied if there is room; before the first step nothing is known of any."""
+        return entry.copied is not False and (not self._successes or entry.slot in self._changing)
+
+
+class NotedTensors:
+    """Tensors as they were when a step began.
+
+    Args:
+        plans: What was copied, and what is held.
+        checksums: Of some that are held.
+    """
+
+    def __init__(self, plans: list[Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
+        self.plans = plans
+        self.held = [entry for plan in plans for entry in plan.held]
+        self._versions = list(map(_version_of, self.held))
+        self._checksums = checksums
+
+    @property
+    def copied(self) -> list[tuple[FoundTensor, Tensor]]:
+        """The tensors that were copied, each with its copy, which the next note writes over."""
+        return [pair for plan in self.plans for pair in plan.pairs()]
+
+    def moved(self) -> set[tuple[int, Any]]:
+        """Return the slots of tensors without a copy whose version counters have moved."""
+        now = map(_version_of, self.held)
+        return {entry.slot for entry, old, new in zip(self.held, self._versions, now, strict=True) if old != new}
+
+    def copies_that_differ(self) -> set[tuple[int, Any]]:
+        """Return the slots of large tensors that are not what their copies are."""
+        copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True))
+        large = [pair for pair in copied if bytes_of(pair[1]) > SMALL]
+        return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
+
+    def restore(self) -> None:
+        """Write every copy back.
+
+        Raises:
+            RunError: If a tensor without a copy has changed.
+        """
+        for entry, room in self.copied:
+            if not _is_equal(entry.tensor, room):
+                _write(entry.tensor, room)
+        changed = self._changed()
+        if changed:
+            raise RunError(_refusal(changed))
+
+    def _changed(self) -> list[FoundTensor]:
+        """Return tensors without a copy that are not what they were."""
+        sums = {
+            entry.slot: (self._checksums[entry.slot].value, checksum(entry.tensor))
+            for entry, version in zip(self.held, self._versions, strict=True)
+            if entry.slot in self._checksums and self._checksums[entry.slot].version == version
+        }
+        differ, moved = set(differing(sums)), self.moved()
+        return [
+            entry for entry in self.held if entry.slot in differ or (entry.slot in moved and entry.slot not in sums)
+        ]
+
+
+def _write(tensor: Tensor, room: Tensor) -> None:
+    with (
+        torch.inference_mode(tensor.is_inference()),
+        torch.no_grad(),
+    ):  # in this order: `inference_mode(False)` turns gradients on
+        if kind_of_tensor(tensor) == kind_of_tensor(room):
+            tensor.copy_(room)
+        else:  # its data was exchanged: `tensor.data = other`
+            tensor.data = room.clone()
+
+
+def _refusal(changed: list[FoundTensor]) -> str:
+    names = ", ".join(f"{path_text(entry.path)} ({format_bytes(bytes_of(entry.tensor))})" for entry in changed[:3])
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return (
+        f"a step that is undone had written {names}{more} in place, for the first time or beyond what is copied before a step "
+        f"({format_bytes(_ROOM)}), so it cannot be repeated exactly. Resume from the last checkpoint, and write such tensors in "
+        "on_train_batch_end, which runs once a batch after the step, or assign a new tensor instead of writing in place."
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _version_of(entry: FoundTensor) -> int:
+    return _version(entry.tensor)
+
+
+def _can_be_summed(tensor: Tensor) -> bool:
+    return is_plain(tensor) and not (isinstance(tensor, FakeTensor) or tensor.is_conj() or tensor.is_neg())
+
+
+def _is_equal(tensor: Tensor, room: Tensor) -> bool:
+    return kind_of_tensor(tensor) == kind_of_tensor(room) and torch.equal(tensor, room)

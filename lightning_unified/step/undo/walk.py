@@ -1,0 +1,212 @@
+"""A walk over everything that a step may change, from a few roots: modules, containers, plain objects, tensors, generators."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
+
+from lightning_unified.step.undo.cells import Cell, MappingCell, Path, cells_of
+from lightning_unified.step.undo.kinds import Kind, kind_of
+
+__all__ = ["Found", "FoundTensor", "Walk"]
+
+_DEEPEST = 12  # containers and objects inside one another that are looked into
+_WIDEST = (
+    1000  # entries of a container that are looked into; of a longer one the entries are noted, and not what these hold
+)
+_MANY = 64  # tensors in one container from which on they are not copied: such a list gathers results, which nobody writes again
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
+_TENSOR_DICTS = ("_parameters", "_buffers")
+_INERT, _TENSOR = Kind.INERT, Kind.TENSOR  # an attribute of an enum is looked up by a function
+
+
+@dataclass(slots=True, eq=False)
+class FoundTensor:
+    """A tensor that a step may change in place, and where it is.
+
+    Attributes:
+        tensor: The tensor.
+        path: Where it was found first.
+        slot: What holds it and under which name: stays the same when the tensor is exchanged for another.
+        copied: True if it must be copied before every step, False if it need not be, None if its size decides.
+        is_buffer: Whether it is a module's buffer.
+    """
+
+    tensor: Tensor
+    path: Path
+    slot: tuple[int, Any]
+    copied: bool | None = None
+    is_buffer: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Found:
+    """What a walk found: cells with their contents, the values in them that have a state, and tensors.
+
+    Attributes:
+        cells: Each with a copy of its contents.
+        states: Generators and the like, each with where it was found.
+        iterators: Each with the cell that holds it and its name there.
+        arrays: NumPy arrays, with their paths.
+        tensors: That are not trained.
+        modules: Of which attributes and tensors were noted, or are to be.
+        deferred: Cells that were not looked into.
+    """
+
+    cells: list[tuple[Cell, Any]] = field(default_factory=list)
+    states: list[tuple[Any, Path]] = field(default_factory=list)
+    iterators: list[tuple[Cell, Any, Any]] = field(default_factory=list)
+    arrays: list[tuple[Any, Path, tuple[int, Any]]] = field(default_factory=list)
+    tensors: list[FoundTensor] = field(default_factory=list)
+    modules: list[tuple[nn.Module, Path]] = field(default_factory=list)
+    deferred: list[Cell] = field(default_factory=list)
+
+
+class Walk:
+    """Visits each thing once.
+
+    Attributes:
+        found: What has been found so far.
+        seen: Ids of all that was visited.
+
+    Args:
+        trained: Ids of the tensors that others keep: trained parameters.
+        known: Ids of what is not visited: found by another walk.
+        defers: Tells, of a cell and its entries that can change, whether to leave it for another walk; None to leave none.
+    """
+
+    def __init__(
+        self,
+        *,
+        trained: Collection[int] = (),
+        known: Collection[int] = (),
+        defers: Callable[[Cell, "list[_Entry]"], bool] | None = None,
+    ) -> None:
+        self.found = Found()
+        self._trained, self._known, self._defers = trained, known, defers
+        self.seen: set[int] = set()
+        self._queue: list[tuple[Cell, int, bool]] = []
+
+    def cells(self, cells: Iterable[Cell]) -> "Walk":
+        """Visit what is in `cells`."""
+        for cell in cells:
+            self._add(cell, 0, is_metric=False)
+        return self._finish()
+
+    def value(self, value: Any, path: Path) -> "Walk":
+        """Visit `value`."""
+        self._take(None, path[1], value, kind_of(type(value)), path, 0)
+        return self._finish()
+
+    def module(self, module: nn.Module, path: Path) -> "Walk":
+        """Visit the attributes and tensors of `module`; modules in it are only met."""
+        is_metric = isinstance(module, Metric)
+        skip = _OF_METRICS if is_metric else _OF_MODULES
+        self._add(MappingCell(vars(module), path, style="attribute", skip=skip), 0, is_metric=is_metric)
+        for name in ("_modules", *_TENSOR_DICTS):
+            entries = vars(module).get(name)
+            if entries:
+                cell = MappingCell(entries, path, style="attribute")
+                if name == "_modules":
+                    self._add(cell, 0, is_metric=False)
+                else:
+                    self._tensors(cell, is_norm=isinstance(module, _NormBase), is_buffer=name == "_buffers")
+        return self._finish()
+
+    def _tensors(self, cell: Cell, *, is_norm: bool, is_buffer: bool) -> None:
+        if self._is_seen(cell.target):
+            return
+        noted = cell.copy()
+        if all(id(tensor) in self._trained for tensor in noted.values()):
+            return  # most dicts of parameters are; to look at them before every step would take a third of the time
+        self.found.cells.append((cell, noted))
+        for name, tensor in noted.items():
+            if tensor is None or not self._is_new(tensor):
+                continue
+            # the kernels of normalisation layers write running statistics past version counters (torch 2.13)
+            copied = True if is_norm and is_buffer else None
+            path = (cell.path, name, "attribute")
+            self.found.tensors.append(FoundTensor(tensor, path, (id(cell.target), name), copied, is_buffer))
+
+    def _finish(self) -> "Walk":
+        while self._queue:
+            self._open(*self._queue.pop())
+        return self
+
+    def _is_seen(self, value: Any) -> bool:
+        identity = id(value)
+        if identity in self._known or identity in self.seen:
+            return True
+        self.seen.add(identity)
+        return False
+
+    def _add(self, cell: Cell, depth: int, *, is_metric: bool) -> None:
+        if not self._is_seen(cell.target):
+            self._queue.append((cell, depth, is_metric))
+
+    def _open(self, cell: Cell, depth: int, is_metric: bool) -> None:
+        noted = cell.copy()
+        entries = _changeable(cell, noted) if noted else []
+        if self._defers is not None and self._defers(cell, entries):
+            self.seen.discard(id(cell.target))
+            self.found.deferred.append(cell)
+            return
+        self.found.cells.append((cell, noted))
+        if not entries or depth >= _DEEPEST or len(entries) > _WIDEST:
+            return
+        many = len(entries) > _MANY and sum(kind is _TENSOR for _, _, kind in entries) > _MANY
+        copied = False if many else (True if is_metric else None)
+        path, style, slot = cell.path, cell.style, id(cell.target)
+        for name, value, kind in entries:
+            if kind is _TENSOR:
+                if self._is_new(value):
+                    self.found.tensors.append(FoundTensor(value, (path, name, style), (slot, name), copied))
+            else:
+                self._take(cell, name, value, kind, (path, name, style), depth)
+
+    def _take(self, cell: Cell | None, name: Any, value: Any, kind: Kind, path: Path, depth: int) -> None:
+        found = self.found
+        if kind is _TENSOR:
+            if self._is_new(value):
+                found.tensors.append(FoundTensor(value, path, (id(value), name)))
+        elif kind is Kind.ITERATOR:
+            if cell is not None:
+                found.iterators.append((cell, name, value))
+        elif kind is _INERT or self._is_seen(value):
+            return
+        elif kind is Kind.TUPLE:
+            if depth < _DEEPEST:
+                for index, entry in enumerate(value):
+                    self._take(None, index, entry, kind_of(type(entry)), (path, index, "item"), depth + 1)
+        elif kind is Kind.MODULE:
+            found.modules.append((value, path))
+        elif kind is Kind.STATE:
+            found.states.append((value, path))
+        elif kind is Kind.ARRAY:
+            found.arrays.append((value, path, (id(value) if cell is None else id(cell.target), name)))
+        else:
+            for one in cells_of(value, kind, path):
+                if one.target is value or not self._is_seen(one.target):
+                    self._queue.append((one, depth + 1, False))
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is to be noted, and was not met before."""
+        identity = id(tensor)
+        if identity in self._trained or identity in self._known or identity in self.seen:
+            return False
+        self.seen.add(identity)
+        return not is_lazy(tensor)
+
+
+_Entry = tuple[Any, Any, Kind]
+
+
+def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
+    """Return the entries of a cell that can change themselves, with their names and kinds."""
+    return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not _INERT]

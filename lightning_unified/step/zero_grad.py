@@ -1,0 +1,93 @@
+"""When the gradients of earlier steps are zeroed in a batch that runs as micro-batches."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_unified.step.undo.kinds import is_ours
+
+__all__ = ["LateZeroGrad", "ZeroGrad", "overrides"]
+
+
+class ZeroGrad:
+    """Zeroes gradients after the step of the first micro-batch, before its backward pass.
+
+    Args:
+        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None]) -> None:
+        self._zero_grad = zero_grad
+
+    def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:  # noqa: ARG002  # see LateZeroGrad
+        """Follow a micro-batch's step.
+
+        Args:
+            first: Whether it is the batch's first.
+            last: Whether it is the batch's last.
+            settle: Writes the state that the whole batch's step would have written.
+        """
+        if first:
+            self._zero_grad()
+
+    def undo(self) -> None:
+        """Nothing is set aside."""
+
+
+class LateZeroGrad(ZeroGrad):
+    """The same for users who have `on_before_zero_grad`: it runs once the last micro-batch's step has run, as it follows the whole batch's.
+
+    Otherwise a momentum teacher that the hook moves would differ between the first micro-batch and the others. The hook finds the
+    gradients of the step before, as in a whole batch; until then they are set aside, at the price of their bytes.
+
+    Args:
+        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
+        parameters: Whose gradients are set aside.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:
+        super().__init__(zero_grad)
+        self._parameters = list(parameters)
+        self._aside: list[Tensor | None] | None = None
+
+    def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:
+        if first:
+            self._aside = [parameter.grad for parameter in self._parameters]
+            self._put([None] * len(self._parameters))
+        if last:
+            settle()
+            made = [parameter.grad for parameter in self._parameters]
+            self.undo()
+            self._zero_grad()
+            self._put([_sum(parameter.grad, one) for parameter, one in zip(self._parameters, made, strict=True)])
+
+    def undo(self) -> None:
+        """Put back what is set aside, if anything is."""
+        if self._aside is not None:
+            self._put(self._aside)
+        self._aside = None
+
+    def _put(self, gradients: Iterable[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def overrides(trainer: L.Trainer, hook: str) -> bool:
+    """Return whether the module or one of the user's callbacks has its own `hook`."""
+    if _has_own(trainer.lightning_module, hook, L.LightningModule):
+        return True
+    return any(_has_own(callback, hook, L.Callback) for callback in getattr(trainer, "callbacks", []))
+
+
+def _has_own(user: Any, hook: str, base: type) -> bool:
+    is_in_class = getattr(type(user), hook) is not getattr(base, hook) and not is_ours(type(user))
+    return is_in_class or hook in vars(user)  # as of LambdaCallback
+
+
+def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:
+    """Return what is in a gradient after a backward pass that finds `left` there."""
+    if left is None or made is None:
+        return made if left is None else left
+    return left + made

@@ -1,5 +1,0 @@
-"""Row-wise submodules that run in checkpointed chunks of rows inside one `training_step` on the whole batch."""
-
-from lightning_unified.training.encoders.chunked import Encoders, encoders_of
-
-__all__ = ["Encoders", "encoders_of"]

@@ -1,5 +1,0 @@
-"""A training step run without values: the real Trainer and the real module, shadows of them, on tensors that are fake."""
-
-from lightning_unified.training.rehearsal.run import Rehearsals, rehearse, rehearse_validation
-
-__all__ = ["Rehearsals", "rehearse", "rehearse_validation"]

@@ -1,0 +1,304 @@
+"""The plan that is chosen fits, is the fastest that does, and never gets slower with a larger budget."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_unified.cost_model.cuts import cuts
+from lightning_unified.cost_model.rates import Alignment
+from lightning_unified.cost_model.rates.cost import cut_seconds
+from lightning_unified.cost_model.search import Option, search, what_would_fit
+from tests.support.made_traces import MadeLines, rates, reserve
+
+GFLOP = 10**9
+
+
+def recomputing(share, *, per_row=100, again=0.5):
+    """An option that keeps less and computes `share` of the forward pass again."""
+    extra = ((0, int(share * GFLOP), 0, int(share * 10**6)),) if share else ()
+    lines = MadeLines(per_row=per_row, works=((0, GFLOP, 0, 10**6), *extra))
+    return Option(
+        lines=lines, recompute="all" if share else "none", again=again if share else 0.0, changes=int(share > 0)
+    )
+
+
+def find(options, budget, *, rows=16, **how):
+    return search(options, budget_bytes=budget, reserve=how.pop("reserve", reserve), rows=rows, rates=rates(), **how)
+
+
+def test_a_budget_without_bounds_runs_the_whole_batch_with_nothing_recomputed():
+    choice = find([recomputing(0), recomputing(1, per_row=20)], 10**9)
+
+    assert (choice.best.micro_batch_size, choice.best.parts, choice.best.recompute) == (16, 1, "none")
+
+
+def test_options_that_the_whole_batch_outdoes_are_not_traced():
+    slower = recomputing(1, per_row=20)
+    find([recomputing(0), slower], 10**9)
+
+    assert slower.lines.asked == []
+
+
+def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
+    slower = recomputing(9, per_row=60)
+    choice = find([recomputing(0), slower], 1000 + 100 * 8)
+
+    assert (choice.best.parts, choice.best.recompute) == (2, "none")
+    assert set(slower.lines.asked) == {(16, 1)}
+
+
+def test_the_micro_batch_is_the_largest_that_fits():
+    choice = find([recomputing(0)], 1000 + 100 * 6)
+
+    assert (choice.best.micro_batch_size, choice.best.parts) == (6, 3)
+    assert choice.best.reserved_bytes == 1600
+
+
+def test_what_the_allocator_takes_decides_and_not_what_lives():
+    choice = find([recomputing(0)], 1000 + 100 * 6, reserve=lambda trace: int(1.2 * reserve(trace)))
+
+    assert choice.best.micro_batch_size == 3
+    assert (choice.best.peak_bytes, choice.best.reserved_bytes) == (1300, 1560)
+
+
+def test_the_whole_batch_lives_beside_its_parts():
+    lines = [Option(lines=MadeLines(batch_row=100))]
+
+    assert find(lines, 1000 + 100 * 16 + 100 * 4).best.micro_batch_size == 4
+    assert find(lines, 1000 + 100 * 16).best is None
+
+
+def test_cutting_wins_where_launches_cost_less_than_recomputation():
+    choice = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8)
+
+    assert (choice.best.parts, choice.best.recompute) == (2, "none")
+    assert choice.alternatives[0].recompute == "all"
+    assert choice.alternatives[0].seconds > choice.best.seconds
+
+
+def test_recomputation_wins_where_each_part_costs_much():
+    costly = ((20 * GFLOP, GFLOP, 0, 10**6),)
+    plain = Option(lines=MadeLines(works=costly))
+    saving = Option(
+        lines=MadeLines(per_row=20, works=(*costly, (0, GFLOP // 2, 0, 0))), recompute="all", again=1.0, changes=1
+    )
+    choice = find([plain, saving], 1000 + 100 * 8)
+
+    assert (choice.best.parts, choice.best.recompute) == (1, "all")
+
+
+def test_of_equal_plans_the_one_that_changes_less_of_what_the_user_set_is_chosen():
+    kept = Option(lines=MadeLines(), changes=0)
+    changed = Option(lines=MadeLines(), optimizer_kernel="foreach", changes=1)
+
+    assert find([changed, kept], 10**9).best.optimizer_kernel is None
+
+
+def test_a_faster_kernel_of_the_optimizer_is_chosen():
+    own = Option(lines=MadeLines(optimizer=(0, 10**9)))
+    fused = Option(lines=MadeLines(optimizer=(0, 10**8)), optimizer_kernel="fused", changes=1)
+
+    assert find([own, fused], 10**9).best.optimizer_kernel == "fused"
+
+
+def test_rows_that_stay_together_are_not_parted():
+    choice = find([recomputing(0)], 1000 + 100 * 7, unit=4)
+
+    assert (choice.best.micro_batch_size, choice.best.parts) == (4, 4)
+
+
+def test_a_batch_that_cannot_be_cut_is_planned_whole_or_not_at_all():
+    options = [recomputing(0), recomputing(1, per_row=20)]
+
+    assert find(options, 1000 + 100 * 8, unit=16).best.recompute == "all"
+    assert find(options, 1000, unit=16).best is None
+
+
+def test_the_largest_micro_batch_that_the_user_allows_is_not_exceeded():
+    assert find([recomputing(0)], 10**9, most=5).best.micro_batch_size == 4
+
+
+def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
+    choice = find([recomputing(0), recomputing(1, per_row=20)], 900)
+
+    assert choice.best is None
+    assert [need for _, need in what_would_fit(choice)] == [1020, 1100]
+    assert choice.reason == (
+        "no plan fits into 900 B: 16 parts of 1 row, recomputed: all, 32-true needs 1020 B; "
+        "16 parts of 1 row, nothing recomputed, 32-true needs 1.07 KiB"
+    )
+
+
+def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
+    reason = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8).reason
+
+    assert reason.startswith("2 parts of up to 8 rows, nothing recomputed, 32-true: ")
+    assert "; next, the whole batch of 16 rows at once, recomputed: all, 32-true: " in reason
+    assert reason.endswith("; the whole batch at once, recomputed: none, would take 2.54 KiB or more")
+
+
+def test_without_options_there_is_no_search():
+    with pytest.raises(ValueError, match="at least one option"):
+        find([], 10**9)
+
+
+def aligned(multiple, gain):
+    return Alignment(
+        device="x",
+        dtype="bfloat16",
+        seconds_per_row={},
+        without={},
+        multiple=multiple,
+        gain=gain,
+        source="made by hand",
+    )
+
+
+def test_an_aligned_size_is_taken_where_it_is_measurably_faster():
+    lines = [Option(lines=MadeLines())]
+    budget = 1000 + 100 * 40
+
+    assert find(lines, budget, rows=96).best.micro_batch_size == 32
+    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.5)).best.micro_batch_size == 32
+    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(1, 1.0)).best.micro_batch_size == 48
+
+
+def test_a_small_gain_of_alignment_does_not_pay_for_another_part():
+    costly = [Option(lines=MadeLines(works=((20 * GFLOP, GFLOP, 0, 10**6),)))]
+
+    assert find(costly, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.01)).best.micro_batch_size == 48
+
+
+def test_rows_of_an_aligned_length_are_aligned_in_any_number():
+    lines = [Option(lines=MadeLines(length=128))]
+
+    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(64, 1.5)).best.micro_batch_size == 48
+
+
+class Least(NamedTuple):
+    """What a step takes at least, by its micro-batches."""
+
+    seconds: float
+    each: float = 0.0
+
+    def __call__(self, parts):
+        return self.seconds + parts * self.each
+
+
+works = st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9))
+made_options = st.builds(
+    Option,
+    lines=st.builds(
+        MadeLines,
+        fixed=st.integers(0, 10**6),
+        per_row=st.integers(0, 10**5),
+        batch_row=st.integers(0, 10**5),
+        works=st.lists(works, min_size=1, max_size=4).map(tuple),
+        optimizer=st.tuples(st.integers(0, 10**10), st.integers(0, 10**9)),
+        backend=st.just("cuda"),
+    ),
+    precision=st.sampled_from(["32-true", "bf16-mixed"]),
+    changes=st.integers(0, 3),
+    least_seconds=st.sampled_from([None, Least(1e-9), Least(0.1), Least(0.0, 1e-3)]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    options=st.lists(made_options, min_size=1, max_size=4),
+    rows=st.integers(1, 70),
+    unit=st.sampled_from([1, 2, 4]),
+    budgets=st.tuples(st.integers(1, 10**7), st.integers(1, 10**7)).map(sorted),
+    wiggle=st.lists(st.floats(1.0, 1.3), min_size=1, max_size=5),
+    align=st.sampled_from([None, aligned(8, 1.2), aligned(4, 1.02)]),
+)
+def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets, wiggle, align):
+    def uneven(trace):  # an allocator's rounding: not even monotone in the rows
+        return int(wiggle[trace.rows % len(wiggle)] * reserve(trace))
+
+    small, large = (
+        find(options, budget, rows=rows, unit=unit, reserve=uneven, alignment=align).best for budget in budgets
+    )
+    if small is not None:
+        assert large is not None
+        assert large.seconds <= small.seconds * (1 + 1e-12)
+        assert small.reserved_bytes <= budgets[0]
+        assert large.reserved_bytes <= budgets[1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(option=made_options, rows=st.integers(1, 70), budget=st.integers(1, 10**7))
+def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
+    found = [
+        cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates())
+        for way in cuts(rows)
+        if option.lines.peak_bytes(way[0], parts=len(way)) <= budget
+    ]
+    best = find([option], budget, rows=rows).best
+
+    assert (best is None) == (not found)
+    if found:
+        assert best.seconds == pytest.approx(max(min(found), (option.least_seconds or Least(0))(best.parts)), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    option=made_options,
+    extra=works,
+    keeps=st.floats(0, 1),
+    rows=st.integers(1, 40),
+    budget=st.integers(1, 10**7),
+    align=st.sampled_from([None, aligned(8, 1.2)]),
+    floor=st.sampled_from([None, Least(1e-9)]),
+)
+def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align, floor):
+    plain = replace(option.lines)
+    saving = replace(plain, per_row=int(keeps * plain.per_row), works=(*plain.works, extra))
+    own = replace(option, lines=plain)
+    other = replace(option, lines=saving, recompute="all", again=1.0, least_seconds=option.least_seconds or floor)
+    alone = [find([one], budget, rows=rows, alignment=align).best for one in (own, other)]
+    both = find([own, other], budget, rows=rows, alignment=align).best
+
+    if both is None:
+        assert alone == [None, None]
+    else:
+        assert both.seconds == min(plan.seconds for plan in alone if plan is not None)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    options=st.lists(made_options, min_size=1, max_size=4),
+    rows=st.integers(1, 70),
+    unit=st.sampled_from([1, 2]),
+    budget=st.integers(1, 10**7),
+    align=st.sampled_from([None, aligned(8, 1.2)]),
+)
+def test_asked_one_way_to_cut_at_a_time_by_what_they_take_at_least_the_same_is_found(
+    options, rows, unit, budget, align
+):
+    options = [replace(option, least_seconds=option.least_seconds or Least(0)) for option in options]
+    each = [replace(option, way=way) for option in options for way in cuts(rows, unit=unit)]
+    each.sort(key=lambda option: option.least_seconds(len(option.way)))
+    full, quick = (
+        find(asked, budget, rows=rows, unit=unit, alignment=align, own=options[0]) for asked in (options, each)
+    )
+
+    if full.best is None:
+        assert quick.best is None
+        assert {plan.reserved_bytes for plan in full.alternatives} == {
+            plan.reserved_bytes for plan in quick.alternatives
+        }
+    else:
+        assert quick.best.seconds == pytest.approx(full.best.seconds, rel=1e-9)
+
+
+def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
+    quick, slow = (
+        replace(recomputing(0), least_seconds=least, way=way) for least, way in ((Least(0), (16,)), (Least(9), (8, 8)))
+    )
+    find([quick, slow], 10**9)
+
+    assert slow.lines.asked == []

@@ -1,0 +1,80 @@
+"""Which sizes of a step are rehearsed, and with how many rows in the second part."""
+
+from functools import partial
+
+import torch
+
+from lightning_unified.cost_model.trace.trace import Take, Trace, Work
+from lightning_unified.planner.dry_run import rehearse
+from lightning_unified.planner.sizes import RehearsedSizes
+from lightning_unified.step.exactness.losses import LossRule
+from lightning_unified.step.exactness.verdict import Verdict
+from lightning_unified.step.policy import MemoryPolicy
+from tests.support.rehearsal_zoo import Perceptron
+
+
+def made(asked, rows, parts, second):
+    asked.append((rows, parts, second))
+    told = rows + (parts - 1) * second
+    events = (Take(0, 8 * told, "batch"), Work("mm", "forward"), Take(1, 100 * rows, "activations"))
+    return Trace(events=events, rows=rows, parts=parts, backend="cpu")
+
+
+def sizes(rows):
+    asked = []
+    return RehearsedSizes(partial(made, asked), rows=rows, unit=1, row_bytes=8, workspaces=False), asked
+
+
+def batch_of(trace):
+    return sum(event.bytes for event in trace.events if isinstance(event, Take) and event.category == "batch")
+
+
+def test_a_small_size_that_does_not_divide_evenly_is_rehearsed_as_it_is_to_run():
+    step, asked = sizes(10)
+
+    assert batch_of(step.at(4, parts=3)) == 8 * 10
+    assert asked == [(4, 2, 3)]
+
+
+def test_after_a_few_a_large_size_lies_on_lines_until_it_is_asked_for_exactly():
+    step, asked = sizes(100)
+    for rows, parts in ((50, 2), (26, 4), (25, 4), (34, 3)):
+        step.at(rows, parts=parts)
+
+    assert asked == [(50, 2, 50), (26, 2, 26), (25, 2, 25), (2, 2, 2), (4, 2, 4)]
+    assert batch_of(step.exactly(34, parts=3)) == 8 * 100
+    assert asked[-1] == (34, 2, 33)
+
+
+def test_the_later_micro_batches_of_a_rehearsal_can_be_smaller():
+    even = rehearse(Perceptron(), Perceptron.batch(4), rows=4, parts=2)
+    uneven = rehearse(Perceptron(), Perceptron.batch(4), rows=4, parts=2, later_rows=3)
+
+    assert batch_of(even) - batch_of(uneven) == 64 * 4 + 8  # one row and its label
+
+
+def test_what_a_check_of_the_cut_took_of_a_gpu_is_given_back_once():
+    class Watch:
+        device, machine = torch.device("cuda"), None
+        released = 0
+
+        def release(self):
+            self.released += 1
+
+    watch = Watch()
+    policy = MemoryPolicy(
+        watch,
+        micro_batch_size="auto",
+        evaluation_micro_batch_size="auto",
+        recover=True,
+        optimizer_rollback=False,
+        batch_norm="refuse",
+        check_split=True,
+        window_mean="batches",
+        remember=None,
+    )
+    verdict = Verdict(rule=LossRule("rows"), conclusive=True, reason="rows")
+    for _ in range(2):
+        policy.split_checked(verdict)
+
+    assert watch.released == 1

@@ -1,0 +1,181 @@
+"""`lightning_unified.predict` and `.plan`: what a step needs, and the best way to run it, without running it."""
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_unified
+from lightning_unified.cost_model.rates import Alignment, Rates
+from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.predict import plan_many
+from lightning_unified.planner.settings import settings_to_compare
+
+MIB = 2**20
+RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1e-4)
+
+
+class Stack(L.LightningModule):
+    def __init__(self, depth=2):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64), torch.nn.Tanh())
+            for _ in range(depth)
+        )
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+BATCH = torch.zeros(16, 128, 64)
+
+
+@pytest.fixture(scope="module")
+def module():
+    torch.manual_seed(0)
+    return Stack()
+
+
+@pytest.fixture(scope="module")
+def whole(module):
+    return lightning_unified.predict(module, BATCH, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def tight(module, whole):
+    return lightning_unified.plan(module, BATCH, budget=int(0.75 * whole.reserved_bytes), device="cuda", rates=RATES)
+
+
+def test_a_prediction_leaves_module_batch_and_generators_as_they_were(module):
+    weights, generator = [one.clone() for one in module.parameters()], torch.get_rng_state()
+    lightning_unified.predict(module, BATCH, device="mps", micro_batch_size=4)
+
+    assert all(torch.equal(one, before) for one, before in zip(module.parameters(), weights, strict=True))
+    assert all(one.grad is None for one in module.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_weights_are_counted_to_the_byte(module, whole):
+    assert whole.categories["weights"] == sum(-(-one.numel() * 4 // 512) * 512 for one in module.parameters())
+
+
+def test_weights_on_the_meta_device_are_predicted_alike(whole):
+    with torch.device("meta"):
+        light = Stack()
+
+    assert lightning_unified.predict(light, BATCH, device="cuda").peak_bytes == whole.peak_bytes
+
+
+def test_smaller_micro_batches_take_less(module, whole):
+    parts = lightning_unified.predict(module, BATCH, device="cuda", micro_batch_size=4)
+
+    assert (parts.rows, parts.parts) == (4, 4)
+    assert parts.peak_bytes < whole.peak_bytes
+
+
+def test_recomputation_takes_less(module, whole):
+    assert lightning_unified.predict(module, BATCH, device="cuda", recompute=True).peak_bytes < whole.peak_bytes
+
+
+def test_without_an_optimizer_step_there_is_no_state(module, whole):
+    without = lightning_unified.predict(module, BATCH, device="cuda", optimizer_step=False)
+
+    assert "optimizer state" not in without.categories
+    assert whole.peak_bytes - without.peak_bytes >= 2 * sum(4 * one.numel() for one in module.parameters())
+
+
+def test_seconds_are_told_where_the_speed_is_known(module, whole):
+    assert whole.seconds is None
+    assert lightning_unified.predict(module, BATCH, device="cuda", rates=RATES).seconds > 0
+
+
+def test_an_unknown_device_is_refused_by_name(module):
+    with pytest.raises(ConfigurationError, match=r"device='tpu': steps are predicted for cpu, cuda, rocm, mps"):
+        lightning_unified.predict(module, BATCH, device="tpu")
+
+
+def test_what_fits_runs_as_the_user_has_it(module, whole):
+    plan = lightning_unified.plan(module, BATCH, budget=2 * whole.reserved_bytes, device="cuda", rates=RATES)
+
+    assert (plan.micro_batch_size, plan.recompute, plan.alternatives) == (16, False, ())
+
+
+def test_a_smaller_budget_gives_a_plan_that_fits(tight, whole):
+    assert tight.prediction.reserved_bytes <= 0.75 * whole.reserved_bytes
+    assert tight.micro_batch_size < 16 or tight.recompute
+    assert tight.alternatives
+
+
+def test_what_fits_in_no_way_is_told_with_what_would(module):
+    plan = lightning_unified.plan(module, BATCH, budget="2MiB", device="cuda", rates=RATES)
+
+    assert (plan.prediction, plan.micro_batch_size) == (None, None)
+    assert plan.reasons["micro_batch_size"].startswith("no plan fits into 2.00 MiB")
+    assert min(one.reserved_bytes for one in plan.alternatives) > 2 * MIB
+
+
+def test_machines_of_one_backend_are_planned_alike_under_one_budget(module, tight):
+    machines = dict.fromkeys(("one", "other"), ("cuda", tight.budget_bytes, RATES))
+    plans = plan_many(module, BATCH, machines)
+
+    assert plans["one"].prediction.peak_bytes == plans["other"].prediction.peak_bytes == tight.prediction.peak_bytes
+
+
+def test_a_device_that_is_not_here_needs_rates(module):
+    with pytest.raises(ConfigurationError, match="mps is not here, so its speed cannot be measured"):
+        lightning_unified.plan(module, BATCH, budget="1GiB", device="mps")
+
+
+def test_settings_begin_with_the_users_own_and_the_one_that_needs_least():
+    policies = [RecomputePolicy(blocks=blocks, of=8) for blocks in (0, *range(1, 8), "all")]
+    settings = settings_to_compare("32-true", policies=policies, kernels=["fused"], chunks=[None, 1024])
+
+    assert [str(one.recompute) for one in settings[:2]] == ["none", "all blocks"]
+    assert settings[0].changes == 0
+    assert len(settings) == len(set(settings)) < 20
+
+
+def test_a_validation_step_has_optimizer_state_and_no_gradients(module, whole):
+    found = lightning_unified.predict(module, BATCH, device="cuda", validation_batch=torch.zeros(64, 128, 64))
+
+    assert found.peak_bytes == whole.peak_bytes
+    assert (found.validation.rows, found.validation.parts) == (64, 1)
+    assert found.validation.categories["optimizer state"] == whole.categories["optimizer state"]
+    assert "gradients" not in found.validation.categories
+
+
+def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(module, whole):
+    batch = torch.zeros(512, 128, 64)
+    plan = lightning_unified.plan(
+        module, BATCH, budget=2 * whole.reserved_bytes, device="cuda", rates=RATES, validation_batch=batch
+    )
+
+    assert plan.micro_batch_size == 16
+    assert plan.prediction.validation.parts > 1
+    assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
+    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} parts of up to ")
+
+
+def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_UNIFIED_CACHE", str(tmp_path))
+    paid = {"device": "this CPU", "dtype": "float32", "seconds_per_row": {}, "without": {"multiple of 8": 1.5}}
+    alignment = Alignment(**paid, multiple=8, gain=1.5, source="made up")
+    monkeypatch.setattr("lightning_unified.cost_model.rates.calibration.measure_rates", lambda _: RATES)
+    monkeypatch.setattr("lightning_unified.cost_model.rates.calibration.measure_alignment", lambda _: alignment)
+    plan = lightning_unified.plan(module, BATCH, budget="1GiB", device="cpu")
+
+    assert plan.reasons["alignment"] == alignment.describe()
+    assert [Calibration.load(name).alignment for name in calibrated_machines()] == [alignment]
+
+
+def test_of_a_machine_that_is_not_this_one_no_alignment_is_known(tight):
+    assert tight.reasons["alignment"].startswith("not measured, for the machine is not this one")

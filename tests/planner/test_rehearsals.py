@@ -1,0 +1,173 @@
+"""Steps of further sizes, followed on the shadow of the first, are those that rehearsals of their own tell."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from lightning_unified.cost_model.memory.peak import peak
+from lightning_unified.cost_model.memory.reserve import reserved_bytes
+from lightning_unified.cost_model.trace.trace import Give, Take
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.dry_run import Rehearsals, rehearse
+from lightning_unified.planner.fake import mode as fake
+from tests.support.lanes import slow, some
+from tests.support.rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
+
+SIZES = ((8, 1), (2, 2), (4, 2))
+
+
+class Switched(Transformer):
+    """Recomputes by an attribute of its own, and names its blocks for whoever wants some of them."""
+
+    recompute = False
+
+    def __init__(self):
+        super().__init__()
+        self.recompute = True
+
+    @property
+    def recompute_blocks(self):
+        return list(self.blocks)
+
+
+def told(trace):
+    """The trace, its storages numbered as they come."""
+    numbers, events = {}, []
+    for event in trace.events:
+        if isinstance(event, Take):
+            numbers[event.storage] = len(numbers)
+            events.append((len(numbers) - 1, event.bytes, event.category))
+        else:
+            events.append(numbers[event.storage] if isinstance(event, Give) else event)
+    return events, trace.rows, trace.parts, trace.reads, trace.notes, trace.options
+
+
+def followed(module, batch, **setting):
+    """Traces of all sizes, and how many of them were followed on the shadow of the one before."""
+    setting = {"backend": "cpu", "trainer": None, "precision": "32-true"} | setting
+    rehearsals, traces, shared = Rehearsals(module, batch, **setting), [], 0
+    for rows, parts in SIZES:
+        before = rehearsals._last
+        traces.append(rehearsals.step(rows, parts))
+        shared += before is not None and rehearsals._last is before
+    return traces, shared
+
+
+POLICIES = (None, True, RecomputePolicy(blocks=1, keep_attention=True), False)
+
+
+BOTH = ((8, 1), (4, 2))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
+def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind, sizes):
+    module, batch, shadows = kind(), kind.batch(8), {}
+    setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
+    asked = [Rehearsals(module, batch, recompute=policy, shadows=shadows, **setting) for policy in POLICIES]
+    traces = [rehearsals.step(rows, parts) for rehearsals in asked for rows, parts in sizes]
+    alone = [
+        rehearse(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
+        for policy in POLICIES
+        for rows, parts in sizes
+    ]
+
+    assert len({id(rehearsals._last) for rehearsals in asked}) == 1
+    assert list(map(summed_up, traces)) == list(map(summed_up, alone))
+
+
+def summed_up(trace):
+    """All of the trace but the order in which what is there before the step began to live."""
+    takes = Counter((event.bytes, event.category) for event in trace.events if isinstance(event, Take))
+    works = [event for event in trace.events if not isinstance(event, (Take, Give))]
+    return works, takes, peak(trace).bytes, reserved_bytes(trace), told(trace)[1:]
+
+
+def by_themselves(module, batch, **setting):
+    return [rehearse(module, batch, rows=rows, parts=parts, **setting) for rows, parts in SIZES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        slow(Convolutions, {"precision": "bf16-mixed"}),
+        (LowRank, {}),
+        slow(Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
+    ],
+)
+def test_steps_on_one_shadow_are_those_of_rehearsals_of_their_own(kind, setting):
+    module, batch = kind(), kind.batch(8)
+    traces, shared = followed(module, batch, **setting)
+
+    assert shared == 2
+    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch, **setting)))
+
+
+def test_with_metrics_steps_on_one_shadow_take_what_those_of_their_own_take():
+    module, batch = Perceptron(), Perceptron.batch(8)
+    traces, shared = followed(module, batch)
+
+    def taken(trace):
+        return peak(trace).bytes, peak(trace).categories, reserved_bytes(trace)
+
+    assert shared == 2
+    assert list(map(taken, traces)) == list(map(taken, by_themselves(module, batch)))
+
+
+class Keeps(Transformer):
+    """Keeps what its subclasses say, from one step to the next."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self.head(self.blocks[0](self.tokens(batch["tokens"])))
+        self.keep(logits.detach())
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class KeepsRows(Keeps):
+    def keep(self, logits):
+        self.last = logits
+
+
+class KeepsAll(Keeps):
+    def keep(self, logits):
+        self.all = [*getattr(self, "all", ()), logits.mean()]
+
+
+@pytest.mark.parametrize("kind", some([KeepsRows, KeepsAll, Adversaries], KeepsRows))
+def test_where_a_step_finds_what_others_left_each_is_rehearsed_by_itself(kind):
+    module, batch = kind(), kind.batch(8)
+    traces, shared = followed(module, batch)
+
+    assert shared == 0
+    assert list(map(told, traces)) == list(map(told, by_themselves(module, batch)))
+
+
+def test_a_step_that_counts_itself_finds_its_count_as_it_was():
+    class Alternates(Transformer):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.calls += 1
+            self.seen += 1
+            often = self.trainer.global_step + batch_idx + self.calls + int(self.seen)
+            return super().training_step(batch, batch_idx) * torch.ones(1000 * often).sum()
+
+    traces, shared = followed(Alternates(), Transformer.batch(8))
+
+    assert shared >= 1
+    assert list(map(told, traces)) == list(map(told, by_themselves(Alternates(), Transformer.batch(8))))
+
+
+@pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
+def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
+    setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
+    quick = rehearse(kind(), kind.batch(4), **setting)
+    monkeypatch.setattr(fake, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
+
+    assert told(quick) == told(rehearse(kind(), kind.batch(4), **setting))

@@ -1,0 +1,65 @@
+"""Sizes are rehearsed when their bytes decide something, and not when others tell them."""
+
+import pytest
+
+from lightning_unified.cost_model.memory.reserve import reserved_bytes
+from lightning_unified.cost_model.rates import Rates
+from lightning_unified.cost_model.search import Option, search
+from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
+from lightning_unified.planner.sizes import RehearsedSizes
+
+MIB = 1 << 20
+ROWS = 64
+
+
+def sizes_of(*, aligned):
+    """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was rehearsed of it."""
+    asked = []
+
+    def rehearse(rows, parts, later_rows):
+        asked.append((rows, parts))
+        op = "aten.mm.default" if aligned else f"aten.mm.of_{rows}"
+        events = [Work("", "setup"), Take(0, 10 * MIB, "weights")]
+        for part in range(1, parts + 1):
+            events += [
+                Work(op, "forward", flops=rows),
+                Take(part, (rows if part == 1 else later_rows) * MIB, "activations"),
+                Give(part),
+            ]
+        return Trace(events=tuple(events), rows=rows, parts=parts, backend="cpu")
+
+    return RehearsedSizes(rehearse, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
+
+
+def found(sizes, budget, reserve=reserved_bytes):
+    rates = Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=1e-5, kernel=1e-6, part=0.0, sources={})
+    return search([Option(lines=sizes)], budget_bytes=budget, reserve=reserve, rows=ROWS, rates=rates).best
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_what_cannot_fit_by_what_the_whole_batch_takes_is_not_rehearsed(aligned):
+    sizes, asked = sizes_of(aligned=aligned)
+
+    assert found(sizes, 25 * MIB).micro_batch_size == 13
+    assert asked == [(64, 1), (13, 2)]
+
+
+@pytest.mark.parametrize(("aligned", "lines"), [(True, [(2, 2), (4, 2)]), (False, [(2, 2), (4, 2), (13, 2)])])
+def test_lines_are_laid_when_several_sizes_did_not_fit(aligned, lines):
+    sizes, asked = sizes_of(aligned=aligned)
+
+    def uneven(trace):  # an allocator's own way
+        return reserved_bytes(trace) + (trace.rows in (32, 22, 16)) * 100 * MIB
+
+    assert found(sizes, 45 * MIB, reserve=uneven).micro_batch_size == 13
+    assert asked == [(64, 1), (32, 2), (22, 2), (16, 2), *lines]
+
+
+def test_what_a_size_takes_at_least_is_never_more_than_it_takes():
+    sizes, _ = sizes_of(aligned=False)
+    sizes.peak_bytes(4, parts=2)
+
+    for rows in (3, 4, 8, 32):
+        least = sizes.peak_bytes(rows, parts=2)
+        sizes.at(rows, parts=2)
+        assert least <= sizes.peak_bytes(rows, parts=2)

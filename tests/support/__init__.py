@@ -1,0 +1,1 @@
+"""Modules, runs and helpers that tests of several folders share."""

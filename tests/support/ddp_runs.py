@@ -1,0 +1,417 @@
+"""What the ranks of these tests run: faults on one rank only, and what is left of each fit."""
+
+import logging
+import os
+import pickle
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
+from lightning_unified.cost_model.rates import Rates
+from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.ranked_first_step import RankedFirstStep
+from lightning_unified.planner.setting import Setting
+from lightning_unified.planner.speeds import RunSpeeds
+from lightning_unified.step.ranks import reduction
+from tests.support.ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
+from tests.support.lasting import Lasting
+
+MIB, GIB = 2**20, 2**30
+MAPPED = 64 * 2**10  # bytes from which the heap that is planned for maps a tensor by itself
+RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1.0)
+
+
+class Fails(L.Callback):
+    """Raises an out-of-memory error once, on one rank, in the given phase of the given batch, after work has been done."""
+
+    left = Lasting()
+
+    def __init__(self, phase: str, *, on: int = 1, batch: int = 2, times: int = 1) -> None:
+        self.phase, self.on, self.batch, self.seen, self.left = phase, on, batch, -1, times
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if rank() != self.on or self.seen != self.batch:
+            return
+        layer = module.net[-1]
+        if self.phase == "forward":
+            handle = layer.register_forward_hook(lambda *_: self._raise(handle))
+        elif self.phase == "backward":
+            handle = module.net[0].weight.register_hook(lambda *_: self._raise(handle))
+        elif self.phase == "last backward":
+            handle = layer.weight.register_hook(self._second(lambda: self._raise(handle)))
+        elif self.phase == "reduction":
+            self._in_reduction(trainer)
+        elif self.phase == "optimizer step":
+            self._in_step(trainer.optimizers[0])
+        elif self.phase == "half written":
+            self._half_written(trainer.optimizers[0])
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if self.phase == "validation" and rank() == self.on and self.left and not trainer.sanity_checking:
+            handle = module.net[-1].register_forward_hook(lambda *_: self._raise(handle))
+
+    def on_after_backward(self, trainer, module):
+        if self.phase == "hook" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.phase == "clipping" and rank() == self.on and self.seen == self.batch and self.left:
+            self._raise(None)
+
+    @staticmethod
+    def _second(then):
+        """Return a hook that calls `then` the second time it is called."""
+        calls = []
+
+        def hook(_):
+            calls.append(1)
+            if len(calls) == 2:
+                then()
+
+        return hook
+
+    def _in_reduction(self, trainer):
+        copy = reduction._copy
+
+        def failing(*args):
+            if self.left:
+                self._raise(None)
+            copy(*args)
+
+        reduction._copy = failing
+
+    def _in_step(self, optimizer):
+        create_state = optimizer._init_group
+
+        def failing(*args, **kwargs):
+            result = create_state(*args, **kwargs)
+            if self.left:
+                self._raise(None)
+            return result
+
+        optimizer._init_group = failing
+
+    def _half_written(self, optimizer):
+        def step(closure=None):
+            if not self.left:
+                return type(optimizer).step(optimizer, closure)
+            if closure is not None:  # with a gradient scaler the gradients are there already
+                closure()
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].add_(1.0)
+            return self._raise(None)
+
+        optimizer.step = step
+
+    def _raise(self, handle):
+        if handle is not None:
+            handle.remove()
+        self.left -= 1
+        raise RuntimeError(TEXT)
+
+
+class ShrinksAt(L.Callback):
+    """The undisturbed twin: uses the smaller size from the same batch on, on all ranks."""
+
+    def __init__(self, limit: int, *, batch: int = 2) -> None:
+        self.limit, self.batch, self.seen = limit, batch, -1
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen += 1
+        if self.seen == self.batch:
+            trainer.strategy.sizes.limit = self.limit
+
+
+class Gradients(L.Callback):
+    """Notes the gradients the optimizer sees."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None]
+        self.seen.append(torch.cat(gradients).clone())
+
+
+def quiet() -> None:
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_unified"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def trainer_of(strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    quiet()
+    return L.Trainer(
+        accelerator=options.pop("accelerator", "cpu"),
+        devices=options.pop("devices", 2),
+        strategy=strategy,
+        precision=options.pop("precision", "64-true"),
+        max_epochs=options.pop("max_epochs", 1),
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+    """Train from seed 10 + rank; return what this rank has then."""
+    recorder = Gradients()
+    checkpoint, validates = options.pop("ckpt_path", None), options.pop("validates", False)
+    trainer = trainer_of(strategy, recorder, *callbacks, **options)
+    torch.manual_seed(10 + rank())
+    trainer.fit(
+        module,
+        None if isinstance(module, OwnData) else DataLoader(Rows(64), batch_size=8),
+        DataLoader(Rows(40), batch_size=8) if validates else None,
+        ckpt_path=checkpoint,
+        weights_only=False,
+    )
+    policy = getattr(trainer.strategy, "policy", None)
+    return {
+        "weights": torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()]),
+        "buffers": [buffer.detach().cpu() for buffer in module.buffers()],
+        "gradients": recorder.seen,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": list(getattr(module, "seen", [])),
+        "steps": trainer.global_step,
+        **(
+            {}
+            if policy is None
+            else {
+                "recoveries": policy.recoveries,
+                "events": policy.events,
+                "sizes": policy.sizes.state_dict(),
+                "largest": policy.micro_batch_size,
+                "budget": policy.watch.budget,
+            }
+        ),
+    }
+
+
+def net(kind: type[Any] = Net, **kinds: bool) -> Any:
+    torch.manual_seed(7)
+    return kind(**kinds).double()
+
+
+def same_as_ddp() -> dict[str, dict[str, Any]]:
+    """Fits of `ddp` and of ours, whole and cut."""
+    windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    unused = "ddp_find_unused_parameters_true"
+    return {
+        "ddp": fit(net(), "ddp", validates=True),
+        "whole": fit(net(), "unified_ddp", validates=True),
+        "cut": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), validates=True),
+        "ddp, windows": fit(net(norm=True), "ddp", **windows),
+        "whole, windows": fit(net(norm=True), "unified_ddp", **windows),
+        "ddp, cut, windows": fit(net(), "ddp", **windows),
+        "cut, windows": fit(net(), UnifiedDDPStrategy(micro_batch_size=3), **windows),
+        "ddp, unused": fit(net(unused=True), unused),
+        "whole, unused": fit(net(unused=True), "unified_ddp"),
+        "cut, unused": fit(net(unused=True), UnifiedDDPStrategy(micro_batch_size=3)),
+        "ddp, ragged": fit(net(RaggedNet), "ddp"),
+        "whole, ragged": fit(net(RaggedNet), "unified_ddp"),
+        "cut, ragged": fit(net(RaggedNet), UnifiedDDPStrategy(micro_batch_size=2)),
+        "ddp, manual": fit(net(ManualNet), "ddp"),
+        "manual": fit(net(ManualNet), "unified_ddp"),
+    }
+
+
+def unplanned(**options: Any) -> UnifiedDDPStrategy:
+    """A strategy that finds out by running, which is what is looked at here."""
+    return UnifiedDDPStrategy(predict=False, **options)
+
+
+STEPS = ("forward", "backward", "reduction", "hook")
+
+
+WEIGHTS = ("clipping", "optimizer step", "half written")
+
+
+def recovered() -> dict[str, dict[str, Any]]:
+    """Fits in which one rank runs out of memory once, and their undisturbed twins."""
+    step = {"gradient_clip_val": 0.3, "validates": True}
+    windows = {**step, "accumulate_grad_batches": 2}
+    fits = {phase: fit(net(dropout=True), unplanned(), Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
+    for phase in ("backward", "reduction"):
+        fits[f"{phase}, windows"] = fit(net(dropout=True), unplanned(), Fails(phase, batch=3), **windows)
+    first = Fails("optimizer step", batch=0, on=0)
+    both = [Fails("optimizer step", on=rank) for rank in range(2)]
+    return fits | {
+        "first optimizer step": fit(net(dropout=True), unplanned(), first, **step),
+        "all optimizer steps": fit(net(dropout=True), unplanned(), *both, **step),
+        "undisturbed": fit(net(dropout=True), unplanned(), **step),
+        "smaller": fit(net(dropout=True), unplanned(), ShrinksAt(4), **step),
+        "smaller, windows": fit(net(dropout=True), unplanned(), ShrinksAt(4, batch=3), **windows),
+        "last backward": fit(net(), unplanned(micro_batch_size=4, check_split=False), Fails("last backward"), **step),
+        "smaller still": fit(net(), unplanned(micro_batch_size=4, check_split=False), ShrinksAt(2), **step),
+        "validation": fit(net(dropout=True), unplanned(), Fails("validation"), **step),
+    }
+
+
+class Presses(L.Callback):
+    """Asks for smaller batches as a guard does, together; and lets one rank find out alone that a size does not fit."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        strategy = trainer.strategy
+        if batch_idx == 0:
+            self.pressed = strategy.shrink("a test")
+            self.after = strategy.micro_batch_size
+        if batch_idx == 1 and rank() == 1:
+            strategy.policy._smaller("too much", has_failed=True)
+
+
+def sizes() -> dict[str, Any]:
+    """What becomes of a size that all are asked to give up, and of one that fails on one rank only."""
+    presses = Presses()
+    return {**fit(net(), unplanned(), presses), "pressed": presses.pressed, "after": presses.after}
+
+
+class Pickles(L.Callback):
+    """Sends the Trainer through pickle before each optimizer step, as spawned loader workers do."""
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        copy = pickle.loads(pickle.dumps(trainer))
+        self.steps.append(copy.global_step == trainer.global_step)
+
+
+def pickled() -> list[bool]:
+    callback = Pickles()
+    fit(net(), unplanned(micro_batch_size=3), callback)
+    return callback.steps
+
+
+def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a window of two batches on two ranks, and that of all their rows as one batch."""
+    module = net(Tokens)
+    module.loss(*Tokens.rows()).backward()
+    together = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+    strategy = UnifiedDDPStrategy(window_mean="terms", micro_batch_size=3)
+    seen = fit(net(Tokens), strategy, accumulate_grad_batches=2, use_distributed_sampler=False)
+    return seen["gradients"][0], together
+
+
+def resumed(folder: str) -> dict[str, dict[str, Any]]:
+    """A run with a failure, one that stops in its middle, and one that goes on from there."""
+
+    def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+        own = RunCheckpoint(f"{folder}/{name}", every_n_steps=2, monitor=None)
+        return fit(net(dropout=True), unplanned(), own, *callbacks, enable_checkpointing=True, **options)
+
+    straight = run("straight", Fails("backward", batch=1), max_epochs=2)
+    run("stopped", Fails("backward", batch=1))
+    return {"straight": straight, "resumed": run("resumed", ckpt_path=f"{folder}/stopped/last.ckpt", max_epochs=2)}
+
+
+def planned() -> dict[str, Any]:
+    """Fits in which ranks have different room: more than they need, or so little that one must recompute; and too little on one."""
+    _for_certain()
+    short = _short()
+    found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
+    try:
+        _planned((GIB, 100_000)[rank()])
+    except LightningUnifiedError as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def partly_planned() -> dict[str, Any]:
+    """A fit in which one rank cannot rehearse its step."""
+    _for_certain()
+    plan = RankedFirstStep._plan
+    RankedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _unrehearsed()
+    return _planned(_short())
+
+
+def _short() -> int:
+    """Return a budget in which half a batch fits only if everything is recomputed, and a whole batch not even then."""
+    module = net(Blocks)
+    batch = next(iter(module.train_dataloader()))
+    planner = Planner(module, batch, backend="cpu", reduction_bytes=MIB, mmap_threshold=MAPPED)
+
+    def needed(blocks: Any, rows: int) -> int:
+        setting = Setting(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
+        return planner.predict(setting, micro_batch_size=rows).reserved_bytes
+
+    rows = len(batch)
+    fits, too_much = needed("all", rows // 2), min(needed(0, rows // 2), needed("all", rows))
+    assert too_much > 1.2 * fits, "nothing to choose between: the module's activations must outweigh all else"
+    return (fits + too_much) // 2
+
+
+def _for_certain() -> None:
+    """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again.
+
+    The heap that is planned for maps each large tensor by itself. In glibc's own way, holes between tensors would decide what fits, and
+    these change with every byte that a step allocates.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
+    RankedFirstStep._is_worth_it = lambda *_: True
+    RunSpeeds.rates = RATES
+    compared = FirstStep._settings
+    FirstStep._settings = lambda self: compared(self)[:2]  # nothing and everything recomputed
+
+
+def _planned(left: int) -> dict[str, Any]:
+    RankedFirstStep._left = lambda _: left
+    strategy = UnifiedDDPStrategy()
+    done = fit(net(Blocks), strategy, use_distributed_sampler=False)
+    return {**done, "plan": strategy.plan}
+
+
+def _unrehearsed() -> None:
+    raise RehearsalError("a test")
+
+
+class Ends(L.Callback):
+    """Ends one rank's process in the middle of training, without a word."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if rank() == 1 and batch_idx == 2:
+            os._exit(7)
+
+
+def broken(kind: type[Net]) -> Any:
+    return fit(net(kind), unplanned())
+
+
+def unrecovered(phase: str) -> Any:
+    return fit(net(), unplanned(recover=False), Fails(phase))
+
+
+def half_written() -> Any:
+    """One rank has written some weights when memory runs out, the other none."""
+    return fit(net(), unplanned(), Fails("half written", on=0), Fails("optimizer step", on=1))
+
+
+def dying() -> Any:
+    return fit(net(), unplanned(), Ends())
+
+
+def refusals() -> dict[str, str]:
+    """What each module is refused with."""
+    return {
+        **{name: _refusal(net(kind)) for name, kind in REFUSED.items()},
+        "SyncBatchNorm": _refusal(net(norm=True), sync_batchnorm=True),
+    }
+
+
+def _refusal(module: L.LightningModule, **options: Any) -> str:
+    try:
+        fit(module, unplanned(), **options)
+    except (LightningUnifiedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

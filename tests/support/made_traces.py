@@ -1,0 +1,67 @@
+"""Steps made by hand: so many operations and bytes a row and fixed, cut as the real step is."""
+
+from dataclasses import dataclass, field
+
+from lightning_unified.cost_model.rates import Rates
+from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
+
+
+def rates(*, flops=1e12, bandwidth=1e11, launch=1e-5, kernel=2e-6, part=0.0):
+    return Rates(
+        name="a machine",
+        flops={"float32": flops},
+        bandwidth=bandwidth,
+        launch=launch,
+        kernel=kernel,
+        part=part,
+        sources={},
+    )
+
+
+@dataclass
+class MadeLines:
+    """A step whose every operation is affine in the rows, as the lines of a real one are.
+
+    `works` are (flops fixed, flops a row, bytes fixed, bytes a row), run in the forward and in the backward pass.
+    """
+
+    fixed: int = 1000
+    per_row: int = 100
+    works: tuple = ((0, 10**9, 0, 10**6),)
+    optimizer: tuple = (0, 10**8)
+    backend: str = "cuda"
+    length: int | None = None
+    batch_row: int = 0
+    asked: list = field(default_factory=list)
+
+    def at(self, rows, *, parts=1):
+        self.asked.append((rows, parts))
+        events = [Take(0, self.fixed, "weights"), Take(10**6, self.batch_row * rows * parts, "batch")]
+        for part in range(parts):
+            for phase in ("forward", "backward"):
+                events += [
+                    Work("mm", phase, flops=f + fr * rows, moved=b + br * rows, dtype="float32")
+                    for f, fr, b, br in self.works
+                ]
+            events += [Take(part + 1, self.per_row * rows, "activations"), Give(part + 1)]
+            if part:
+                events.append(Work("add_", "backward", moved=3 * self.fixed))
+        events.append(Work("adam", "optimizer step", flops=self.optimizer[0], moved=self.optimizer[1]))
+        return Trace(events=tuple(events), rows=rows, parts=parts, backend=self.backend, length=self.length)
+
+    def peak_bytes(self, rows, *, parts=1):
+        return self.fixed + self.batch_row * rows * parts + self.per_row * rows
+
+
+def reserve(trace):
+    """What the made step takes, no allocator between."""
+    live = most = 0
+    sizes = {}
+    for event in trace.events:
+        if isinstance(event, Take):
+            sizes[event.storage] = event.bytes
+            live += event.bytes
+        elif isinstance(event, Give):
+            live -= sizes[event.storage]
+        most = max(most, live)
+    return most
