@@ -22,7 +22,7 @@ from planner.pool import Task
 from planner.recording import Record, errors, measure, parser
 from planner.tables import gib, percent, table
 
-from lightning_unified.cost_model.cuts import cuts
+from lightning_unified.cost_model.even_splits import cuts
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {
@@ -172,7 +172,7 @@ class Progress:
         """Try the next number of parts, or note what was found."""
         row, search = self._rows[key], self._searches[key]
         if search.trying is not None:
-            return [self._limited("sweep", row, attempt, search.trying, row["planned"]["levers"])]
+            return [self._limited("sweep", row, attempt, search.trying, row["planned"]["memory_options"])]
         row["true_maximum"] = search.found
         self._record.add(row)
         return []
@@ -240,7 +240,7 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
         lines.append(
             (
                 row["module"], f"{row['share']:.0%}", gib(row.get("budget")), outcome, gib(plan.get("reserved")),
-                plan.get("parts"), row.get("true_maximum", {}).get("parts"), _ratio(found["ratio"]), told(plan.get("levers")),
+                plan.get("parts"), row.get("true_maximum", {}).get("parts"), _ratio(found["ratio"]), told(plan.get("memory_options")),
                 plan.get("recoveries"),
             )
         )  # fmt: skip

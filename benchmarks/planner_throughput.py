@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from planner.limited import FIXED, PRECISION, Limit, Pull, budget_of, levers_of, told
+from planner.limited import FIXED, PRECISION, Limit, Pull, budget_of, memory_options_of, told
 from planner.modules import MODULES
 from planner.pool import Task
 from planner.recording import Record, measure, parser
@@ -68,7 +68,7 @@ class Bench:
         self._module, self._batch = MODULES[name].build(device), MODULES[name].batch(device, rows)
 
     def time(
-        self, strategy: UnifiedStrategy, *, levers: dict[str, Any] | None = None, limit: int | None = None
+        self, strategy: UnifiedStrategy, *, memory_options: dict[str, Any] | None = None, limit: int | None = None
     ) -> dict[str, Any]:
         """Return the median seconds of a step after the first ones, and what was taken on a GPU."""
         gc.collect()
@@ -84,7 +84,7 @@ class Bench:
             device=self.device,
             precision=PRECISION[self.device],
             strategy=strategy,
-            callbacks=[steps, Limit(limit), Pull(levers)],
+            callbacks=[steps, Limit(limit), Pull(memory_options)],
             steps=STEPS,
         )
         of_gpu = self.device == "cuda"
@@ -100,7 +100,7 @@ class Bench:
         """Return the same of a plan that is given, or the error that it ends with."""
         strategy = UnifiedStrategy(micro_batch_size=plan["micro_batch_size"], **{**FIXED, "budget": budget})
         try:
-            return self.time(strategy, levers=plan["levers"], limit=limit)
+            return self.time(strategy, memory_options=plan["memory_options"], limit=limit)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"[:200]}
 
@@ -115,7 +115,7 @@ def swept(name: str, device: str, rows: int) -> dict[str, Any]:
     """Return the seconds and the bytes of every plan."""
     bench, plans = Bench(name, device, rows), []
     for blocks, size in itertools.product(bench.levels(), dict.fromkeys(-(-rows // parts) for parts in PARTS)):
-        plan = {"micro_batch_size": size, "levers": {"blocks": blocks, "keep_attention": False}}
+        plan = {"micro_batch_size": size, "memory_options": {"blocks": blocks, "keep_attention": False}}
         plans.append(plan | bench.time_fixed(plan))
     return {"plans": plans}
 
@@ -138,7 +138,7 @@ def duel(name: str, device: str, rows: int, budget: int | None, contenders: list
     prediction = getattr(strategy.plan, "prediction", None)
     chosen |= {
         "micro_batch_size": strategy.micro_batch_size,
-        "levers": levers_of(strategy),
+        "memory_options": memory_options_of(strategy),
         "recoveries": strategy.recoveries,
         "predicted_seconds": None if prediction is None else prediction.seconds,
     }
@@ -238,7 +238,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 def _plan(plan: dict[str, Any]) -> str | None:
     if "micro_batch_size" not in plan:
         return None
-    return f"{plan['micro_batch_size']} at once, {told(plan['levers'])}"
+    return f"{plan['micro_batch_size']} at once, {told(plan['memory_options'])}"
 
 
 def _milliseconds(seconds: float | None) -> str | None:

@@ -12,7 +12,7 @@
         ├── RankError              another rank failed, is gone, or came to another point of the run
         ├── HostFrozenError        a simulated machine would hang here
         ├── GradientError          gradients were not finite for too long
-        ├── RehearsalError         a step cannot be run without values, so that nothing can be told of it before it runs
+        ├── DryRunError         a step cannot be run without values, so that nothing can be told of it before it runs
         └── CheckpointError        a checkpoint cannot be read or written
 
 A message says what was given, what is allowed and what to do.
@@ -22,6 +22,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ConfigurationError",
+    "DryRunError",
     "GradientError",
     "HalfUpdatedError",
     "HardwareError",
@@ -30,7 +31,6 @@ __all__ = [
     "OutOfMemoryError",
     "PrecisionError",
     "RankError",
-    "RehearsalError",
     "RunError",
     "SplitError",
 ]
@@ -88,7 +88,7 @@ class GradientError(RunError):
     """Gradients held NaN or Inf for more optimizer steps in a row than allowed."""
 
 
-class RehearsalError(RunError):
+class DryRunError(RunError):
     """A training step cannot be run without values; what it needs must be measured on the device."""
 
 

@@ -25,8 +25,8 @@ __all__ = [
     "Pull",
     "attempt",
     "budget_of",
-    "levers_of",
     "limits_of_process",
+    "memory_options_of",
     "planned",
     "run",
     "told",
@@ -75,22 +75,24 @@ class Pull(L.Callback):
     """Sets what a plan sets beside the size of micro-batches, before the first step.
 
     Args:
-        levers: As `levers_of` gives them; None sets nothing.
+        memory options: As `memory_options_of` gives them; None sets nothing.
     """
 
-    def __init__(self, levers: dict[str, Any] | None) -> None:
-        self.levers = levers or {}
+    def __init__(self, memory_options: dict[str, Any] | None) -> None:
+        self.memory_options = memory_options or {}
 
     def on_train_start(self, trainer, module):
         policy = trainer.strategy.policy
-        if self.levers.get("blocks"):
-            wanted = RecomputePolicy(blocks=self.levers["blocks"], keep_attention=self.levers["keep_attention"])
+        if self.memory_options.get("blocks"):
+            wanted = RecomputePolicy(
+                blocks=self.memory_options["blocks"], keep_attention=self.memory_options["keep_attention"]
+            )
             policy.recomputation.set(wanted, why="as the benchmark has it")
-        if self.levers.get("loss_chunk") is not None:
-            policy.levers.set_loss_chunk(self.levers["loss_chunk"], why="as the benchmark has it")
+        if self.memory_options.get("loss_chunk") is not None:
+            policy.memory_options.set_loss_chunk(self.memory_options["loss_chunk"], why="as the benchmark has it")
 
 
-def levers_of(strategy: UnifiedStrategy) -> dict[str, Any]:
+def memory_options_of(strategy: UnifiedStrategy) -> dict[str, Any]:
     """Return what the plan of a strategy sets beside the size of micro-batches, in plain values."""
     policy = strategy.policy.recomputation.policy
     chosen = {"blocks": 0, "keep_attention": False}
@@ -99,15 +101,17 @@ def levers_of(strategy: UnifiedStrategy) -> dict[str, Any]:
     return chosen | {"loss_chunk": strategy.plan.loss_chunk}
 
 
-def told(levers: dict[str, Any] | None) -> str | None:
-    """Return levers in words."""
-    if levers is None:
+def told(memory_options: dict[str, Any] | None) -> str | None:
+    """Return memory options in words."""
+    if memory_options is None:
         return None
-    blocks = levers["blocks"]
+    blocks = memory_options["blocks"]
     how = (
-        "kept" if not blocks else f"{blocks} blocks recomputed{', attention kept' if levers['keep_attention'] else ''}"
+        "kept"
+        if not blocks
+        else f"{blocks} blocks recomputed{', attention kept' if memory_options['keep_attention'] else ''}"
     )
-    chunk = levers.get("loss_chunk")
+    chunk = memory_options.get("loss_chunk")
     return how if chunk is None else f"{how}, loss by {chunk} rows"
 
 
@@ -150,7 +154,7 @@ def run(
     strategy: Callable[[], UnifiedStrategy],
     *,
     limit: int | None,
-    levers: dict[str, Any] | None = None,
+    memory_options: dict[str, Any] | None = None,
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train the module called `name` on a batch of `rows` rows; return the most that was taken.
@@ -168,7 +172,7 @@ def run(
             device=device,
             precision=PRECISION[device],
             strategy=chosen,
-            callbacks=[Limit(limit), Pull(levers)],
+            callbacks=[Limit(limit), Pull(memory_options)],
             steps=steps,
         )
     if device == "cpu":
@@ -225,7 +229,7 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
         prediction = getattr(plan, "prediction", None)
         found |= {
             "micro_batch_size": strategy.micro_batch_size,
-            "levers": levers_of(strategy),
+            "memory_options": memory_options_of(strategy),
             "planned_micro_batch_size": None if prediction is None else prediction.rows,
             "predicted": None if prediction is None else prediction.peak_bytes,
             "predicted_reserved": None if prediction is None else prediction.reserved_bytes,
@@ -235,13 +239,13 @@ def planned(name: str, device: str, rows: int, limit: int) -> dict[str, Any]:
     return found
 
 
-def attempt(name: str, device: str, rows: int, size: int, levers: dict[str, Any], limit: int) -> dict[str, Any]:
+def attempt(name: str, device: str, rows: int, size: int, memory_options: dict[str, Any], limit: int) -> dict[str, Any]:
     """Return whether the batch trains inside the limit in micro-batches of `size`, nothing being planned or recovered."""
 
     def strategy() -> UnifiedStrategy:
         return UnifiedStrategy(micro_batch_size=size, **FIXED)
 
     try:
-        return {"fits": True, **run(name, device, rows, strategy, limit=limit, levers=levers)}
+        return {"fits": True, **run(name, device, rows, strategy, limit=limit, memory_options=memory_options)}
     except Exception as error:
         return {"fits": False, "why": f"{type(error).__name__}: {error}"[:200]}

@@ -10,7 +10,7 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "what_would_fit"]
 
 
 class Sizes(Protocol):
-    """The step under one setting of the levers, at any size, as `planning.lines.Lines` gives it."""
+    """The step under one setting of the memory options, at any size, as `planning.lines.Lines` gives it."""
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
         """Return the trace of a step of `parts` micro-batches of `rows` rows, the batch of them all in it."""
@@ -23,7 +23,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One setting of the levers.
+    """One setting of the memory options.
 
     Attributes:
         lines: The step under it. May make its traces when first asked: options that cannot win are never asked.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.cost_model.cuts import cuts
+from lightning_unified.cost_model.even_splits import cuts
 from lightning_unified.cost_model.options import Candidate, Choice, Option, Sizes, what_would_fit
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.cost import cut_seconds
@@ -191,9 +191,9 @@ def _ways_left(
     """
     fewest = len(ways[-1]) + 1
     for by, plan in fitting:
-        levers = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
+        memory_options = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
-        same = levers and (more or (option.no_faster_than is by.lines and by.again <= option.again))
+        same = memory_options and (more or (option.no_faster_than is by.lines and by.again <= option.again))
         way = next(way for way in ways if len(way) == plan.parts)
         if same and (plan.parts == 1 or (option.way is not None and _is_aligned(way, multiple))):
             fewest = min(fewest, plan.parts)

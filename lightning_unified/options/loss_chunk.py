@@ -1,4 +1,4 @@
-"""The lever of a chunked loss: how many rows of logits exist at once."""
+"""The memory option of a chunked loss: how many rows of logits exist at once."""
 
 import lightning as L
 
@@ -18,7 +18,7 @@ class LossChunk:
     rounding. Logits and their gradient take rows x vocabulary x 8 bytes in float32.
 
     Args:
-        module: The module, trained or a shadow of one.
+        module: The module, trained or a fake copy of one.
         rows: Rows at once; None leaves it to the module.
 
     Raises:

@@ -39,13 +39,13 @@ class Recomputation:
             raise ConfigurationError(f'recompute={asked!r}: give true, false or "auto".')
         self._asked = asked
         self._module: L.LightningModule | None = None
-        self._lever: RecomputedBlocks | None = None
+        self._memory_option: RecomputedBlocks | None = None
         self.policy: RecomputePolicy | None = None if asked == "auto" else ALL if asked else NONE
         self.reason = "as asked" if asked != "auto" else "as the module is"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process keeps: the choice, and no hold on a module."""
-        return {**vars(self), "_module": None, "_lever": None}
+        return {**vars(self), "_module": None, "_memory_option": None}
 
     @property
     def on(self) -> bool | None:
@@ -82,7 +82,7 @@ class Recomputation:
         assert self._module is not None, "recomputation is chosen once fit has begun"
         return (
             (ALL,)
-            if has_switch(self._module) and self.policy == ALL and self._lever is None
+            if has_switch(self._module) and self.policy == ALL and self._memory_option is None
             else recompute_policies(self._module)
         )
 
@@ -112,29 +112,29 @@ class Recomputation:
             self._pull(ALL, why)
         except ConfigurationError as error:
             self.reason = f"as the module is: {error}"
-        return self._lever is not None
+        return self._memory_option is not None
 
     def _pull(self, policy: RecomputePolicy, why: str) -> None:
         assert self._module is not None, "recomputation is set once fit has begun"
         self._let_go()
         try:
-            lever = RecomputedBlocks(self._module, policy)
+            memory_option = RecomputedBlocks(self._module, policy)
         except ConfigurationError as error:
             raise ConfigurationError(f"recompute={self._asked}: {error}") from error
-        self.policy = lever.policy
-        if lever.blocks is not None and not lever.blocks.plain:
-            self.reason = f"as the module is: {lever.how}"
+        self.policy = memory_option.policy
+        if memory_option.blocks is not None and not memory_option.blocks.plain:
+            self.reason = f"as the module is: {memory_option.how}"
             return
-        self._lever = lever
-        by = ", " if lever.blocks is None else ": "
-        self.reason = f"{why}{by}{lever.how}"
+        self._memory_option = memory_option
+        by = ", " if memory_option.blocks is None else ": "
+        self.reason = f"{why}{by}{memory_option.how}"
         if self.on:
             log.info("Activations are recomputed in the backward pass, %s.", self.reason)
 
     def _let_go(self) -> None:
-        if self._lever is not None:
-            self._lever.undo()
-        self._lever = None
+        if self._memory_option is not None:
+            self._memory_option.undo()
+        self._memory_option = None
 
     def end(self) -> None:
         """Leave the module as it was before `begin`; what was asked of its own attribute stays."""

@@ -1,4 +1,4 @@
-"""The lever of recomputation: which blocks of a module run again in the backward pass."""
+"""The memory option of recomputation: which blocks of a module run again in the backward pass."""
 
 import lightning as L
 
@@ -19,7 +19,7 @@ class RecomputedBlocks:
     those of a module without a switch do.
 
     Args:
-        module: The module, trained or a shadow of one.
+        module: The module, trained or a fake copy of one.
         policy: What is recomputed.
 
     Attributes:

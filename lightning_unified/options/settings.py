@@ -1,4 +1,4 @@
-"""The levers of one run: what the user asked for from the start, and what a plan sets later."""
+"""The memory options of one run: what the user asked for from the start, and what a plan sets later."""
 
 import difflib
 import logging
@@ -20,7 +20,7 @@ from lightning_unified.options.optimizer_kernel import (
     set_kernel,
 )
 
-__all__ = ["Levers"]
+__all__ = ["AppliedOptions"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -32,7 +32,7 @@ _IMPOSSIBLE = {
 }
 
 
-class Levers:
+class AppliedOptions:
     """Optimizer kernel and loss chunk of one run; undone when it ends. Recomputation has a keeper of its own, `Recomputation`.
 
     Args:
@@ -71,7 +71,7 @@ class Levers:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why each lever is as it is, for `Plan.reasons`; those that nobody touched are left out."""
+        """Why each memory option is as it is, for `Plan.reasons`; those that nobody touched are left out."""
         touched = {"optimizer_kernel": bool(self._changes), "loss_chunk": self._chunk is not None}
         return {name: why for name, why in self._why.items() if touched[name]}
 
@@ -148,7 +148,7 @@ class Levers:
         self._undo_chunk()
         if rows is None:
             return
-        assert self._module is not None, "levers are set once fit has begun"
+        assert self._module is not None, "memory options are set once fit has begun"
         self._chunk, self.loss_chunk = LossChunk(self._module, rows), rows
         self._why["loss_chunk"] = f"{rows} rows, {why}"
         log.info("Chunk of the loss: %s.", self._why["loss_chunk"])

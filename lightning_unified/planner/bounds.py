@@ -1,4 +1,4 @@
-"""What a step under one setting of the levers takes and lasts at least, told from the user's own step before it is rehearsed."""
+"""What a step under one setting of the memory options takes and lasts at least, told from the user's own step before it is traced."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,7 @@ class Bounds:
         A loss in chunks is taken to be no faster than as the module computes it; of an optimizer's other kernel nothing is said.
 
         Args:
-            setting: How the levers are set.
+            setting: How the memory options are set.
             rates: Of the machine.
         """
         own = self.own
@@ -66,7 +66,7 @@ class Bounds:
         """Return what tells, by the rows of the smallest micro-batch, what a step under a setting takes at least; None if nothing is known.
 
         Args:
-            setting: How the levers are set, otherwise than the user's own.
+            setting: How the memory options are set, otherwise than the user's own.
         """
         own = self.own
         recomputes = setting.recompute is not None and setting.recompute.blocks != 0

@@ -15,14 +15,14 @@ from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
 from lightning_unified.cost_model.search import Candidate, Choice
-from lightning_unified.cost_model.trace.lines import MisalignedError
-from lightning_unified.errors import BudgetError, RehearsalError
+from lightning_unified.cost_model.trace.interpolation import MisalignedError
+from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.cuda_graphs import is_recorded
-from lightning_unified.planner.doubling import tried
+from lightning_unified.planner.batch_kinds import Kinds
+from lightning_unified.planner.batch_size_probe import tried
 from lightning_unified.planner.first_validation import FirstValidation
 from lightning_unified.planner.generation import with_generation
 from lightning_unified.planner.held import held_bytes
-from lightning_unified.planner.kinds import Kinds
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.refusal import smallest
 from lightning_unified.planner.setting import Setting
@@ -43,14 +43,14 @@ _SHORTER = 4  # judgement: lengths below the longest that are planned for; each 
 
 
 class FirstStep:
-    """Rehearses a fit's step before the first batch runs, and sets its levers and sizes so that it fits.
+    """Traces a fit's step before the first batch runs, and sets its memory options and sizes so that it fits.
 
     Does nothing where nothing can be gained: sizes were found by another run, or the budget is thousands of times what weights and
-    batch take. Where a step cannot be rehearsed, or the rehearsal cannot be trusted, that is said, and sizes are found by trying.
+    batch take. Where a step cannot be traced, or the dry run cannot be trusted, that is said, and sizes are found by trying.
 
     Args:
         trainer: The fit's.
-        policy: Whose sizes and levers are set.
+        policy: Whose sizes and memory options are set.
         precision: That the fit runs in, by Lightning's name.
         reduction_bytes: What the device holds all the while to average gradients over ranks.
 
@@ -113,11 +113,11 @@ class FirstStep:
             self.validation.training_planned(batch, limit=self._left(), factor=self._factor)
             if self._policy.watch.counts_process:
                 self._policy.watch.release()
-            self._policy.watch.count_anew()  # what the rehearsal took of the host is no part of the run's peak
+            self._policy.watch.count_anew()  # what the dry run took of the host is no part of the run's peak
         except BudgetError:
             raise
         except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
-            kind = "" if isinstance(error, (RehearsalError, MisalignedError)) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "
             self._prediction, self.reason = None, f"not predicted: {kind}{error}"
             what_then = tried(
                 self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=f"{kind}{error}"
@@ -152,7 +152,7 @@ class FirstStep:
         return not asked and not untold and not self._policy.refuses_cut(shape)
 
     def _plan_shorter(self, batch: Any, shape: BatchShape) -> None:
-        """Predict how many of these rows fit at once, with the levers as they are set; the plan of the longest stays the run's."""
+        """Predict how many of these rows fit at once, with the memory options as they are set; the plan of the longest stays the run's."""
         self._shorter[shape.elements] = None
         if self._setting is None or self._speeds is None:
             return
@@ -270,12 +270,12 @@ class FirstStep:
         return not found_already and not self._is_negligible
 
     def _held_by_others(self, batch: Any) -> int:
-        """Return the bytes of the pool that are held now and that no rehearsal counts."""
+        """Return the bytes of the pool that are held now and that no dry run counts."""
         watch = self._policy.watch
         return max((watch.reading().allocated.bytes or 0) - watch.fresh_code_bytes - self._held(batch), 0)
 
     def _held(self, batch: Any) -> int:
-        """Return the bytes on the device that a rehearsal counts too."""
+        """Return the bytes on the device that a dry run counts too."""
         on_host = self._policy.watch.counts_process
         return held_bytes(self._trainer, batch, on_host=on_host) + self._reduction_bytes
 
@@ -292,7 +292,7 @@ class FirstStep:
         prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
         if prediction.confidence == "low":
             notes = "; ".join(prediction.notes)
-            raise RehearsalError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
+            raise DryRunError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
         setting, decided, reason = self._decided(planner, settings, prediction)
         if self._took_room(batch) and not planner.fits(setting, micro_batch_size=decided.rows, limit=self._left()):
             setting, decided, reason = self._decided(planner, settings, prediction)
@@ -302,7 +302,7 @@ class FirstStep:
         policy, watch, light = self._policy, self._policy.watch, outline(batch)
         return Planner(
             self._module,
-            batch if light is None else light,  # what a rehearsal has seen lives until garbage is collected
+            batch if light is None else light,  # what a dry run has seen lives until garbage is collected
             is_prepared=True,
             backend=watch.reading().backend,
             trainer=self._trainer,
@@ -325,7 +325,7 @@ class FirstStep:
         return self._chosen(self._searched(planner, settings, budget=budget), planner, budget=budget)
 
     def _searched(self, planner: Planner, settings: list[Setting], *, budget: int) -> Choice:
-        """Return the search's choice; again with what alignment gains where that could matter, by rehearsals that were made."""
+        """Return the search's choice; again with what alignment gains where that could matter, by dry runs that were made."""
         assert self._speeds is not None
         choose = partial(planner.choose, settings, budget_bytes=budget, rates=self._speeds.rates, only_best=True)
         choice = choose()
@@ -352,7 +352,7 @@ class FirstStep:
     def _act(
         self, planner: Planner, setting: Setting, prediction: Prediction, shape: BatchShape | None, *, reason: str
     ) -> None:
-        """Set levers and sizes as decided."""
+        """Set memory options and sizes as decided."""
         self._adopt(planner, setting, prediction, reason=reason)
         sizes = self._policy.sizes
         if shape is not None and prediction.parts > 1 and (sizes.limit is None or prediction.rows < sizes.limit):
@@ -371,8 +371,8 @@ class FirstStep:
             self._precision,
             # what another run needed, or shorter rows than these, is not tried with less
             policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
-            kernels=policy.levers.kernel_choices(scaled=scaled),
-            chunks=policy.levers.chunk_choices(),
+            kernels=policy.memory_options.kernel_choices(scaled=scaled),
+            chunks=policy.memory_options.chunk_choices(),
         )
 
     def _left(self) -> int:
@@ -396,18 +396,18 @@ class FirstStep:
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
-        self._set_levers(setting, why="as planned")
+        self._set_memory_options(setting, why="as planned")
         self._prediction, self.reason = prediction, reason
         self._setting, self._kind = setting, planner.kind(setting)
         self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
         log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
 
-    def _set_levers(self, setting: Setting, *, why: str) -> None:
+    def _set_memory_options(self, setting: Setting, *, why: str) -> None:
         policy = self._policy
         now = policy.recomputation.policy
         if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
             policy.recomputation.set(setting.recompute, why=why)
         if setting.optimizer_kernel is not None:
-            policy.levers.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+            policy.memory_options.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
-            policy.levers.set_loss_chunk(setting.loss_chunk, why=why)
+            policy.memory_options.set_loss_chunk(setting.loss_chunk, why=why)

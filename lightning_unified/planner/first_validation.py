@@ -16,11 +16,11 @@ log = logging.getLogger("lightning_unified")
 
 
 class FirstValidation:
-    """Rehearses a fit's validation step when a batch of it is there that is larger than those before: the sanity check's at first.
+    """Traces a fit's validation step when a batch of it is there that is larger than those before: the sanity check's at first.
 
-    It is rehearsed as it is in the middle of the fit, with optimizer state, so that it is known before training begins whether the
-    validation that ends the first epoch will go through. Where a step of training cannot be rehearsed on a batch of validation, or
-    training was planned with levers that validation feels too, it is rehearsed once the first batch of training is there.
+    It is traced as it is in the middle of the fit, with optimizer state, so that it is known before training begins whether the
+    validation that ends the first epoch will go through. Where a step of training cannot be traced on a batch of validation, or
+    training was planned with memory options that validation feels too, it is traced once the first batch of training is there.
 
     Args:
         trainer: The fit's.
@@ -56,7 +56,7 @@ class FirstValidation:
         self._seen.append(size)
         light = outline(batch)
         self._largest = self._largest if light is None else (light, shape)
-        known = batch if light is None else light  # what a rehearsal has seen lives until garbage is collected
+        known = batch if light is None else light  # what a dry run has seen lives until garbage is collected
         self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
@@ -70,7 +70,7 @@ class FirstValidation:
         if self._trainer.enable_validation:
             self._train_batch = outline(train_batch)
         largest, self._largest = self._largest, None
-        if largest is None or (self.prediction is not None and self._policy.levers.loss_chunk is None):
+        if largest is None or (self.prediction is not None and self._policy.memory_options.loss_chunk is None):
             return
         if self._has_cut:
             self._policy.evaluation_sizes.start_over()

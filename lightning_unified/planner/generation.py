@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.cost_model.generation.generates import generation_before
+from lightning_unified.cost_model.generation.networks import generation_before
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.units import format_bytes

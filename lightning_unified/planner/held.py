@@ -1,4 +1,4 @@
-"""What a fit holds on the device between two steps, and a rehearsal counts too."""
+"""What a fit holds on the device between two steps, and a dry run counts too."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["callback_bytes", "held_bytes"]
 
 
 def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
-    """Return the bytes of what callbacks hold now, other than averages of weights, which a rehearsal makes itself.
+    """Return the bytes of what callbacks hold now, other than averages of weights, which a dry run makes itself.
 
     Args:
         trainer: Whose callbacks they are.

@@ -1,4 +1,4 @@
-"""What one step of a module needs, and the best way to run it: rehearsals, numbers and search brought together."""
+"""What one step of a module needs, and the best way to run it: dry runs, numbers and search brought together."""
 
 import heapq
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.cost_model.cuts import cuts
+from lightning_unified.cost_model.even_splits import cuts
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.prediction import Prediction
@@ -20,11 +20,11 @@ from lightning_unified.cost_model.rates.cost import step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, search
 from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.planner.adjusted_trace import told
 from lightning_unified.planner.bounds import Bounds
-from lightning_unified.planner.dry_run import Rehearsals
+from lightning_unified.planner.dry_run import DryRuns
 from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.sizes import RehearsedSizes
-from lightning_unified.planner.told import told
+from lightning_unified.planner.sizes import TracedSizes
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 
@@ -35,12 +35,12 @@ _ATTEMPTS = 3  # searches, each without the lines that the one before was misled
 
 
 class Planner:
-    """Predicts and chooses for one module and one batch on one backend; what was rehearsed once is kept.
+    """Predicts and chooses for one module and one batch on one backend; what was traced once is kept.
 
     Args:
         module: The module, which is not touched; its weights may be on any device, the meta device too.
         batch: A whole batch, as the loader gives it or prepared.
-        is_prepared: Whether it is what the rule `prepare` returned; else a rehearsal prepares it.
+        is_prepared: Whether it is what the rule `prepare` returned; else a dry run prepares it.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`, here or not.
         trainer: The Trainer that it is about, with its callbacks, clipping and windows; None for a plain one.
         rates: The speeds of the machine; None predicts no times, and `choose` then needs some.
@@ -86,25 +86,25 @@ class Planner:
         self._least, self._most = least, most
         self._has_encoders = bool(rules.encoders)
         self._row_bytes = sum(one.numel() * one.element_size() for one in tensors_in(batch)) // self.rows
-        self._rehearsals = partial(
-            Rehearsals, module, batch, is_prepared=is_prepared, backend=backend, trainer=trainer, shadows={}
+        self._dry_runs = partial(
+            DryRuns, module, batch, is_prepared=is_prepared, backend=backend, trainer=trainer, fake_copies={}
         )
         self._updates, self._workspaces, self._reduction_bytes = updates, workspaces, reduction_bytes
         self._mmap_threshold = mmap_threshold
-        self._sizes: dict[Setting, RehearsedSizes] = {}
+        self._sizes: dict[Setting, TracedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
         self._ways = cuts(self.rows, unit=self._unit, least=least, most=most)
 
     def predict(self, setting: Setting, *, micro_batch_size: int | None = None) -> Prediction:
-        """Return what a step takes under `setting`, rehearsed at exactly that size.
+        """Return what a step takes under `setting`, traced at exactly that size.
 
         Args:
-            setting: How the levers are set.
+            setting: How the memory options are set.
             micro_batch_size: Rows at once; None for the whole batch.
 
         Raises:
-            RehearsalError: If the step cannot be rehearsed.
+            DryRunError: If the step cannot be traced.
         """
         self._begun = time.monotonic()
         trace, parts = self._exactly(setting, micro_batch_size)
@@ -119,24 +119,24 @@ class Planner:
             limit: Of what the machine gives.
 
         Raises:
-            RehearsalError: If the step cannot be rehearsed.
+            DryRunError: If the step cannot be traced.
         """
         return self._goes_through(self._exactly(setting, micro_batch_size)[0], limit=limit)
 
     def choose(
         self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates, only_best: bool = False
     ) -> Choice:
-        """Return the setting and size of least predicted time that fits; a size below the whole batch is rehearsed as it is to run.
+        """Return the setting and size of least predicted time that fits; a size below the whole batch is traced as it is to run.
 
         Args:
             settings: From which to choose, the user's own first, the one that needs least next.
             budget_bytes: What the run may use.
             rates: The speeds of the machine.
-            only_best: Whether settings are rehearsed only if they can win, by what the user's own setting tells of them: the choice is
+            only_best: Whether settings are traced only if they can win, by what the user's own setting tells of them: the choice is
                 the same and made in less time, and tells fewer alternatives.
 
         Raises:
-            RehearsalError: If the step cannot be rehearsed.
+            DryRunError: If the step cannot be traced.
         """
         self._begun, self._rates = time.monotonic(), rates
         for _ in range(_ATTEMPTS):
@@ -242,9 +242,9 @@ class Planner:
         """The rows of each micro-batch where there are as few as may be."""
         return self._ways[0]
 
-    def _of(self, setting: Setting, *, bounds: Bounds | None = None) -> RehearsedSizes:
+    def _of(self, setting: Setting, *, bounds: Bounds | None = None) -> TracedSizes:
         if setting not in self._sizes:
-            self._sizes[setting] = RehearsedSizes(
+            self._sizes[setting] = TracedSizes(
                 self._steps(setting),
                 rows=self.rows,
                 unit=self._unit,
@@ -261,7 +261,7 @@ class Planner:
         return self._of(setting).exactly(rows, parts=parts), parts
 
     def _steps(self, setting: Setting) -> Callable[[int, int, int], Trace]:
-        step = self._rehearsals(
+        step = self._dry_runs(
             precision=setting.precision,
             recompute=setting.recompute,
             optimizer_kernel=setting.optimizer_kernel,

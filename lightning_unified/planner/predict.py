@@ -12,7 +12,7 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
 from lightning_unified.cost_model.search import Choice
-from lightning_unified.errors import ConfigurationError, RehearsalError
+from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
@@ -47,7 +47,7 @@ def predict(
 ) -> Prediction:
     """Return what a training step of `module` takes on `device`, which need not be here; nothing is allocated or run.
 
-    The step is rehearsed with tensors that have shapes and no values: the real `training_step`, backward pass, optimizer and Lightning's
+    The step is traced with tensors that have shapes and no values: the real `training_step`, backward pass, optimizer and Lightning's
     loop around them. Module, batch and random generators are left as they are.
 
     Args:
@@ -65,7 +65,7 @@ def predict(
         validation_batch: A whole batch as `validation_step` gets it, for `validation` of what is returned; None leaves that out.
 
     Raises:
-        RehearsalError: If the step cannot be rehearsed.
+        DryRunError: If the step cannot be traced.
         ConfigurationError: If the device is none of those named.
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
@@ -122,7 +122,7 @@ def plan(
         what would.
 
     Raises:
-        RehearsalError: If the step cannot be rehearsed.
+        DryRunError: If the step cannot be traced.
         ConfigurationError: If an argument is none of those named.
         BudgetError: If the budget cannot be read or had.
     """
@@ -154,7 +154,7 @@ def plan_many(
     optimizer_kernel: str = "keep",
     trainer: L.Trainer | None = None,
 ) -> dict[str, Plan]:
-    """Return the plan of each machine; machines of one backend share their rehearsals.
+    """Return the plan of each machine; machines of one backend share their dry runs.
 
     Args:
         module: As in `predict`.
@@ -167,7 +167,7 @@ def plan_many(
         trainer: As in `predict`.
 
     Raises:
-        RehearsalError: If the step cannot be rehearsed.
+        DryRunError: If the step cannot be traced.
         ConfigurationError: If there is nothing in the tables about a machine without speeds.
     """
     settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
@@ -241,7 +241,7 @@ def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan
 def _with_validation(
     found: Plan, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None, train_batch: Any
 ) -> Plan:
-    """Return the plan with what the validation step takes under it; why not, where that cannot be rehearsed."""
+    """Return the plan with what the validation step takes under it; why not, where that cannot be traced."""
     assert found.prediction is not None
     try:
         foreseen = foresee_validation(
@@ -254,7 +254,7 @@ def _with_validation(
             train_batch=train_batch,
             loss_chunk=found.loss_chunk,
         )
-    except RehearsalError as error:
+    except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
     prediction = replace(found.prediction, validation=foreseen.prediction)
     return replace(found, prediction=prediction, reasons={**found.reasons, "validation": foreseen.reason})

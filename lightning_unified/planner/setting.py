@@ -1,4 +1,4 @@
-"""How the levers of a step are set."""
+"""How the memory options of a step are set."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _KEPT_AGAIN = 0.8  # judgement: of a block's forward pass, what runs again when 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How the levers are set.
+    """How the memory options are set.
 
     Attributes:
         recompute: What is recomputed; None leaves the module as it is.
@@ -27,7 +27,7 @@ class Setting:
 
     @property
     def changes(self) -> int:
-        """How many levers are not as the user left them."""
+        """How many memory options are not as the user left them."""
         recomputes = self.recompute is not None and self.recompute.blocks != 0
         return recomputes + (self.optimizer_kernel is not None) + (self.loss_chunk is not None)
 

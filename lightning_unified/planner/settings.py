@@ -1,4 +1,4 @@
-"""The settings of the levers that a search compares, in the order in which it looks at them."""
+"""The settings of the memory options that a search compares, in the order in which it looks at them."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def settings_to_compare(
 ) -> list[Setting]:
     """Return the settings, the user's own first and then the one that needs least; the rest by what it is likely to be worth.
 
-    Not the product of all levers: kernels and chunks are varied with nothing and with everything recomputed.
+    Not the product of all memory options: kernels and chunks are varied with nothing and with everything recomputed.
 
     Args:
         precision: Lightning's name.

@@ -10,24 +10,24 @@ import lightning as L
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_unified.cost_model.cuts import cuts
+from lightning_unified.cost_model.even_splits import cuts
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
-from lightning_unified.planner.dry_run import rehearse_validation
-from lightning_unified.planner.sizes import RehearsedSizes
+from lightning_unified.planner.dry_run import trace_validation
+from lightning_unified.planner.sizes import TracedSizes
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 from lightning_unified.units import format_bytes
 
-__all__ = ["ValidationForesight", "foresee_validation", "outline"]
+__all__ = ["ValidationPlanSource", "foresee_validation", "outline"]
 
-_KNOWN = 1 << 18  # entries up to which whole numbers are kept: a rehearsal looks at no longer ones either
+_KNOWN = 1 << 18  # entries up to which whole numbers are kept: a dry run looks at no longer ones either
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationForesight:
+class ValidationPlanSource:
     """What a validation step will take, and how its batch has to be cut for it.
 
     Attributes:
@@ -58,11 +58,11 @@ def foresee_validation(
     factor: float = 1.0,
     workspaces: bool = True,
     mmap_threshold: int | None = None,
-) -> ValidationForesight:
+) -> ValidationPlanSource:
     """Return the validation step in the fewest parts that go through within `limit` bytes; nothing is run.
 
     Args:
-        module: As the fit has it, levers that are set included.
+        module: As the fit has it, memory options that are set included.
         batch: A whole batch as `validation_step` gets it.
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
         precision: Lightning's name.
@@ -77,7 +77,7 @@ def foresee_validation(
         mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
 
     Raises:
-        RehearsalError: If the step cannot be rehearsed.
+        DryRunError: If the step cannot be traced.
     """
     begun, rules = time.monotonic(), rules_of(module, "validate", given=given_to(trainer))
     splitter = splitter_of(module, "validate", trainer=trainer)
@@ -85,8 +85,8 @@ def foresee_validation(
     rows = 1 if shape is None else shape.rows
     whole = shape is None or not rules.splittable or splitter.refusal(batch, rows) is not None
     unit = rows if whole else rules.unit
-    rehearsed = partial(
-        rehearse_validation,
+    traced = partial(
+        trace_validation,
         module,
         batch,
         backend=backend,
@@ -96,8 +96,8 @@ def foresee_validation(
         is_prepared=is_prepared,
         loss_chunk=loss_chunk,
     )
-    sizes = RehearsedSizes(
-        lambda rows, *_: rehearsed(rows=rows),
+    sizes = TracedSizes(
+        lambda rows, *_: traced(rows=rows),
         rows=rows,
         unit=unit,
         row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(batch)) // rows,
@@ -114,7 +114,7 @@ def foresee_validation(
     seconds = time.monotonic() - begun
     found = summarise(sizes.at(ways[at][0]), planning_seconds=seconds, mmap_threshold=mmap_threshold)
     prediction = replace(found, parts=len(ways[at]))
-    return ValidationForesight(
+    return ValidationPlanSource(
         prediction=prediction,
         refused=None if at == 0 else ways[at - 1][0],
         fits=fits,
@@ -123,7 +123,7 @@ def foresee_validation(
 
 
 def outline(batch: Any) -> Any | None:
-    """Return what a rehearsal has to know of a batch, which can be kept: shapes, and whole numbers where there are few.
+    """Return what a dry run has to know of a batch, which can be kept: shapes, and whole numbers where there are few.
 
     Args:
         batch: Any; None is returned for one of a kind of its own, whose tensors are not seen.

@@ -20,7 +20,7 @@ from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.split import BatchSplitter, part_sizes
 from lightning_unified.units import format_bytes
 
-__all__ = ["GradientParity"]
+__all__ = ["DeviceGradientCheck"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -32,7 +32,7 @@ _RANDOM = "its step draws random numbers, which differ from device to device"
 _NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has nothing to run them in parts by"
 
 
-class GradientParity:
+class DeviceGradientCheck:
     """Compares the gradient of one micro-batch with the CPU's, once for each size that batches are cut to, or then run whole in.
 
     The device runs the micro-batch as training does, at its full size and precision, for the faults known show in large backward
@@ -109,7 +109,7 @@ class GradientParity:
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
-        if not self._policy.cuts_are_exact:
+        if not self._policy.splits_are_exact:
             return _NO_METHOD
         needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
         if available is not None and needed > available:

@@ -9,7 +9,7 @@ import lightning as L
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
 from lightning_unified.step.exactness.weighting import Weighting
-from lightning_unified.step.plan_source import Foresight
+from lightning_unified.step.plan_source import PlanSource
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught
@@ -36,8 +36,8 @@ class EvaluationSteps:
         foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
-        self._trainer, self._policy, self._foresight = trainer, policy, foresight
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, plan_source: PlanSource | None = None) -> None:
+        self._trainer, self._policy, self._plan_source = trainer, policy, plan_source
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
@@ -58,8 +58,8 @@ class EvaluationSteps:
         """
         batch, *rest = args
         shape = self._shape(batch, rest, phase=phase)
-        if self._foresight is not None and phase == "validation":
-            self._foresight.look_at_validation(batch, shape)
+        if self._plan_source is not None and phase == "validation":
+            self._plan_source.look_at_validation(batch, shape)
         if not self._policy.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
-from lightning_unified.step.device_gradients import GradientParity
+from lightning_unified.step.device_gradients import DeviceGradientCheck
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.exactness.weighting import Weighting
-from lightning_unified.step.plan_source import Foresight
+from lightning_unified.step.plan_source import PlanSource
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught, insist
@@ -51,10 +51,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         foresight: What plans for a batch before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, foresight: Foresight | None = None) -> None:
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, plan_source: PlanSource | None = None) -> None:
         super().__init__(trainer)
         module = trainer.lightning_module
-        self._policy, self._foresight = policy, foresight
+        self._policy, self._plan_source = policy, plan_source
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
@@ -64,7 +64,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._check = ExactnessCheck(
             trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
         )
-        self._parity = GradientParity(trainer, policy, splitter=self._splitter, step=self._training_step)
+        self._parity = DeviceGradientCheck(trainer, policy, splitter=self._splitter, step=self._training_step)
         self._window = WindowTerms() if policy.mean_of_terms else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
@@ -100,8 +100,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._splitter.shape(kwargs[key])
-        if self._foresight is not None:
-            self._foresight.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
+        if self._plan_source is not None:
+            self._plan_source.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
             terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
@@ -114,8 +114,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             self._window.done()
         self._policy.batch_done(shape)
-        if self._foresight is not None:
-            self._foresight.batch_done()
+        if self._plan_source is not None:
+            self._plan_source.batch_done()
         return outputs
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -306,7 +306,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _fits(self, rows: int) -> bool | None:
         """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
-        return None if self._foresight is None else self._foresight.fits(rows)
+        return None if self._plan_source is None else self._plan_source.fits(rows)
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""

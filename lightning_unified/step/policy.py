@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_unified.cost_model import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.options import Levers
+from lightning_unified.options import AppliedOptions
 from lightning_unified.options.recomputation import Recomputation
 from lightning_unified.step.exactness.losses import LossRule, declared
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
@@ -51,7 +51,7 @@ class MemoryPolicy:
     Attributes:
         caches: What clears the device's caches between batches.
         recomputation: Whether activations are recomputed; `"auto"` turns that on once nothing smaller is left to try.
-        levers: What else a plan can pull: the optimizer's kernel, the rows of a chunked loss.
+        memory options: What else a plan can pull: the optimizer's kernel, the rows of a chunked loss.
         sizes: The micro-batch size in use in training.
         evaluation_sizes: The one in use in validation, test and predict.
         effective_batch_size: Rows of the largest batch so far.
@@ -93,7 +93,7 @@ class MemoryPolicy:
         self.known_roles: dict[str, Roles] = {}
         self.caches = _caches_of(watch)
         self.recomputation = Recomputation("auto")
-        self.levers = Levers()
+        self.memory_options = AppliedOptions()
         self.kept = KeptMemory()
         self.sizes = MicroBatchSize(micro_batch_size)
         self.evaluation_sizes = MicroBatchSize(evaluation_micro_batch_size)
@@ -235,7 +235,7 @@ class MemoryPolicy:
         return own or (LossRule("rows") if self._verdict is None else self._verdict.rule)
 
     @property
-    def cuts_are_exact(self) -> bool:
+    def splits_are_exact(self) -> bool:
         """Whether gradients have told that a batch's parts come to the whole."""
         return self._verdict is not None and self._verdict.conclusive
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_unified.cost_model import Plan
 from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.hardware.simulated import SimulatedMachine
-from lightning_unified.options import Levers
+from lightning_unified.options import AppliedOptions
 from lightning_unified.options.recomputation import Recomputation
 from lightning_unified.planner.first_step import FirstStep
 from lightning_unified.precision import (
@@ -69,7 +69,7 @@ class Budgeted(PartwiseBackward):
         self._predicts = predict
         self.first_step: FirstStep | None = None
         self.policy.recomputation = Recomputation(recompute)
-        self.policy.levers = Levers(optimizer_kernel=optimizer_kernel)
+        self.policy.memory_options = AppliedOptions(optimizer_kernel=optimizer_kernel)
         self._asked_precision = str(precision)
         self.precision_choice: PrecisionChoice | None = None
         self._status = RunStatus(None)
@@ -139,7 +139,7 @@ class Budgeted(PartwiseBackward):
             self.policy.recomputation.begin(module)
         self.policy.watch.enter(module)
         super().setup(trainer)
-        self.policy.levers.begin(module, self.optimizers)
+        self.policy.memory_options.begin(module, self.optimizers)
         self.policy.refuse_if_too_small(module, self.optimizers)
         verify_run(trainer)
         self.policy.begin(module, self.optimizers, precision=plugin_precision(self.precision_plugin))
@@ -150,13 +150,13 @@ class Budgeted(PartwiseBackward):
         loop.automatic_optimization = self._optimization(trainer)
         loop.automatic_optimization.optim_progress = progress
         trains = trainer.state.fn == TrainerFn.FITTING
-        self._evaluations = EvaluationSteps(trainer, self.policy, foresight=self.first_step if trains else None)
+        self._evaluations = EvaluationSteps(trainer, self.policy, plan_source=self.first_step if trains else None)
         self._status = RunStatus(runs_directory())
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         precision = plugin_precision(self.precision_plugin)
         self.first_step = FirstStep(trainer, self.policy, precision=precision) if self._predicts else None
-        return UnifiedOptimization(trainer, self.policy, foresight=self.first_step)
+        return UnifiedOptimization(trainer, self.policy, plan_source=self.first_step)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -167,7 +167,7 @@ class Budgeted(PartwiseBackward):
     @override
     def teardown(self) -> None:
         self.policy.recomputation.end()
-        self.policy.levers.end()
+        self.policy.memory_options.end()
         self._status.end()
         self.policy.watch.leave()
         super().teardown()
@@ -243,8 +243,8 @@ class Budgeted(PartwiseBackward):
             micro_batch_size=self.micro_batch_size,
             recompute=recomputation.on,
             recomputed="" if recomputation.policy is None else str(recomputation.policy),
-            optimizer_kernel=self.policy.levers.optimizer_kernel,
-            loss_chunk=self.policy.levers.loss_chunk,
+            optimizer_kernel=self.policy.memory_options.optimizer_kernel,
+            loss_chunk=self.policy.memory_options.loss_chunk,
             prediction=None if first is None else first.prediction,
             predicted_peak_bytes=None if first is None else first.predicted_peak_bytes,
             alternatives=() if first is None else first.alternatives,
@@ -256,7 +256,7 @@ class Budgeted(PartwiseBackward):
                 "recompute": recomputation.reason,
                 "prediction": "not asked for" if first is None else first.reason,
                 **({} if first is None else first.reasons),
-                **self.policy.levers.reasons,
+                **self.policy.memory_options.reasons,
                 "precision": choice.reason if choice is not None else "Lightning's default",
                 "loss_weight": self.policy.weighting_reason,
                 "cap": self.policy.watch.named(cap.reason) if cap is not None else "none",

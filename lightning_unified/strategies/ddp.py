@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.planner.ranked_first_step import RankedFirstStep
+from lightning_unified.planner.distributed_first_step import DistributedFirstStep
 from lightning_unified.precision import plugin_precision
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.ranks.consensus import Point, Ranks
-from lightning_unified.step.ranks.loop import RankedOptimization
-from lightning_unified.step.ranks.policy import RankedPolicy
+from lightning_unified.step.ranks.loop import DistributedOptimization
+from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.strategies.base import Budgeted
@@ -47,7 +47,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         recompute: As for `UnifiedStrategy`.
         precision: As for `UnifiedStrategy`.
         optimizer_kernel: As for `UnifiedStrategy`.
-        predict: As for `UnifiedStrategy`; each rank rehearses its own batch, and all go on with one setting and the smallest size.
+        predict: As for `UnifiedStrategy`; each rank traces its own batch, and all go on with one setting and the smallest size.
         recover: Undo a step in which any rank ran out of memory, and repeat it in smaller micro-batches.
         optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
             takes weights and state from another one.
@@ -105,7 +105,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
         if not timeout > timedelta(0):
             raise ConfigurationError(f"timeout={timeout} must be above 0.")
-        self.policy = self._policy = RankedPolicy(
+        self.policy = self._policy = DistributedPolicy(
             BudgetWatch(budget),
             micro_batch_size=micro_batch_size,
             evaluation_micro_batch_size=evaluation_micro_batch_size,
@@ -235,20 +235,20 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         if self._replicas is None:  # no training, or manual optimization
             return super()._optimization(trainer)
         if self._predicts:
-            self.first_step = RankedFirstStep(
+            self.first_step = DistributedFirstStep(
                 trainer,
                 self._policy,
                 precision=plugin_precision(self.precision_plugin),
                 ranks=self.ranks,
                 reduction_bytes=self._replicas.scratch_bytes,
             )
-        return RankedOptimization(
+        return DistributedOptimization(
             trainer,
             self._policy,
             ranks=self.ranks,
             replicas=self._replicas,
             broadcast_buffers=self._broadcast_buffers,
-            foresight=self.first_step,
+            plan_source=self.first_step,
         )
 
     @override

@@ -48,7 +48,7 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         optimizer_kernel: `"keep"` leaves optimizers as they were built; `"fused"`, `"foreach"` or `"for-loop"` makes torch's own run so,
             whatever they were built with; `"auto"` lets the plan choose for those that were built without a choice. Updates differ in
             rounding, what a step takes beside the state differs by up to the parameters' bytes.
-        predict: Rehearse the step before the first batch runs, and choose sizes and levers by what it will take; see docs/planning.md.
+        predict: Trace the step before the first batch runs, and choose sizes and memory options by what it will take; see docs/planning.md.
             It costs a second or a few, and is left out where the budget is thousands of times what weights and batch take.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
         optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs

@@ -13,7 +13,7 @@ from lightning_unified import CudaGraphs, UnifiedStrategy
 from lightning_unified.callbacks import cuda_graphs
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.cuda_graphs import RecordedCalls
-from lightning_unified.planner.fake.fake_copy import shadow
+from lightning_unified.planner.fake.fake_copy import fake_copy
 from lightning_unified.planner.held import callback_bytes, held_bytes
 
 
@@ -136,8 +136,8 @@ def test_a_part_that_is_compiled_is_refused():
         CudaGraphs().on_train_start(None, module)
 
 
-def test_the_shadow_that_is_planned_with_is_eager():
+def test_the_fake_copy_that_is_planned_with_is_eager():
     module = OnCuda()
     CudaGraphs().on_train_start(None, module)
 
-    assert shadow(module, device=torch.device("cpu")).network._compiled_call_impl is None
+    assert fake_copy(module, device=torch.device("cpu")).network._compiled_call_impl is None

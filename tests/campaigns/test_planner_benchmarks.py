@@ -181,7 +181,7 @@ def plan(size):
     return {
         "outcome": "trained",
         "micro_batch_size": size,
-        "levers": {"blocks": 0, "keep_attention": False},
+        "memory_options": {"blocks": 0, "keep_attention": False},
         "reserved": 1,
         "recoveries": 0,
     }

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_unified.cost_model.generation.formula import kv_cache_bytes
-from lightning_unified.cost_model.generation.generates import generated, generation_before
+from lightning_unified.cost_model.generation.networks import generated, generation_before
 from lightning_unified.models.gearhead.module import GearHead
 
 

@@ -1,4 +1,4 @@
-"""A step of any size is what few rehearsed sizes say of it, event by event."""
+"""A step of any size is what few traced sizes say of it, event by event."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.trace.lines import MisalignedError, fit
-from lightning_unified.cost_model.trace.script import script_of
+from lightning_unified.cost_model.trace.interpolation import MisalignedError, fit
+from lightning_unified.cost_model.trace.timeline import script_of
 from lightning_unified.cost_model.trace.trace import Give, Read, Take, Trace, Work
 
 NAMES = ("weights", "activations", "temporaries")
@@ -164,7 +164,7 @@ def test_no_traces_are_refused():
     ("asked", "words"),
     [
         ({"rows": 8, "length": 32}, r"length=32 was asked for.*length=16 only"),
-        ({"rows": 8, "parts": 2}, "only whole batches were rehearsed"),
+        ({"rows": 8, "parts": 2}, "only whole batches were traced"),
         ({"rows": 0}, "rows=0; a micro-batch has at least 1"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_size_that_the_traces_do_not_determine_is_refused(made, asked, words):
 def test_one_trace_gives_its_own_size_only(made):
     lines = fit([made(rows=3)])
     assert happened(lines.at(3)) == happened(made(rows=3))
-    with pytest.raises(ValueError, match="rows=4 was asked for, but the step was rehearsed at rows=3 only"):
+    with pytest.raises(ValueError, match="rows=4 was asked for, but the step was traced at rows=3 only"):
         lines.at(4)
 
 
@@ -200,7 +200,7 @@ def test_what_was_made_up_in_any_trace_is_in_the_computed_one(made):
     read = Read("aten._local_scalar_dense.default", "net", "1", shapes=True)
     lines = fit([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
     assert lines.at(9).confidence == "low"
-    assert lines.at(9).notes == ("seen", "computed from the step rehearsed at 2 rows of 16, 4 rows of 16")
+    assert lines.at(9).notes == ("seen", "computed from the step traced at 2 rows of 16, 4 rows of 16")
 
 
 @settings(max_examples=30, deadline=None)

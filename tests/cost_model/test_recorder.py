@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_unified.cost_model.trace.trace import Give, Take, Work
-from lightning_unified.planner.fake.fake_copy import shadow
+from lightning_unified.planner.fake.fake_copy import fake_copy
 from lightning_unified.planner.fake.mode import fake_world
 from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
@@ -149,7 +149,7 @@ def test_counters_are_known_through_operations_in_place():
     assert len(answers.reads) == 1
 
 
-def test_a_shadow_keeps_ties_views_flags_and_what_cannot_be_copied():
+def test_a_fake_copy_keeps_ties_views_flags_and_what_cannot_be_copied():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     net[1].weight = net[0].weight
     net[0].bias.requires_grad_(False)
@@ -158,7 +158,7 @@ def test_a_shadow_keeps_ties_views_flags_and_what_cannot_be_copied():
     net.part = net.whole[2:4]
     net.endless = (number for number in range(3))
     with fake_world():
-        twin = shadow(net, device=CPU)
+        twin = fake_copy(net, device=CPU)
         assert twin[0].weight is twin[1].weight
         assert twin.part.untyped_storage()._cdata == twin.whole.untyped_storage()._cdata
         assert int(twin.part.sum()) == 5

@@ -255,10 +255,10 @@ def test_gearheads_loss_is_the_same_in_any_chunk():
 
     def outcome(rows):
         module.zero_grad()
-        lever = LossChunk(module, rows)
+        memory_option = LossChunk(module, rows)
         loss = module.training_step({"input_ids": ids, "labels": ids})
         loss.backward()
-        lever.undo()
+        memory_option.undo()
         return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
 
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(outcome(None), outcome(3), strict=True))

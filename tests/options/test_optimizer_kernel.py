@@ -1,4 +1,4 @@
-"""The optimizer's kernel as a lever, without a Trainer: the same learning to rounding, and everything undone."""
+"""The optimizer's kernel as a memory option, without a Trainer: the same learning to rounding, and everything undone."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.options import Levers, allowed_kernels, kernel_of, set_kernel
+from lightning_unified.options import AppliedOptions, allowed_kernels, kernel_of, set_kernel
 
 FUSED = {"Adam": Adam, "AdamW": AdamW, "SGD": lambda p, **k: SGD(p, 0.1, momentum=0.9, **k), "Adagrad": Adagrad}
 
@@ -144,7 +144,7 @@ def test_a_changed_optimizer_goes_when_its_last_user_does():
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
-def test_a_rehearsal_under_fake_tensors_runs_with_it(kernel):
+def test_a_dry_run_under_fake_tensors_runs_with_it(kernel):
     with FakeTensorMode():
         module = deep()
         optimizer = AdamW(module.parameters())
@@ -201,35 +201,35 @@ def test_a_kernel_that_is_not_allowed_is_refused_with_those_that_are():
 def test_a_plan_chooses_for_optimizers_built_without_a_choice_only():
     module = deep()
     free, chosen = AdamW(module[0].parameters()), AdamW(module[1].parameters(), foreach=False)
-    levers = Levers(optimizer_kernel="auto")
-    levers.begin(module, [free, chosen])
-    levers.set_kernel("foreach", why="as planned")
-    levers.set_kernel("fused", why="as planned")
+    memory_options = AppliedOptions(optimizer_kernel="auto")
+    memory_options.begin(module, [free, chosen])
+    memory_options.set_kernel("foreach", why="as planned")
+    memory_options.set_kernel("fused", why="as planned")
 
-    assert levers.kernel_choices("mps") == ("fused", "for-loop")
-    assert (kernel_of(free), kernel_of(chosen), levers.optimizer_kernel) == ("fused", "for-loop", "other")
-    assert levers.reasons == {"optimizer_kernel": "fused, as planned"}
-    levers.end()
+    assert memory_options.kernel_choices("mps") == ("fused", "for-loop")
+    assert (kernel_of(free), kernel_of(chosen), memory_options.optimizer_kernel) == ("fused", "for-loop", "other")
+    assert memory_options.reasons == {"optimizer_kernel": "fused, as planned"}
+    memory_options.end()
     assert flags(free) == [{"foreach": None, "fused": None}]
 
 
 @pytest.mark.parametrize("asked", ["keep", "foreach"])
 def test_a_plan_has_no_kernel_to_choose_unless_that_was_left_to_it(asked):
-    levers = Levers(optimizer_kernel=asked)
-    levers.begin(deep(), [AdamW(deep().parameters())])
+    memory_options = AppliedOptions(optimizer_kernel=asked)
+    memory_options.begin(deep(), [AdamW(deep().parameters())])
 
-    assert levers.kernel_choices() == ()
+    assert memory_options.kernel_choices() == ()
     with pytest.raises(ConfigurationError, match=rf'optimizer_kernel="{asked}" leaves nothing to choose; "auto" does'):
-        levers.set_kernel("fused", why="as planned")
+        memory_options.set_kernel("fused", why="as planned")
 
 
 def test_sparse_gradients_forbid_a_fused_kernel():
     module = deep()
     module.table = nn.Embedding(4, 6, sparse=True)
-    levers = Levers(optimizer_kernel="auto")
-    levers.begin(module, [SGD(module.parameters(), 0.1)])
+    memory_options = AppliedOptions(optimizer_kernel="auto")
+    memory_options.begin(module, [SGD(module.parameters(), 0.1)])
 
-    assert levers.kernel_choices() == ("foreach", "for-loop")
+    assert memory_options.kernel_choices() == ("foreach", "for-loop")
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_sparse_gradients_forbid_a_fused_kernel():
 )
 def test_what_is_no_kernel_is_refused_with_the_reason(asked, message):
     with pytest.raises(ConfigurationError, match=message):
-        Levers(optimizer_kernel=asked)
+        AppliedOptions(optimizer_kernel=asked)

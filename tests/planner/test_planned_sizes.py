@@ -1,16 +1,16 @@
-"""Which sizes of a step are rehearsed, and with how many rows in the second part."""
+"""Which sizes of a step are traced, and with how many rows in the second part."""
 
 from functools import partial
 
 import torch
+from tests.support.dry_run_zoo import Perceptron
 
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
-from lightning_unified.planner.dry_run import rehearse
-from lightning_unified.planner.sizes import RehearsedSizes
+from lightning_unified.planner.dry_run import trace_step
+from lightning_unified.planner.sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy
-from tests.support.rehearsal_zoo import Perceptron
 
 
 def made(asked, rows, parts, second):
@@ -22,14 +22,14 @@ def made(asked, rows, parts, second):
 
 def sizes(rows):
     asked = []
-    return RehearsedSizes(partial(made, asked), rows=rows, unit=1, row_bytes=8, workspaces=False), asked
+    return TracedSizes(partial(made, asked), rows=rows, unit=1, row_bytes=8, workspaces=False), asked
 
 
 def batch_of(trace):
     return sum(event.bytes for event in trace.events if isinstance(event, Take) and event.category == "batch")
 
 
-def test_a_small_size_that_does_not_divide_evenly_is_rehearsed_as_it_is_to_run():
+def test_a_small_size_that_does_not_divide_evenly_is_traced_as_it_is_to_run():
     step, asked = sizes(10)
 
     assert batch_of(step.at(4, parts=3)) == 8 * 10
@@ -46,9 +46,9 @@ def test_after_a_few_a_large_size_lies_on_lines_until_it_is_asked_for_exactly():
     assert asked[-1] == (34, 2, 33)
 
 
-def test_the_later_micro_batches_of_a_rehearsal_can_be_smaller():
-    even = rehearse(Perceptron(), Perceptron.batch(4), rows=4, parts=2)
-    uneven = rehearse(Perceptron(), Perceptron.batch(4), rows=4, parts=2, later_rows=3)
+def test_the_later_micro_batches_of_a_dry_run_can_be_smaller():
+    even = trace_step(Perceptron(), Perceptron.batch(4), rows=4, parts=2)
+    uneven = trace_step(Perceptron(), Perceptron.batch(4), rows=4, parts=2, later_rows=3)
 
     assert batch_of(even) - batch_of(uneven) == 64 * 4 + 8  # one row and its label
 

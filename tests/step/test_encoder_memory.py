@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_unified.cost_model.rates import tabled_rates
-from lightning_unified.planner.dry_run import rehearse
+from lightning_unified.planner.dry_run import trace_step
 from lightning_unified.planner.predict import plan, predict
 from tests.support.contrastive_modules import Contrastive
 from tests.support.lanes import some
@@ -35,14 +35,14 @@ def test_memory_falls_with_the_chunk(tmp_path):
 
 @pytest.mark.parametrize("parts", some([1, 3, 4, 8], 3))
 def test_a_dry_run_predicts_the_peak_of_a_step_in_chunks(parts, tmp_path):
-    predicted = peak_of(rehearse(Deep(), deep_batch(), rows=-(-64 // parts), parts=parts, later_rows=64 // parts))
+    predicted = peak_of(trace_step(Deep(), deep_batch(), rows=-(-64 // parts), parts=parts, later_rows=64 // parts))
     measured = live_peak(Deep, deep_batch(), parts=parts, rows=-(-64 // parts), folder=tmp_path)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.slow
 def test_a_prediction_of_many_chunks_runs_two_of_them():
-    every = peak_of(rehearse(Deep(), deep_batch(), rows=8, parts=8))
+    every = peak_of(trace_step(Deep(), deep_batch(), rows=8, parts=8))
     assert predict(Deep(), deep_batch(), device="cpu", micro_batch_size=8).peak_bytes == pytest.approx(every, rel=0.01)
 
 

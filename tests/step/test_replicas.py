@@ -12,7 +12,7 @@ from lightning_unified.errors import ConfigurationError, OutOfMemoryError, RankE
 from lightning_unified.step.ranks import reduction
 from lightning_unified.step.ranks.consensus import Outcome, Word
 from lightning_unified.step.ranks.reduction import Replicas, flat_memory
-from lightning_unified.step.ranks.resync import take_over
+from lightning_unified.step.ranks.resync import resync
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -231,8 +231,8 @@ def test_an_optimizer_takes_over_weights_and_state(kind, options, steps):
     with torch.no_grad():
         target.weight.add_(7)
     theirs.param_groups[0]["lr"] = 0.05
-    take_over(theirs, Precision(), Line(0), source=0, lacks=False)
-    take_over(mine, Precision(), Line(1), source=0, lacks=True)
+    resync(theirs, Precision(), Line(0), source=0, lacks=False)
+    resync(mine, Precision(), Line(1), source=0, lacks=True)
 
     assert torch.equal(target.weight, source.weight)
     assert mine.param_groups[0]["lr"] == 0.05
@@ -252,7 +252,7 @@ def test_a_rank_without_memory_for_the_state_says_so(monkeypatch):
     Line.box.clear()
     _, theirs = stepped(torch.optim.AdamW, steps=1)
     _, mine = stepped(torch.optim.AdamW, steps=0)
-    take_over(theirs, Precision(), Line(0), source=0, lacks=False)
+    resync(theirs, Precision(), Line(0), source=0, lacks=False)
 
     def fails(*_args, **_options):
         raise RuntimeError(TEXT)
@@ -260,7 +260,7 @@ def test_a_rank_without_memory_for_the_state_says_so(monkeypatch):
     monkeypatch.setattr(torch, "empty_strided", fails)
     line = Line(1)
     with pytest.raises(OutOfMemoryError, match="does not fit on rank 1, though it does on rank 0"):
-        take_over(mine, Precision(), line, source=0, lacks=True)
+        resync(mine, Precision(), line, source=0, lacks=True)
 
     assert line.is_over
 
@@ -276,4 +276,4 @@ def test_the_others_of_a_rank_without_memory_for_the_state_name_it(monkeypatch):
 
     monkeypatch.setattr(Line, "meet", meet_short)
     with pytest.raises(RankError, match="rank 1 has no memory for its optimizer state: CUDA out of memory"):
-        take_over(mine, Precision(), line, source=0, lacks=False)
+        resync(mine, Precision(), line, source=0, lacks=False)

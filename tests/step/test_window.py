@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_recovery import Fails
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.window import WindowTerms
+from tests.step.test_recovery import Fails
 from tests.support.lanes import crossed
 from tests.support.modules import MLP, RaggedTokens, fit, weights
 

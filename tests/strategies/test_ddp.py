@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planner.ranked_first_step import Offer, settled
+from lightning_unified.planner.distributed_first_step import Offer, settled
 from lightning_unified.planner.setting import Setting
 from tests.support import ddp_compressor, ddp_modules, ddp_runs
 from tests.support.lanes import slow, some
@@ -207,7 +207,7 @@ def test_ranks_that_have_enough_run_whole_batches_as_planned(foreseen):
         assert fits["enough"]["plan"].prediction.rows == 16
 
 
-def test_all_ranks_run_the_smallest_micro_batch_and_the_levers_that_any_of_them_plans(foreseen):
+def test_all_ranks_run_the_smallest_micro_batch_and_the_memory_options_that_any_of_them_plans(foreseen):
     first, second = (fits["one is short"] for fits in foreseen)
 
     assert (first["recoveries"], second["recoveries"]) == (0, 0)
@@ -225,7 +225,7 @@ def test_what_ranks_reduce_through_is_counted_as_a_workspace(foreseen):
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_rehearse_its_step_goes_by_the_others_plan():
+def test_a_rank_that_cannot_trace_its_step_goes_by_the_others_plan():
     first, second = on_ranks(ddp_runs.partly_planned)
 
     assert second["plan"].prediction is None

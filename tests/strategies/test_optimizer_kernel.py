@@ -73,9 +73,9 @@ def test_auto_waits_for_a_plan():
 
     class Plans(L.Callback):
         def on_train_start(self, trainer, module):
-            levers = trainer.strategy.policy.levers
-            assert levers.kernel_choices() == ("fused", "foreach", "for-loop")
-            levers.set_kernel("fused", why="as planned")
+            memory_options = trainer.strategy.policy.memory_options
+            assert memory_options.kernel_choices() == ("fused", "foreach", "for-loop")
+            memory_options.set_kernel("fused", why="as planned")
 
     fit(module, "auto", callbacks=[Plans()])
 

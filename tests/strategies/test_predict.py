@@ -1,4 +1,4 @@
-"""`UnifiedStrategy(predict=True)`: the step is rehearsed before the first batch runs, and memory does not run out in it."""
+"""`UnifiedStrategy(predict=True)`: the step is traced before the first batch runs, and memory does not run out in it."""
 
 import json
 import weakref
@@ -46,7 +46,7 @@ class Deep(L.LightningModule):
 
 
 class ByValue(Deep):
-    """How much it computes hangs on values that no rehearsal has."""
+    """How much it computes hangs on values that no dry run has."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch[batch.sum((1, 2)) > -1e9], batch_idx)
@@ -212,7 +212,7 @@ def test_what_fits_in_no_way_is_refused_with_what_would_fit():
         fit(strategy, kind=Whole)
 
 
-def test_where_a_rehearsal_cannot_be_trusted_rows_are_tried_on_the_device_and_that_is_said(undivided, caplog):
+def test_where_a_dry_run_cannot_be_trusted_rows_are_tried_on_the_device_and_that_is_said(undivided, caplog):
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         module = fit(strategy, kind=ByValue)
@@ -251,7 +251,7 @@ def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")
 
-    monkeypatch.setattr("lightning_unified.planner.planner.Rehearsals", failing)
+    monkeypatch.setattr("lightning_unified.planner.planner.DryRuns", failing)
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy)
@@ -339,13 +339,13 @@ def prepared(tmp_path_factory):
         return strategy
 
 
-def test_a_prepared_batch_is_not_prepared_again_in_its_rehearsal(prepared):
+def test_a_prepared_batch_is_not_prepared_again_in_its_dry_run(prepared):
     assert prepared.plan.prediction is not None, prepared.plan.reasons
-    assert not [event for event in prepared.events if "could not be rehearsed" in event]
+    assert not [event for event in prepared.events if "could not be traced" in event]
     assert prepared.recoveries == 0
 
 
-def test_a_validation_step_is_rehearsed_before_and_after_batches_are_prepared(prepared):
+def test_a_validation_step_is_traced_before_and_after_batches_are_prepared(prepared):
     assert prepared.plan.prediction.validation.rows == 8
 
 
@@ -353,13 +353,13 @@ def test_what_prepare_adds_to_a_batch_is_counted_once(prepared):
     assert prepared.plan.prediction.categories["batch"] == PAIR
 
 
-def test_a_batch_of_the_loader_is_prepared_in_its_rehearsal():
+def test_a_batch_of_the_loader_is_prepared_in_its_dry_run():
     found = predict(Prepares(), Batches(32, [128])[0], device="cuda")
 
     assert found.categories["batch"] == PAIR
 
 
-def test_nothing_is_rehearsed_where_nothing_can_be_gained():
+def test_nothing_is_traced_where_nothing_can_be_gained():
     strategy = UnifiedStrategy(simulate="h200")
     fit(strategy, rows=2, lengths=(4,))
 
@@ -437,7 +437,7 @@ def test_a_validation_that_fits_in_no_way_is_named_and_the_run_goes_on(caplog):
     assert "The validation step is predicted not to fit." in caplog.text
 
 
-def test_a_validation_step_that_cannot_be_rehearsed_is_said_and_runs():
+def test_a_validation_step_that_cannot_be_traced_is_said_and_runs():
     class Odd(Validates):
         def validation_step(self, batch, batch_idx):
             raise_if = batch.sum().item() > 1e9

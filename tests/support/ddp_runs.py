@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
 from lightning_unified.cost_model.rates import Rates
-from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.distributed_first_step import DistributedFirstStep
 from lightning_unified.planner.first_step import FirstStep
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.ranked_first_step import RankedFirstStep
 from lightning_unified.planner.setting import Setting
 from lightning_unified.planner.speeds import RunSpeeds
 from lightning_unified.step.ranks import reduction
@@ -329,10 +329,10 @@ def planned() -> dict[str, Any]:
 
 
 def partly_planned() -> dict[str, Any]:
-    """A fit in which one rank cannot rehearse its step."""
+    """A fit in which one rank cannot trace its step."""
     _for_certain()
-    plan = RankedFirstStep._plan
-    RankedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _unrehearsed()
+    plan = DistributedFirstStep._plan
+    DistributedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
     return _planned(_short())
 
 
@@ -359,21 +359,21 @@ def _for_certain() -> None:
     these change with every byte that a step allocates.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
-    RankedFirstStep._is_worth_it = lambda *_: True
+    DistributedFirstStep._is_worth_it = lambda *_: True
     RunSpeeds.rates = RATES
     compared = FirstStep._settings
     FirstStep._settings = lambda self: compared(self)[:2]  # nothing and everything recomputed
 
 
 def _planned(left: int) -> dict[str, Any]:
-    RankedFirstStep._left = lambda _: left
+    DistributedFirstStep._left = lambda _: left
     strategy = UnifiedDDPStrategy()
     done = fit(net(Blocks), strategy, use_distributed_sampler=False)
     return {**done, "plan": strategy.plan}
 
 
-def _unrehearsed() -> None:
-    raise RehearsalError("a test")
+def _untraced() -> None:
+    raise DryRunError("a test")
 
 
 class Ends(L.Callback):

@@ -1,4 +1,4 @@
-"""The live bytes of a real fit's second step, from the profiler: what a rehearsal of it is compared with."""
+"""The live bytes of a real fit's second step, from the profiler: what a dry run of it is compared with."""
 
 import gc
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
     from lightning_unified.cli.plan.target import Target
-    from lightning_unified.cost_model.generation.generates import Generated
+    from lightning_unified.cost_model.generation.networks import Generated
 
 __all__ = ["main"]
 
@@ -79,7 +79,7 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
     quiet_third_parties()
     with waiting("building the module without its weights"):
         subject = subject_of(asked, config, precision=target.precision.precision)
-    with waiting("rehearsing the step"):
+    with waiting("tracing the step"):
         page = _page(
             asked, config, backend or real_backend(), subject=subject, target=target, precision=asked_precision
         )
@@ -121,7 +121,7 @@ def _page(
 def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
     """Return what generating takes, of the batch's rows and length where nothing else was asked for."""
     from lightning_unified.cli.plan.batches import length_of
-    from lightning_unified.cost_model.generation.generates import generated
+    from lightning_unified.cost_model.generation.networks import generated
 
     rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)
     if rows is None or prompt is None:

@@ -1,4 +1,4 @@
-"""What each backend does with memory that the fake CPU tensors of a rehearsal do not show."""
+"""What each backend does with memory that the fake CPU tensors of a dry run do not show."""
 
 from lightning_unified.cost_model.backends.hidden import Hidden, hidden_bytes
 from lightning_unified.cost_model.backends.optimizers import optimizer_kernels

@@ -49,8 +49,8 @@ def is_chosen(candidate: Candidate, plan: Plan) -> bool:
     prediction = plan.prediction
     if prediction is None or not candidate.fits:
         return False
-    levers = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, recomputed(plan))
-    return (candidate.micro_batch_size, candidate.parts) == (prediction.rows, prediction.parts) and levers == (
+    memory_options = (plan.precision, plan.optimizer_kernel, plan.loss_chunk, recomputed(plan))
+    return (candidate.micro_batch_size, candidate.parts) == (prediction.rows, prediction.parts) and memory_options == (
         candidate.precision,
         candidate.optimizer_kernel,
         candidate.loss_chunk,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_unified.cost_model.generation.generates import Generated
+from lightning_unified.cost_model.generation.networks import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.facts import format_seconds, format_share
@@ -146,7 +146,7 @@ def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
         _CHOSEN if is_chosen(each, plan) else "",
         f"{each.micro_batch_size} × {each.parts}",
         each.recompute,
-        *_levers(each.precision, each.optimizer_kernel, each.loss_chunk),
+        *_memory_options(each.precision, each.optimizer_kernel, each.loss_chunk),
         format_bytes(each.peak_bytes),
         format_bytes(each.reserved_bytes),
         format_seconds(each.seconds),
@@ -160,7 +160,7 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
         _CHOSEN,
         f"{prediction.rows} × {prediction.parts}",
         recomputed(plan),
-        *_levers(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
+        *_memory_options(plan.precision, plan.optimizer_kernel, plan.loss_chunk),
         format_bytes(prediction.peak_bytes),
         format_bytes(prediction.reserved_bytes),
         format_seconds(prediction.seconds),
@@ -168,7 +168,7 @@ def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def _levers(precision: str, optimizer_kernel: str | None, loss_chunk: int | None) -> tuple[str, str, str]:
+def _memory_options(precision: str, optimizer_kernel: str | None, loss_chunk: int | None) -> tuple[str, str, str]:
     return precision, optimizer_kernel or "as given", "whole" if loss_chunk is None else str(loss_chunk)
 
 

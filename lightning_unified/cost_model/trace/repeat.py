@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.cost_model.trace.script import NEVER, MisalignedError, Script, common, describe_slot
+from lightning_unified.cost_model.trace.timeline import NEVER, MisalignedError, Script, common, describe_slot
 
 __all__ = ["Repeat", "repeat_of"]
 
@@ -86,7 +86,7 @@ class Repeat:
             if differ.any():
                 raise MisalignedError(
                     "the third micro-batch of a step is not like the second: "
-                    f"{describe_slot(self.long, at + int(np.flatnonzero(differ)[0]))} in another size. Rehearse the number of "
+                    f"{describe_slot(self.long, at + int(np.flatnonzero(differ)[0]))} in another size. Trace the number of "
                     "micro-batches that is asked for."
                 )
         return np.delete(both, inside, axis=1).ravel()
@@ -108,7 +108,7 @@ def repeat_of(short: Script, long: Script) -> Repeat:
         if not length:
             raise MisalignedError(
                 f"the third micro-batch of a step does not repeat the second: with 2 parts, {describe_slot(short, here)} at event "
-                f"{here + 1}, with 3 parts, {describe_slot(long, there)}. Rehearse the number of micro-batches that is asked for."
+                f"{here + 1}, with 3 parts, {describe_slot(long, there)}. Trace the number of micro-batches that is asked for."
             )
         stretches.append((there, length))
         same = common(keys[here:], longer[there + length :])

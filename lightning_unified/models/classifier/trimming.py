@@ -37,7 +37,7 @@ def with_row_lengths(batch: Any) -> Any:
 def trimmed(batch: Mapping[str, Any], *, lengths: Sequence[int]) -> dict[str, Any]:
     """Return the batch no longer than the least of `lengths` that holds its longest row.
 
-    A batch that is rehearsed without values is never trimmed: what is planned is the most a part of this size may need.
+    A batch that is traced without values is never trimmed: what is planned is the most a part of this size may need.
     """
     ids, rows = batch["input_ids"], batch.get(ROW_LENGTHS)
     if not rows or not _is_known(ids):

@@ -1,5 +1,5 @@
-"""A training step run without values: the real Trainer and the real module, shadows of them, on tensors that are fake."""
+"""A training step run without values: the real Trainer and the real module, fake copies of them, on tensors that are fake."""
 
-from lightning_unified.planner.dry_run.run import Rehearsals, rehearse, rehearse_validation
+from lightning_unified.planner.dry_run.run import DryRuns, trace_step, trace_validation
 
-__all__ = ["Rehearsals", "rehearse", "rehearse_validation"]
+__all__ = ["DryRuns", "trace_step", "trace_validation"]

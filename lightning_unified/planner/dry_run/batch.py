@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_unified.errors import RehearsalError
+from lightning_unified.errors import DryRunError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.planner.fake.fake_copy import fake_tensor, shadow
+from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.known_values import set_value
 from lightning_unified.step.split import BatchSplitter, planning_splitter, tensors_in
 from lightning_unified.step.split.containers import (
@@ -70,14 +70,14 @@ class Template:
             device: Where its tensors pretend to be.
 
         Raises:
-            RehearsalError: If a batch of that size cannot be made after the one given.
+            DryRunError: If a batch of that size cannot be made after the one given.
         """
         if length is not None and self.length is None:
-            raise RehearsalError(
+            raise DryRunError(
                 f"length={length}: the rows of the batch given to {self._name} have no dimension of positions; leave length out."
             )
         if self.rows is None:
-            return shadow(self._batch, device=device)
+            return fake_copy(self._batch, device=device)
         batch, had = self._batch, self.rows
         if rows != had and (self._splits_itself or _holds_special_kinds(batch)):
             batch, had = self._split(rows), rows
@@ -87,7 +87,7 @@ class Template:
     def _split(self, rows: int) -> Any:
         assert self.rows is not None
         if rows > self.rows:
-            raise RehearsalError(
+            raise DryRunError(
                 f"a batch of {rows} rows cannot be made after one of {self.rows}, for batches of {self._name} are of a kind of their own; "
                 f"give a batch of at least {rows} rows."
             )
@@ -116,14 +116,14 @@ class _Resize:
         entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
         if entries is not None:
             return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
-        return value if isinstance(value, PLAIN) else shadow(value, device=self._device)
+        return value if isinstance(value, PLAIN) else fake_copy(value, device=self._device)
 
     def _part(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
         """Return what one row is in a list of rows."""
-        return entry if isinstance(entry, PLAIN) else shadow(entry, device=self._device)
+        return entry if isinstance(entry, PLAIN) else fake_copy(entry, device=self._device)
 
     def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
         shape = list(tensor.shape)

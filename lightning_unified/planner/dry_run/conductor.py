@@ -1,4 +1,4 @@
-"""Where a rehearsal's recording begins and ends: between two batches, once a whole step is in its steady state."""
+"""Where a dry run's recording begins and ends: between two batches, once a whole step is in its steady state."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.trace.trace import Event
 from lightning_unified.planner.dry_run.counters import Counters
-from lightning_unified.planner.dry_run.strategy import RehearsalStrategy
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Lives, Recorder, alike
 from lightning_unified.step.results.metrics import metrics_of
@@ -23,7 +23,7 @@ _LIMIT = 16  # batches without an optimizer step, after which the last one is ta
 
 
 class Conductor(Callback):
-    """Gives the batches of a rehearsal, and has the last of them recorded: the one whose step follows another one's.
+    """Gives the batches of a dry run, and has the last of them recorded: the one whose step follows another one's.
 
     Args:
         recorder: Records.
@@ -46,7 +46,7 @@ class Conductor(Callback):
         self,
         recorder: Recorder,
         answers: Answers,
-        strategy: RehearsalStrategy,
+        strategy: DryRunStrategy,
         *,
         make_batch: Callable[[bool], Any],
         validates: bool,
@@ -142,7 +142,7 @@ class Conductor(Callback):
 
 
 class _Loader:
-    """Batches without end; an epoch of them is never over before the rehearsal is, and it goes on after it has ended a fit."""
+    """Batches without end; an epoch of them is never over before the dry run is, and it goes on after it has ended a fit."""
 
     def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
         self._conductor, self._validation, self._count = conductor, validation, count

@@ -1,4 +1,4 @@
-"""What counts the steps of a rehearsal, kept before one and set back before another, so that both are the same step of a fit."""
+"""What counts the steps of a dry run, kept before one and set back before another, so that both are the same step of a fit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +21,8 @@ class Counters:
     every attribute that is a plain number, word or flag, and every tensor whose value is known, such as the optimizer's step counts.
 
     Args:
-        module: The shadow.
-        trainer: The rehearsal's.
+        module: The fake copy.
+        trainer: The dry run's.
         answers: Knows which values are known.
     """
 

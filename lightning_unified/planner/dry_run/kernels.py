@@ -1,4 +1,4 @@
-"""The kernel that an optimizer would run on another backend, chosen for a shadow of it."""
+"""The kernel that an optimizer would run on another backend, chosen for a fake copy of it."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def choose_kernel(optimizer: Optimizer, *, kernel: str | None, backend: str) -> 
     optimizer that does not know the kernel asked for is left alone.
 
     Args:
-        optimizer: Of a rehearsal; it is changed.
+        optimizer: Of a dry run; it is changed.
         kernel: One of `KERNELS`; None for the default.
         backend: Of the trace.
 

@@ -1,4 +1,4 @@
-"""Rehearse a step: a shadow of the module, fitted by a real Trainer without a value, followed operation by operation."""
+"""Trace a step: a fake copy of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
 from functools import partial
 from typing import Any
@@ -7,13 +7,13 @@ import lightning as L
 
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.dry_run.rehearsal import Rehearsal
+from lightning_unified.planner.dry_run.dry_run import DryRun
 from lightning_unified.planner.dry_run.strategy import precision_of
 
-__all__ = ["Rehearsals", "rehearse", "rehearse_validation"]
+__all__ = ["DryRuns", "trace_step", "trace_validation"]
 
 
-def rehearse(
+def trace_step(
     module: L.LightningModule,
     batch: Any,
     *,
@@ -53,9 +53,9 @@ def rehearse(
         clip: Gradients' norm; None for the Trainer's.
 
     Raises:
-        RehearsalError: If the step cannot be run without values; the message says where and why.
+        DryRunError: If the step cannot be run without values; the message says where and why.
     """
-    rehearsal = Rehearsal(
+    dry_run = DryRun(
         module,
         batch,
         length=length,
@@ -68,10 +68,10 @@ def rehearse(
         accumulate=accumulate,
         clip=clip,
     )
-    return rehearsal.run(rows, parts, later_rows)
+    return dry_run.run(rows, parts, later_rows)
 
 
-def rehearse_validation(
+def trace_validation(
     module: L.LightningModule,
     batch: Any,
     *,
@@ -87,21 +87,21 @@ def rehearse_validation(
     """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
 
     Args:
-        module: As for `rehearse`.
+        module: As for `trace_step`.
         batch: As its `validation_step` gets it.
         rows: Of the batch.
-        length: As for `rehearse`.
-        backend: As for `rehearse`.
-        precision: As for `rehearse`.
-        trainer: As for `rehearse`.
+        length: As for `trace_step`.
+        backend: As for `trace_step`.
+        precision: As for `trace_step`.
+        trainer: As for `trace_step`.
         train_batch: As its `training_step` gets it, where that is another kind of batch; it has run before.
         is_prepared: Whether `train_batch` is what the rule `prepare` returned.
-        loss_chunk: As for `rehearse`.
+        loss_chunk: As for `trace_step`.
 
     Raises:
-        RehearsalError: As for `rehearse`.
+        DryRunError: As for `trace_step`.
     """
-    rehearsal = Rehearsal(
+    dry_run = DryRun(
         module,
         batch,
         length=length,
@@ -114,28 +114,28 @@ def rehearse_validation(
         train_batch=train_batch,
         is_prepared=is_prepared,
     )
-    return rehearsal.run(rows)
+    return dry_run.run(rows)
 
 
-class Rehearsals:
-    """Steps of one module under one setting at many sizes, each as `rehearse` would tell it, and in less time.
+class DryRuns:
+    """Steps of one module under one setting at many sizes, each as `trace_step` would tell it, and in less time.
 
-    A rehearsal runs a step before the one that it follows, for what that one finds: optimizer state and gradients. Where further
-    steps find the same, they are followed on the same shadow, one after the other; by what that shows is said at `Rehearsal.go_on`.
-    Elsewhere every step is rehearsed by itself.
+    A dry run runs a step before the one that it follows, for what that one finds: optimizer state and gradients. Where further
+    steps find the same, they are followed on the same fake copy, one after the other; by what that shows is said at `DryRun.go_on`.
+    Elsewhere every step is traced by itself.
 
     Args:
-        module: As for `rehearse`, like all others.
+        module: As for `trace_step`, like all others.
         batch: A batch.
-        is_prepared: Whether it is what the rule `prepare` returned; else a rehearsal prepares it.
+        is_prepared: Whether it is what the rule `prepare` returned; else a dry run prepares it.
         backend: Whose kernels are meant.
         trainer: The live Trainer.
         precision: Lightning's name of one.
         recompute: What is recomputed.
         optimizer_kernel: The optimizers' kernel.
         loss_chunk: Rows of logits at once.
-        shadows: Where the last rehearsal is kept, by all of the setting but what is recomputed: settings that share it, and differ in
-            nothing else, follow their steps on one shadow.
+        fake copies: Where the last dry run is kept, by all of the setting but what is recomputed: settings that share it, and differ in
+            nothing else, follow their steps on one fake copy.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class Rehearsals:
         recompute: RecomputePolicy | bool | None = None,
         optimizer_kernel: str | None = None,
         loss_chunk: int | None = None,
-        shadows: dict[Any, Rehearsal] | None = None,
+        fake_copies: dict[Any, DryRun] | None = None,
     ) -> None:
         self._recompute, self._key = recompute, (precision, optimizer_kernel, loss_chunk)
-        self._shadows: dict[Any, Rehearsal] = {} if shadows is None else shadows
+        self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
         self._anew = partial(
-            Rehearsal,
+            DryRun,
             module,
             batch,
             is_prepared=is_prepared,
@@ -176,16 +176,16 @@ class Rehearsals:
             later_rows: Of every micro-batch but the first; None for as many.
 
         Raises:
-            RehearsalError: As `rehearse`.
+            DryRunError: As `trace_step`.
         """
         last = self._last
         trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
         if trace is None:
-            last = self._shadows[self._key] = self._anew()
+            last = self._fake_copies[self._key] = self._anew()
             trace = last.run(rows, parts, later_rows)
         return trace
 
     @property
-    def _last(self) -> Rehearsal | None:
-        """The rehearsal on whose shadow a further step may be followed."""
-        return self._shadows.get(self._key)
+    def _last(self) -> DryRun | None:
+        """The dry run on whose fake copy a further step may be followed."""
+        return self._fake_copies.get(self._key)

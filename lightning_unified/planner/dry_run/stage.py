@@ -1,4 +1,4 @@
-"""What surrounds a rehearsal: everything that a Trainer, a module or a generator would leave behind, kept as it was."""
+"""What surrounds a dry run: everything that a Trainer, a module or a generator would leave behind, kept as it was."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The strategy of a rehearsal: our own steps over one device that is not there, with no budget and nothing that watches it."""
+"""The strategy of a dry run: our own steps over one device that is not there, with no budget and nothing that watches it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import RehearsalError
+from lightning_unified.errors import DryRunError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
@@ -26,13 +26,13 @@ from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["RehearsalStrategy", "precision_of", "shadow_precision"]
+__all__ = ["DryRunStrategy", "fake_copy_precision", "precision_of"]
 
 _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
-class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
+class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
     """Runs steps as `UnifiedStrategy` does, and tells the recorder in what part of the step it is.
 
     Args:
@@ -49,7 +49,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
         steps: Optimizer steps so far.
     """
 
-    strategy_name = "unified_rehearsal"
+    strategy_name = "unified_dry_run"
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
 
         Args:
             micro_batch_size: Rows.
-            parts: Micro-batches that are rehearsed; of a call of an encoder, as many chunks.
+            parts: Micro-batches that are traced; of a call of an encoder, as many chunks.
         """
         assert self.lightning_module is not None
         self.policy.most_chunks = parts
@@ -119,7 +119,7 @@ class RehearsalStrategy(PartwiseBackward, SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """The shadow is where it is to be."""
+        """The fake copy is where it is to be."""
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,10 +194,10 @@ class _Steps(UnifiedOptimization):
     """
 
     def __init__(
-        self, trainer: L.Trainer, policy: MemoryPolicy, *, strategy: RehearsalStrategy, is_prepared: bool
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, strategy: DryRunStrategy, is_prepared: bool
     ) -> None:
         super().__init__(trainer, policy)
-        self._rehearsal, self._is_prepared = strategy, is_prepared
+        self._dry_run, self._is_prepared = strategy, is_prepared
 
     @override
     def _prepared(self, batch: Any) -> Any:
@@ -205,7 +205,7 @@ class _Steps(UnifiedOptimization):
 
     @override
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
-        self._rehearsal.batch_has_run()
+        self._dry_run.batch_has_run()
         super().after_backward(loss, optimizer)
 
 
@@ -259,11 +259,11 @@ def precision_of(trainer: L.Trainer | None) -> str:
     return "32-true" if trainer is None else str(trainer.precision_plugin.precision)
 
 
-def shadow_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
-    """Return the plugin that a rehearsal in `precision` runs, and the dtype that it has the module in; None as it is.
+def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
+    """Return the plugin that a dry run in `precision` runs, and the dtype that it has the module in; None as it is.
 
     Raises:
-        RehearsalError: If it is none that can be rehearsed.
+        DryRunError: If it is none that can be traced.
     """
     if precision in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(precision, device_type=device_type), None
@@ -273,13 +273,13 @@ def shadow_precision(precision: str, *, device_type: str) -> tuple[stock.Precisi
         return stock.DoublePrecision(), _CASTS[precision]
     if precision == "32-true":
         return stock.Precision(), None
-    raise RehearsalError(
-        f"precision {precision!r} cannot be rehearsed; what can: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
+    raise DryRunError(
+        f"precision {precision!r} cannot be traced; what can: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
     )
 
 
 class _Half(stock.HalfPrecision):
-    """Leaves the shadow as it is, which was made in that dtype."""
+    """Leaves the fake copy as it is, which was made in that dtype."""
 
     @override
     def convert_module(self, module: Module) -> Module:

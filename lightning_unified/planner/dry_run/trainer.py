@@ -1,4 +1,4 @@
-"""The Trainer of a rehearsal: Lightning's own, with nothing that writes, asks or watches."""
+"""The Trainer of a dry run: Lightning's own, with nothing that writes, asks or watches."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -13,28 +13,28 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.planner.dry_run.strategy import RehearsalStrategy
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 
-__all__ = ["RehearsalTrainer", "averaging", "batches_of", "tensors_held"]
+__all__ = ["DryRunTrainer", "averaging", "batches_of", "tensors_held"]
 
-_BATCHES = 1000  # of an epoch, where no live Trainer knows better; no rehearsal gets to its end
-_LEAST_STEPS = 64  # what the live Trainer may do less of: the rehearsal is to end by itself
+_BATCHES = 1000  # of an epoch, where no live Trainer knows better; no dry run gets to its end
+_LEAST_STEPS = 64  # what the live Trainer may do less of: the dry run is to end by itself
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
-class RehearsalTrainer(L.Trainer):
-    """Fits a shadow until its loader ends the fit; asks no signal, logger or file.
+class DryRunTrainer(L.Trainer):
+    """Fits a fake copy until its loader ends the fit; asks no signal, logger or file.
 
     Args:
-        strategy: Of the rehearsal.
-        live: The Trainer that the rehearsal is for, whose settings and data the module sees; or None.
-        callbacks: What is called in the rehearsal.
+        strategy: Of the dry run.
+        live: The Trainer that the dry run is for, whose settings and data the module sees; or None.
+        callbacks: What is called in the dry run.
         settings: More of `Trainer`'s arguments.
     """
 
     def __init__(
         self,
-        strategy: RehearsalStrategy,
+        strategy: DryRunStrategy,
         *,
         live: L.Trainer | None,
         callbacks: list[Callback],
@@ -97,7 +97,7 @@ def batches_of(live: L.Trainer | None) -> int:
 
 
 def averaging(live: L.Trainer | None, *, on_host: bool) -> list[Callback]:
-    """Return the callbacks that average weights, which a rehearsal runs as well.
+    """Return the callbacks that average weights, which a dry run runs as well.
 
     Args:
         live: Whose they are.

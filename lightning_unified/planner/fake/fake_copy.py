@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_unified.planner.fake.known_values import set_value
 
-__all__ = ["UnshadowableError", "fake_tensor", "shadow"]
+__all__ = ["UncopyableError", "fake_copy", "fake_tensor"]
 
 Copied = TypeVar("Copied")
 
 _KNOWN_WHOLE, _KNOWN_REAL = 1 << 16, 1  # entries up to which values are kept: counters and masks, and single numbers
 
 
-class UnshadowableError(ValueError):
+class UncopyableError(ValueError):
     """A tensor of which no fake can be made."""
 
 
-def shadow(
+def fake_copy(
     thing: Copied,
     *,
     device: torch.device,
@@ -47,7 +47,7 @@ def shadow(
         shared: Objects that are not to be copied.
 
     Raises:
-        UnshadowableError: If a tensor cannot be shadowed.
+        UncopyableError: If a tensor cannot be shadowed.
     """
     shared = list(shared)
     kept: dict[int, Any] = {id(one): one for one in shared}
@@ -75,11 +75,11 @@ class _Fakes:
         if id(tensor) in memo:
             return memo[id(tensor)]
         if isinstance(tensor, FakeTensor):
-            raise UnshadowableError("a tensor in it is a fake one already; give the module as it trains")
+            raise UncopyableError("a tensor in it is a fake one already; give the module as it trains")
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise UnshadowableError("a lazy layer in it has no shape yet; run one batch through it first")
+            raise UncopyableError("a lazy layer in it has no shape yet; run one batch through it first")
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
-            raise UnshadowableError(f"a {type(tensor).__name__} ({tensor.layout}) in it has no plain storage")
+            raise UncopyableError(f"a {type(tensor).__name__} ({tensor.layout}) in it has no plain storage")
         dtype = self._cast.get(id(tensor), tensor.dtype)
         fake = self._made(tensor, dtype)
         if isinstance(tensor, nn.Parameter):

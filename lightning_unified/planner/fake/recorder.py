@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
     @classmethod
     @override
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a rehearsal, and the check at each operation takes as long as the rest
+        return False  # nothing is compiled in a dry run, and the check at each operation takes as long as the rest
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,7 @@ class Point(IntEnum):
     FILLED = 5
     BEFORE_WEIGHTS = 6
     AFTER_WEIGHTS = 7
-    TAKE_OVER = 8
+    RESYNC = 8
     SIZES = 9
     DECISION = 10
     PLAN = 11

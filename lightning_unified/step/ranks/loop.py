@@ -27,18 +27,18 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.plan_source import Foresight
+from lightning_unified.step.plan_source import PlanSource
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
-from lightning_unified.step.ranks.policy import RankedPolicy
+from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
-from lightning_unified.step.ranks.resync import take_over
+from lightning_unified.step.ranks.resync import resync
 from lightning_unified.step.recovery.snapshot import StepSnapshot, _forget_unscaled
 from lightning_unified.step.results.logs import LogRecorder
 
-__all__ = ["RankedOptimization"]
+__all__ = ["DistributedOptimization"]
 
 
-class RankedOptimization(UnifiedOptimization):
+class DistributedOptimization(UnifiedOptimization):
     """One optimization step of a batch that every rank has a part of.
 
     Gradients are those of `DistributedDataParallel` over undivided batches: the mean of the ranks' own, reduced once for an
@@ -56,15 +56,15 @@ class RankedOptimization(UnifiedOptimization):
     def __init__(
         self,
         trainer: L.Trainer,
-        policy: RankedPolicy,
+        policy: DistributedPolicy,
         *,
         ranks: Ranks,
         replicas: Replicas,
         broadcast_buffers: bool,
-        foresight: Foresight | None = None,
+        plan_source: PlanSource | None = None,
     ) -> None:
-        super().__init__(trainer, policy, foresight=foresight)
-        self._ranks, self._replicas, self._ranked_policy = ranks, replicas, policy
+        super().__init__(trainer, policy, plan_source=plan_source)
+        self._ranks, self._replicas, self._distributed_policy = ranks, replicas, policy
         self._broadcast_buffers = broadcast_buffers
         self._next = Point.GRADIENTS
         self._closure: Closure | None = None
@@ -102,12 +102,12 @@ class RankedOptimization(UnifiedOptimization):
         words = self._meet(
             Point.GRADIENTS,
             then=Point.BEFORE_WEIGHTS,
-            digest=self._ranked_policy.digest,
+            digest=self._distributed_policy.digest,
             terms=0.0 if window is None else window.terms,
             absent=self._replicas.absent() if self._closes_window else 0,
         )
         self._ranks.are_apart = False
-        self._ranked_policy.heard(words)
+        self._distributed_policy.heard(words)
         if not self._closes_window:
             return
         everywhere = reduce(and_, [word.absent for word in words])
@@ -127,11 +127,11 @@ class RankedOptimization(UnifiedOptimization):
 
     @override
     def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        self._next, self._ranked_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
+        self._next, self._distributed_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
         outputs, reason = super()._attempt(run)
         if self._next is Point.AFTER_WEIGHTS and self._closes_window:
             return self._after_weights(outputs, reason)
-        if reason is not None and self._ranked_policy.elsewhere is None:
+        if reason is not None and self._distributed_policy.elsewhere is None:
             self._ranks.meet(self._next, Outcome.SHORT, text=f"{self._phase}: {reason}")
         return outputs, reason
 
@@ -144,10 +144,10 @@ class RankedOptimization(UnifiedOptimization):
         words = self._ranks.meet(point, **figures)
         short = [word for word in words if word.outcome is not Outcome.WELL]
         if short:
-            self._ranked_policy.elsewhere = "; ".join(
+            self._distributed_policy.elsewhere = "; ".join(
                 f"rank {word.rank} ran out of memory in {word.text}" for word in short
             )
-            raise MemoryError(self._ranked_policy.elsewhere)
+            raise MemoryError(self._distributed_policy.elsewhere)
         self._next = then
         return words
 
@@ -159,7 +159,7 @@ class RankedOptimization(UnifiedOptimization):
         if reason is not None:
             restored = self._weights is None or self._weights.restore()
             mine = Outcome.SHORT if restored else Outcome.WRITTEN
-            self._ranked_policy.watch.release()
+            self._distributed_policy.watch.release()
         words = self._ranks.meet(Point.AFTER_WEIGHTS, mine, text=reason or "")
         self._next = Point.GRADIENTS
         well = [word.rank for word in words if word.outcome is Outcome.WELL]
@@ -176,14 +176,14 @@ class RankedOptimization(UnifiedOptimization):
         if not well:
             return None, reason
         optimizer = self.trainer.optimizers[0]
-        take_over(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
+        resync(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
         # hooks that the failed step did not come to have logged elsewhere what would now wait for this rank
-        self._logs.keep(set.intersection(*self._ranks.exchange(Point.TAKE_OVER, self._logs.names)))
+        self._logs.keep(set.intersection(*self._ranks.exchange(Point.RESYNC, self._logs.names)))
         return (outputs if reason is None else self._taken_over(well[0], reason)), None
 
     def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
         """Go on as if the step had gone well here: its forward and backward did."""
-        self._ranked_policy.taken_over(source, reason)
+        self._distributed_policy.taken_over(source, reason)
         _forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()
         result = cast("ClosureResult", cast("Closure", self._closure).consume_result())

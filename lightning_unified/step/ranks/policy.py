@@ -12,14 +12,14 @@ from lightning_unified.step.ranks.consensus import Point, Ranks, Word
 from lightning_unified.step.recovery.sizes import Failure
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RankedPolicy", "most_careful"]
+__all__ = ["DistributedPolicy", "most_careful"]
 
 log = logging.getLogger("lightning_unified")
 
 _TOGETHER = ("forward", "backward", "optimizer step")
 
 
-class RankedPolicy(MemoryPolicy):
+class DistributedPolicy(MemoryPolicy):
     """Decides for one of several ranks, and keeps its sizes those of the others.
 
     A rank learns from its own batches as a single one would. With every batch it says what its sizes come to in one number; where

@@ -16,7 +16,7 @@ from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.reduction import flat_memory
 from lightning_unified.step.recovery.oom import caught
 
-__all__ = ["take_over"]
+__all__ = ["resync"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class _Blank:
     on_host: bool
 
 
-def take_over(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: int, lacks: bool) -> None:
+def resync(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: int, lacks: bool) -> None:
     """Give every rank the weights, the optimizer state and the loss scale of rank `source`, after a step that went well there.
 
     All ranks call it. Whatever a failed step left, even weights half written, is gone afterwards. What the others have is written
@@ -51,13 +51,13 @@ def take_over(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, sourc
     packed, reason = b"", None
     if ranks.rank == source:
         packed = pickle.dumps(_mapped(_books(optimizer, parameters, precision), partial(_blanked, tensors)))
-    ranks.meet(Point.TAKE_OVER)
+    ranks.meet(Point.RESYNC)
     books = pickle.loads(ranks.hand_round(packed, source=source))  # noqa: S301  of our own making
     if ranks.rank != source:
         mine = _books(optimizer, parameters, precision)
         books, reason = caught(partial(_filled, books, mine, parameters[0].device, tensors))
     pieces = [flat_memory(tensor.detach()).view(torch.uint8) for tensor in (*parameters, *tensors) if tensor.numel()]
-    words = ranks.meet(Point.TAKE_OVER, Outcome.WELL if reason is None else Outcome.SHORT, text=reason or "")
+    words = ranks.meet(Point.RESYNC, Outcome.WELL if reason is None else Outcome.SHORT, text=reason or "")
     _raise_if_short(words, ranks, source=source)
     for piece in pieces:
         ranks.broadcast(piece, source=source)

@@ -83,7 +83,7 @@ def steps(kind):
         optimizer.step()
 
 
-def rehearsed(kind, *, repaired):
+def traced(kind, *, repaired):
     with FakeTensorMode(), Live(repaired=repaired) as count, mimic("cpu"):
         for _ in steps(kind):
             count.peak = 0
@@ -108,8 +108,8 @@ def measured(kind):
 @pytest.mark.parametrize(("kind", "missed"), [(Convolutions, 0.1), (Recurrent, 0.5)])
 def test_the_repairs_bring_a_step_to_what_the_real_one_takes(kind, missed):
     real = measured(kind)
-    assert rehearsed(kind, repaired=True) == pytest.approx(real, rel=0.03)
-    assert rehearsed(kind, repaired=False) < (1 - missed) * real
+    assert traced(kind, repaired=True) == pytest.approx(real, rel=0.03)
+    assert traced(kind, repaired=False) < (1 - missed) * real
 
 
 class Block(nn.Module):

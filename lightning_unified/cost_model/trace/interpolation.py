@@ -1,4 +1,4 @@
-"""A step of any size, computed from few that were rehearsed: every event of it is a simple function of the size."""
+"""A step of any size, computed from few that were traced: every event of it is a simple function of the size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from lightning_unified.cost_model.trace.basis import Fit, Size, fit_monomials, rounds
 from lightning_unified.cost_model.trace.repeat import repeat_of
-from lightning_unified.cost_model.trace.script import MisalignedError, Script, align, describe_slot, script_of
+from lightning_unified.cost_model.trace.timeline import MisalignedError, Script, align, describe_slot, script_of
 from lightning_unified.cost_model.trace.trace import Take, Trace
 
 __all__ = ["Lines", "MisalignedError", "fit"]
 
 
 def fit(traces: Sequence[Trace]) -> "Lines":
-    """Lay lines through the events of one step that was rehearsed at several sizes.
+    """Lay lines through the events of one step that was traced at several sizes.
 
     Two traces, at 2 and 4 rows, give every other number of rows. A third, of another length, gives every length as well, unless
     some storage mixes what grows with a row and what does not; further traces settle that, and check the rest. Traces of cut
@@ -41,7 +41,7 @@ def fit(traces: Sequence[Trace]) -> "Lines":
     if len(sizes) > 1 and any(rows == 1 for rows, _, _ in sizes):
         raise ValueError(
             "one of the traces is of 1 row, where dimensions broadcast and other kernels run, so that it is on no line with the "
-            "others; rehearse 2 and 4 rows, and 1 row by itself."
+            "others; trace 2 and 4 rows, and 1 row by itself."
         )
     for other in traces[1:]:
         for what in ("backend", "options"):
@@ -57,7 +57,7 @@ class Lines:
     """A step at any size. Made by `fit`.
 
     Attributes:
-        sizes: Rows, length and parts that were rehearsed; a length of 0 stands for rows without one.
+        sizes: Rows, length and parts that were traced; a length of 0 stands for rows without one.
         spare: Sizes beyond those that the lines needed: by how many they were checked.
     """
 
@@ -76,11 +76,11 @@ class Lines:
 
         Args:
             rows: Of a micro-batch.
-            length: Entries of a row; None is the longest that was rehearsed.
-            parts: Micro-batches in the step; None is 1, or 2 where only cut batches were rehearsed.
+            length: Entries of a row; None is the longest that was traced.
+            parts: Micro-batches in the step; None is 1, or 2 where only cut batches were traced.
 
         Returns:
-            Its trace. At sizes that were rehearsed it equals the trace that was given, but for the storages' numbers and the
+            Its trace. At sizes that were traced it equals the trace that was given, but for the storages' numbers and the
             order of storages that end together.
 
         Raises:
@@ -90,7 +90,7 @@ class Lines:
         script, values, notes = self._family(size).at(size)
         first, second = values.astype(np.int64).tolist()
         if size not in self.sizes:
-            notes = (*notes, f"computed from the step rehearsed at {self._rehearsed()}")
+            notes = (*notes, f"computed from the step traced at {self._traced()}")
         return replace(
             self._reference,
             events=script.events(first, second),
@@ -171,12 +171,12 @@ class Lines:
         family = self._families.get(name)
         if family is None:
             raise ValueError(
-                f"parts={size[2]} was asked for, but only {'cut' if size[2] == 1 else 'whole'} batches were rehearsed; give `fit` "
+                f"parts={size[2]} was asked for, but only {'cut' if size[2] == 1 else 'whole'} batches were traced; give `fit` "
                 f"traces of {'1 part' if size[2] == 1 else '2 and 3 parts'} as well."
             )
         return family
 
-    def _rehearsed(self) -> str:
+    def _traced(self) -> str:
         return ", ".join(describe_size(size) for size in sorted(self.sizes))
 
 
@@ -199,7 +199,7 @@ class _Family:
         long = [trace for trace in traces if trace.parts == 3]
         if not short or len(short) + len(long) < len(traces):
             raise ValueError(
-                f"the cut batches have {sorted({trace.parts for trace in traces})} parts; rehearse them in 2 parts, and in 3 for "
+                f"the cut batches have {sorted({trace.parts for trace in traces})} parts; trace them in 2 parts, and in 3 for "
                 "what repeats with every further one."
             )
         self._sizes = [_size(trace) for trace in (*short, *long)]
@@ -220,7 +220,7 @@ class _Family:
             known = {given[axis] for given in self._sizes}
             if len(known) == 1 and size[axis] not in known:
                 raise ValueError(
-                    f"{name}={size[axis]} was asked for, but the step was rehearsed at {name}={known.pop() or None} only; give `fit` "
+                    f"{name}={size[axis]} was asked for, but the step was traced at {name}={known.pop() or None} only; give `fit` "
                     f"a trace at another {name} as well."
                 )
 
@@ -237,7 +237,7 @@ class _Family:
             at for at, slot in enumerate(self._script.slots) if isinstance(slot, Take) and slot.category == "batch"
         ]
         values[0, batch] *= parts / self._least
-        note = f"of {parts} micro-batches two are in the trace, with the batch of all; no step of three was rehearsed"
+        note = f"of {parts} micro-batches two are in the trace, with the batch of all; no step of three was traced"
         return self._script, values, (note,)
 
     def _fitted(self, values: NDArray[np.float64]) -> Fit:
@@ -251,7 +251,7 @@ class _Family:
             )
             raise MisalignedError(
                 f"at event {at + 1} {describe_slot(self._script, at)}, {sizes}: no sum of four monomials of rows and length gives these. "
-                "Rehearse the step at the size that is asked for."
+                "Trace the step at the size that is asked for."
             )
         return fitted
 

@@ -1,4 +1,4 @@
-"""A plan is made from as few rehearsals as decide it."""
+"""A plan is made from as few dry runs as decide it."""
 
 import pytest
 
@@ -8,17 +8,17 @@ from lightning_unified.options import recompute_policies
 from lightning_unified.planner import planner as planning
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.settings import settings_to_compare
-from tests.support.rehearsal_zoo import Transformer
+from tests.support.dry_run_zoo import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 
 
 @pytest.fixture
-def rehearsed(monkeypatch):
-    """What was rehearsed: what is recomputed, rows of a micro-batch, micro-batches."""
-    asked, rehearsals = [], planning.Rehearsals
+def traced(monkeypatch):
+    """What was traced: what is recomputed, rows of a micro-batch, micro-batches."""
+    asked, dry_runs = [], planning.DryRuns
 
-    class Noted(rehearsals):
+    class Noted(dry_runs):
         def __init__(self, *args, recompute, **setting):
             super().__init__(*args, recompute=recompute, **setting)
             self.recompute = recompute
@@ -27,7 +27,7 @@ def rehearsed(monkeypatch):
             asked.append((self.recompute, rows, parts))
             return super().step(rows, parts, later_rows)
 
-    monkeypatch.setattr(planning, "Rehearsals", Noted)
+    monkeypatch.setattr(planning, "DryRuns", Noted)
     return asked
 
 
@@ -44,24 +44,24 @@ def chosen(*, share, only_best=True, layers=2, **costs):
     return planner.choose(settings, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best
 
 
-def test_a_plan_that_no_other_setting_can_beat_has_no_other_rehearsed(rehearsed):
+def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):
     best = chosen(share=0.7, launch=1e-9)
 
     assert (best.recompute, best.parts) == ("none", 2)
-    assert rehearsed == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
+    assert traced == [(PLAIN, 8, 1), (PLAIN, 4, 2)]
 
 
-def test_a_batch_is_not_rehearsed_in_parts_where_the_whole_of_it_is_faster_in_any_case(rehearsed):
+def test_a_batch_is_not_traced_in_parts_where_the_whole_of_it_is_faster_in_any_case(traced):
     best = chosen(share=0.9, layers=4, launch=1e-9, part=1.0)
 
     assert (best.recompute, best.parts) == ("2 of 4 blocks", 1)
-    assert {(rows, parts) for _, rows, parts in rehearsed} == {(8, 1)}
-    assert len(rehearsed) < 4
+    assert {(rows, parts) for _, rows, parts in traced} == {(8, 1)}
+    assert len(traced) < 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [1e-9, 1e-3])
-def test_what_is_chosen_from_few_rehearsals_is_no_slower_than_what_is_chosen_from_all(launch):
+def test_what_is_chosen_from_few_dry_runs_is_no_slower_than_what_is_chosen_from_all(launch):
     quick, full = (chosen(share=0.8, launch=launch, only_best=only) for only in (True, False))
 
     assert quick.seconds <= full.seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""A rehearsed step takes what the real one takes, and leaves nothing behind."""
+"""A traced step takes what the real one takes, and leaves nothing behind."""
 
 import random
 
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.trace.trace import CATEGORIES, Give, Take, Work
-from lightning_unified.errors import RehearsalError
-from lightning_unified.planner.dry_run import rehearse, rehearse_validation
+from lightning_unified.errors import DryRunError
+from lightning_unified.planner.dry_run import trace_step, trace_validation
+from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from tests.support.lanes import slow
 from tests.support.live_bytes import Loader, live_peak, peak_of
-from tests.support.rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 
 ROWS = 8
 GENERATOR = 5056  # bytes of torch's random state, which a real step notes outside of anything that is dispatched
@@ -42,7 +42,7 @@ def parameter_bytes(module):
 
 @pytest.fixture(scope="module")
 def transformed():
-    return rehearse(Transformer(), Transformer.batch(4), rows=ROWS)
+    return trace_step(Transformer(), Transformer.batch(4), rows=ROWS)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def transformed():
     ],
 )
 def test_peak_is_that_of_the_real_step(kind, precision, parts, tmp_path):
-    trace = rehearse(kind(), kind.batch(4), rows=ROWS, parts=parts, precision=precision)
+    trace = trace_step(kind(), kind.batch(4), rows=ROWS, parts=parts, precision=precision)
     real = live_peak(kind, kind.batch(ROWS * parts), rows=ROWS, parts=parts, precision=precision, folder=tmp_path)
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
 def test_the_optimizer_step_begins_after_the_last_micro_batch():
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=3)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=3)
     phases = [event.phase for event in trace.events if isinstance(event, Work)]
     begins = phases.index("optimizer step")
 
@@ -74,13 +74,13 @@ def test_the_optimizer_step_begins_after_the_last_micro_batch():
     reason="measured on a processor with AVX-512 and without matrix tiles",
 )
 def test_peak_of_convolutions_and_batch_norm_is_that_of_the_real_step(tmp_path):
-    trace = rehearse(Convolutions(), Convolutions.batch(4), rows=ROWS, precision="bf16-mixed")
+    trace = trace_step(Convolutions(), Convolutions.batch(4), rows=ROWS, precision="bf16-mixed")
     real = live_peak(Convolutions, Convolutions.batch(ROWS), precision="bf16-mixed", folder=tmp_path)
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=2e-2)  # kernels of the CPU take the rest unseen
 
 
 def test_peak_of_frozen_weights_with_a_low_rank_layer_is_that_of_the_real_step(tmp_path):
-    trace = rehearse(LowRank(), LowRank.batch(4), rows=ROWS)
+    trace = trace_step(LowRank(), LowRank.batch(4), rows=ROWS)
     assert peak_of(trace) == pytest.approx(
         live_peak(LowRank, LowRank.batch(ROWS), folder=tmp_path) - GENERATOR, rel=1e-4
     )
@@ -88,25 +88,25 @@ def test_peak_of_frozen_weights_with_a_low_rank_layer_is_that_of_the_real_step(t
 
 
 def test_peak_of_two_optimizers_stepped_by_hand_is_that_of_the_real_step(tmp_path):
-    trace = rehearse(Adversaries(), Adversaries.batch(4), rows=ROWS)
+    trace = trace_step(Adversaries(), Adversaries.batch(4), rows=ROWS)
     assert peak_of(trace) == pytest.approx(live_peak(Adversaries, Adversaries.batch(ROWS), folder=tmp_path), rel=1e-3)
 
 
 def test_peak_of_a_window_of_batches_cut_in_parts_and_clipped_is_that_of_the_real_one(tmp_path):
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=2, accumulate=2, clip=1.0)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=2, accumulate=2, clip=1.0)
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     real = live_peak(Perceptron, Perceptron.batch(2 * ROWS), rows=ROWS, parts=2, steps=4, folder=tmp_path, **settings)
     assert peak_of(trace) == pytest.approx(real - GENERATOR, rel=1e-4)
 
 
 def test_peak_with_recomputed_blocks_is_that_of_the_real_step(tmp_path):
-    trace = rehearse(Transformer(), Transformer.batch(4), rows=ROWS, recompute=True)
+    trace = trace_step(Transformer(), Transformer.batch(4), rows=ROWS, recompute=True)
     real = live_peak(Transformer, Transformer.batch(ROWS), recompute=True, folder=tmp_path)
     assert peak_of(trace) == pytest.approx(real - 3 * GENERATOR, rel=1e-4)  # each block notes the random state too
 
 
 def test_a_gradient_scaler_finds_finite_gradients_and_has_weights_written():
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, precision="16-mixed")
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, precision="16-mixed")
     ops = [event.op for event in trace.events if isinstance(event, Work)]
     assert "aten._amp_foreach_non_finite_check_and_unscale_.default" in ops
     assert "aten.addcdiv_.default" in ops
@@ -114,7 +114,7 @@ def test_a_gradient_scaler_finds_finite_gradients_and_has_weights_written():
 
 
 def test_weights_that_are_cast_for_good_take_half():
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS, precision="bf16-true")
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, precision="bf16-true")
     assert setup_bytes(trace, "weights") == parameter_bytes(Perceptron()) // 2
 
 
@@ -131,7 +131,7 @@ def test_logits_are_what_is_as_wide_as_the_vocabulary(transformed):
 
 
 def test_every_storage_is_given_once_and_was_taken_before():
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS)
     live = set()
     for event in trace.events:
         if isinstance(event, Take):
@@ -149,7 +149,7 @@ def test_events_of_different_rows_are_the_same_but_for_their_bytes(transformed):
 
     sizes = []
     for rows in (2, 4):
-        trace = rehearse(Transformer(), Transformer.batch(4), rows=rows)
+        trace = trace_step(Transformer(), Transformer.batch(4), rows=rows)
         assert kinds(trace) == kinds(transformed)
         sizes.append([event.bytes for event in trace.events if isinstance(event, Take)])
     asked = [event.bytes for event in transformed.events if isinstance(event, Take)]
@@ -157,7 +157,7 @@ def test_events_of_different_rows_are_the_same_but_for_their_bytes(transformed):
 
 
 def test_phases_come_in_the_order_of_lightnings_step():
-    trace = rehearse(Perceptron(), Perceptron.batch(4), rows=ROWS)
+    trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS)
     phases = list(dict.fromkeys(event.phase for event in trace.events if isinstance(event, Work)))
     assert phases[:5] == ["setup", "batch", "forward", "backward", "optimizer step"]
 
@@ -169,7 +169,7 @@ def test_work_is_placed_in_its_module_in_both_directions(transformed):
 
 def test_flops_of_the_step_but_for_sums_are_three_times_those_of_its_products():
     module = Perceptron()
-    trace = rehearse(module, module.batch(4), rows=ROWS)
+    trace = trace_step(module, module.batch(4), rows=ROWS)
     weights = [layer.weight.numel() for layer in module.net if isinstance(layer, nn.Linear)]
     forward = 2 * ROWS * sum(weights)
     backward = 2 * forward - 2 * ROWS * weights[0]  # no gradient for the batch
@@ -180,12 +180,12 @@ def test_flops_of_the_step_but_for_sums_are_three_times_those_of_its_products():
 def test_parameters_on_the_meta_device_give_the_same_trace(transformed):
     with torch.device("meta"):
         weightless = Transformer()
-    assert rehearse(weightless, Transformer.batch(4), rows=ROWS).events == transformed.events
+    assert trace_step(weightless, Transformer.batch(4), rows=ROWS).events == transformed.events
 
 
 def test_a_longer_row_is_asked_for_by_its_length():
     short, long = (Transformer(layers=1, length=64).batch(4, length=length) for length in (32, 64))
-    traces = [rehearse(Transformer(layers=1, length=64), batch, rows=ROWS, length=64) for batch in (short, long)]
+    traces = [trace_step(Transformer(layers=1, length=64), batch, rows=ROWS, length=64) for batch in (short, long)]
     assert traces[0].length == 64
     assert traces[0].events == traces[1].events
 
@@ -193,7 +193,7 @@ def test_a_longer_row_is_asked_for_by_its_length():
 def test_kernels_of_the_optimizer_take_different_temporaries():
     def most(kernel, backend="cpu"):
         module = Perceptron(width=64)
-        trace = rehearse(module, module.batch(2), rows=2, optimizer_kernel=kernel, backend=backend)
+        trace = trace_step(module, module.batch(2), rows=2, optimizer_kernel=kernel, backend=backend)
         sizes, live, peak, phase = {}, 0, 0, ""
         for event in trace.events:
             if isinstance(event, Work):
@@ -214,13 +214,13 @@ def test_kernels_of_the_optimizer_take_different_temporaries():
 def test_averaged_weights_of_a_callback_are_counted(tmp_path):
     trainer = L.Trainer(callbacks=[EMAWeightAveraging()], logger=False, accelerator="cpu", default_root_dir=tmp_path)
     module = Perceptron()
-    trace = rehearse(module, module.batch(4), rows=ROWS, trainer=trainer)
+    trace = trace_step(module, module.batch(4), rows=ROWS, trainer=trainer)
     assert parameter_bytes(module) <= setup_bytes(trace, "callbacks") < 1.1 * parameter_bytes(module)
 
 
 def test_validation_in_a_fit_finds_optimizer_state_there_and_no_gradients():
     module = Perceptron()
-    trace = rehearse_validation(module, module.batch(4), rows=64)
+    trace = trace_validation(module, module.batch(4), rows=64)
     assert setup_bytes(trace, "gradients") == 0
     assert setup_bytes(trace, "optimizer state") >= 2 * parameter_bytes(module)
     assert {event.phase for event in trace.events if isinstance(event, Work)} >= {"setup", "batch", "validation"}
@@ -242,7 +242,7 @@ def test_a_read_of_the_batchs_whole_numbers_is_answered_by_them():
             return x[: (y == 7).nonzero().shape[0] + len(y) - 1]
 
     batch = torch.randn(4, 64), torch.tensor([1, 7, 3, 2])
-    assert rehearse(Module(), batch, rows=4).confidence == "high"
+    assert trace_step(Module(), batch, rows=4).confidence == "high"
 
 
 def test_a_read_that_decides_nothing_is_of_medium_confidence():
@@ -251,7 +251,7 @@ def test_a_read_that_decides_nothing_is_of_medium_confidence():
             correct = (x > 0).sum().item()
             return x * 2 if x.mean() > correct else x
 
-    trace = rehearse(Module(), Module.batch(4), rows=4)
+    trace = trace_step(Module(), Module.batch(4), rows=4)
     assert trace.confidence == "medium"
     assert {read.answer for read in trace.reads} == {"1", "False"}
 
@@ -262,15 +262,15 @@ def test_a_read_that_decides_a_shape_is_of_low_confidence():
             chosen = (x[:, 0] > 0).nonzero()
             return x + chosen.float().mean()
 
-    trace = rehearse(Module(), Module.batch(4), rows=64)
+    trace = trace_step(Module(), Module.batch(4), rows=64)
     assert trace.confidence == "low"
 
 
-def test_a_fit_can_rehearse_its_own_step_and_goes_on_as_it_would_have(tmp_path):
+def test_a_fit_can_trace_its_own_step_and_goes_on_as_it_would_have(tmp_path):
     class Asks(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if asks and batch_idx == 1:
-                self.trace = rehearse(pl_module, batch, rows=4, parts=2, trainer=trainer)
+                self.trace = trace_step(pl_module, batch, rows=4, parts=2, trainer=trainer)
 
     class Module(Perceptron):
         def training_step(self, batch, batch_idx):
@@ -306,8 +306,8 @@ def test_what_cannot_be_run_without_values_says_so():
         def read(self, x, y):
             return torch.from_numpy(np.linalg.svd(x.numpy())[0]) @ x.data_ptr()
 
-    with pytest.raises(RehearsalError, match="Module cannot be run without values"):
-        rehearse(Module(), Module.batch(4), rows=4)
+    with pytest.raises(DryRunError, match="Module cannot be run without values"):
+        trace_step(Module(), Module.batch(4), rows=4)
 
 
 def test_lazy_layers_are_refused():
@@ -316,8 +316,8 @@ def test_lazy_layers_are_refused():
             super().__init__()
             self.lazy = nn.LazyLinear(3)
 
-    with pytest.raises(RehearsalError, match="lazy layer"):
-        rehearse(Module(), Module.batch(4), rows=4)
+    with pytest.raises(DryRunError, match="lazy layer"):
+        trace_step(Module(), Module.batch(4), rows=4)
 
 
 def test_module_batch_and_generators_are_untouched():
@@ -335,7 +335,7 @@ def test_module_batch_and_generators_are_untouched():
     weights = {name: (value.data_ptr(), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
     entries, copies = set(vars(module)), [value.clone() for value in batch]
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    rehearse(module, batch, rows=4, parts=2)
+    trace_step(module, batch, rows=4, parts=2)
     for name, value in module.state_dict(keep_vars=True).items():
         assert value.data_ptr() == weights[name][0]
         assert torch.equal(value, weights[name][1])
@@ -359,5 +359,5 @@ def test_activation_checkpointing_of_the_module_itself_is_seen(transformed):
                 x = checkpoint(block, x, use_reentrant=False)
             return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
 
-    saving = rehearse(Module(), Module.batch(4), rows=ROWS)
+    saving = trace_step(Module(), Module.batch(4), rows=ROWS)
     assert taken(saving, "activations") < 0.5 * taken(transformed, "activations")

@@ -1,4 +1,4 @@
-"""What rows need where a step cannot be rehearsed: a few of them run on the device, then twice as many, and nothing of it stays."""
+"""What rows need where a step cannot be traced: a few of them run on the device, then twice as many, and nothing of it stays."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lightning_unified.step.recovery.aside import Undone, gradient_sample
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["DoublingProbe", "Found", "tried"]
+__all__ = ["BatchSizeProbe", "Found", "tried"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -35,7 +35,7 @@ class Found:
     tried: tuple[int, ...]
 
 
-class DoublingProbe:
+class BatchSizeProbe:
     """Runs forward and backward passes of 1, 2, 4, … units of rows, until twice as many would not fit, and draws a line through the last two.
 
     The line is drawn to the budget, with what the optimizer's state will add. Everything a run changes is put back, as after the
@@ -138,7 +138,7 @@ def tried(
         and policy.splitter("fit").refusal(batch, shape.rows) is None
     ):
         try:
-            found = DoublingProbe(trainer, policy).run(batch, shape, step=step)
+            found = BatchSizeProbe(trainer, policy).run(batch, shape, step=step)
         except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
             why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
     if found is None:
@@ -148,6 +148,6 @@ def tried(
         what_then = f"{rows} rows were run on the device and undone: {found.rows} at once fit"
         if found.refused is not None and shape is not None:
             policy.sizes.plan(shape, rows=found.rows, refused=found.refused, room_bytes=policy.watch.room())
-    policy.events.append(f"the step could not be rehearsed ({why}); {what_then}")
-    log.warning("The step could not be rehearsed (%s); %s.", why, what_then)
+    policy.events.append(f"the step could not be traced ({why}); {what_then}")
+    log.warning("The step could not be traced (%s); %s.", why, what_then)
     return what_then

@@ -24,13 +24,13 @@ def as_mps(monkeypatch):
     found = []
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # of a whole test session: that is what would take the time
     monkeypatch.setattr(host, "_WRONG_AT_TIMES", ("cpu",))
-    distance = parity.GradientParity._compared
+    distance = parity.DeviceGradientCheck._compared
 
     def noted(self, kwargs, rows, *, of):
         found.append((rows, distance(self, kwargs, rows, of=of)))
         return found[-1][1]
 
-    monkeypatch.setattr(parity.GradientParity, "_compared", noted)
+    monkeypatch.setattr(parity.DeviceGradientCheck, "_compared", noted)
     return found
 
 
@@ -165,7 +165,7 @@ def test_whole_batches_are_compared_after_a_batch_has_been_cut_and_not_before(as
 
 
 def test_other_devices_are_not_compared(monkeypatch):
-    monkeypatch.setattr(parity.GradientParity, "_compared", lambda *_, **__: pytest.fail("compared"))
+    monkeypatch.setattr(parity.DeviceGradientCheck, "_compared", lambda *_, **__: pytest.fail("compared"))
 
     assert train(MLP)[1].global_step == 6
 

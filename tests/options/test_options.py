@@ -1,4 +1,4 @@
-"""Recomputed blocks and chunks of a loss as levers, without a Trainer: the same learning, and everything undone."""
+"""Recomputed blocks and chunks of a loss as memory options, without a Trainer: the same learning, and everything undone."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import (
-    Levers,
+    AppliedOptions,
     LossChunk,
     RecomputedBlocks,
     recompute_policies,
@@ -81,17 +81,17 @@ def stood_in(module):
 )
 def test_the_first_blocks_run_twice_and_gradients_are_equal_bit_for_bit(policy, runs):
     module = deep()
-    lever = RecomputedBlocks(module, policy)
+    memory_option = RecomputedBlocks(module, policy)
     again = gradients(module)
-    lever.undo()
-    lever.undo()
+    memory_option.undo()
+    memory_option.undo()
 
     assert [layer.runs for layer in module.layers] == runs
     assert all(torch.equal(a, b) for a, b in zip(gradients(deep()), again, strict=True))
     assert stood_in(module) == [False] * 4
 
 
-def test_a_copy_of_a_module_with_a_lever_pulled_has_none():
+def test_a_copy_of_a_module_with_a_memory_option_pulled_has_none():
     module = deep()
     RecomputedBlocks(module, ALL)
     twin = copy.deepcopy(module)
@@ -101,9 +101,9 @@ def test_a_copy_of_a_module_with_a_lever_pulled_has_none():
 
 
 def test_more_blocks_than_there_are_is_all():
-    lever = RecomputedBlocks(deep(), RecomputePolicy(blocks=9))
+    memory_option = RecomputedBlocks(deep(), RecomputePolicy(blocks=9))
 
-    assert (lever.policy, lever.how) == (ALL, "4 blocks of layers (Block), detected")
+    assert (memory_option.policy, memory_option.how) == (ALL, "4 blocks of layers (Block), detected")
 
 
 def test_some_blocks_are_told_as_some():
@@ -114,9 +114,9 @@ def test_some_blocks_are_told_as_some():
 
 def test_a_switch_means_all_or_none_and_is_put_back():
     module = deep(Switch)
-    lever = RecomputedBlocks(module, ALL)
+    memory_option = RecomputedBlocks(module, ALL)
     assert module.recompute is True
-    lever.undo()
+    memory_option.undo()
 
     assert module.recompute is False
     assert recompute_policies(module) == (NONE, ALL)
@@ -127,9 +127,9 @@ def test_a_switch_means_all_or_none_and_is_put_back():
 def test_a_module_with_a_switch_that_names_its_blocks_can_recompute_some():
     module = deep(Both)
     module.recompute = True
-    lever = RecomputedBlocks(module, RecomputePolicy(blocks=2))
+    memory_option = RecomputedBlocks(module, RecomputePolicy(blocks=2))
     assert (module.recompute, stood_in(module)) == (False, [True, True, False, False])
-    lever.undo()
+    memory_option.undo()
 
     assert (module.recompute, stood_in(module)) == (True, [False] * 4)
 
@@ -205,34 +205,34 @@ class Chunked(Deep):
 
 def test_a_chunk_is_set_and_undone():
     module = Chunked()
-    levers = Levers()
-    levers.begin(module, [])
-    levers.set_loss_chunk(1024, why="as planned")
-    assert (module.loss_chunk_rows, levers.loss_chunk) == (1024, 1024)
-    levers.set_loss_chunk(128, why="as planned")
-    assert levers.reasons == {"loss_chunk": "128 rows, as planned"}
-    levers.end()
+    memory_options = AppliedOptions()
+    memory_options.begin(module, [])
+    memory_options.set_loss_chunk(1024, why="as planned")
+    assert (module.loss_chunk_rows, memory_options.loss_chunk) == (1024, 1024)
+    memory_options.set_loss_chunk(128, why="as planned")
+    assert memory_options.reasons == {"loss_chunk": "128 rows, as planned"}
+    memory_options.end()
 
     assert module.loss_chunk_rows is None and "loss_chunk_rows" not in vars(module)
-    assert levers.reasons == {}
+    assert memory_options.reasons == {}
 
 
 def test_a_chunk_that_the_user_set_is_kept_and_alone_to_choose():
     module = Chunked()
     module.loss_chunk_rows = 64
-    levers = Levers()
-    levers.begin(module, [])
-    assert levers.chunk_choices() == (64,)
+    memory_options = AppliedOptions()
+    memory_options.begin(module, [])
+    assert memory_options.chunk_choices() == (64,)
     LossChunk(module, 8).undo()
 
     assert module.loss_chunk_rows == 64
 
 
 def test_a_module_without_chunks_offers_none_and_is_refused_one():
-    levers = Levers()
-    levers.begin(deep(), [])
+    memory_options = AppliedOptions()
+    memory_options.begin(deep(), [])
 
-    assert levers.chunk_choices() == (None,)
+    assert memory_options.chunk_choices() == (None,)
     with pytest.raises(ConfigurationError, match=r"loss_chunk=8: Deep has no attribute loss_chunk_rows"):
         LossChunk(deep(), 8)
     with pytest.raises(ConfigurationError, match=r"loss_chunk=0: give a count of rows, 1 or more, or None"):

@@ -1,4 +1,4 @@
-"""Steps of further sizes, followed on the shadow of the first, are those that rehearsals of their own tell."""
+"""Steps of further sizes, followed on the fake copy of the first, are those that dry runs of their own tell."""
 
 from collections import Counter
 from functools import partial
@@ -12,10 +12,10 @@ from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.trace.trace import Give, Take
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.dry_run import Rehearsals, rehearse
+from lightning_unified.planner.dry_run import DryRuns, trace_step
 from lightning_unified.planner.fake import mode as fake
+from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from tests.support.lanes import slow, some
-from tests.support.rehearsal_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 
 SIZES = ((8, 1), (2, 2), (4, 2))
 
@@ -47,13 +47,13 @@ def told(trace):
 
 
 def followed(module, batch, **setting):
-    """Traces of all sizes, and how many of them were followed on the shadow of the one before."""
+    """Traces of all sizes, and how many of them were followed on the fake copy of the one before."""
     setting = {"backend": "cpu", "trainer": None, "precision": "32-true"} | setting
-    rehearsals, traces, shared = Rehearsals(module, batch, **setting), [], 0
+    dry_runs, traces, shared = DryRuns(module, batch, **setting), [], 0
     for rows, parts in SIZES:
-        before = rehearsals._last
-        traces.append(rehearsals.step(rows, parts))
-        shared += before is not None and rehearsals._last is before
+        before = dry_runs._last
+        traces.append(dry_runs.step(rows, parts))
+        shared += before is not None and dry_runs._last is before
     return traces, shared
 
 
@@ -64,18 +64,18 @@ BOTH = ((8, 1), (4, 2))
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
-def test_steps_that_recompute_something_else_are_followed_on_the_same_shadow_as_well(kind, sizes):
-    module, batch, shadows = kind(), kind.batch(8), {}
+def test_steps_that_recompute_something_else_are_followed_on_the_same_fake_copy_as_well(kind, sizes):
+    module, batch, fake_copies = kind(), kind.batch(8), {}
     setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
-    asked = [Rehearsals(module, batch, recompute=policy, shadows=shadows, **setting) for policy in POLICIES]
-    traces = [rehearsals.step(rows, parts) for rehearsals in asked for rows, parts in sizes]
+    asked = [DryRuns(module, batch, recompute=policy, fake_copies=fake_copies, **setting) for policy in POLICIES]
+    traces = [dry_runs.step(rows, parts) for dry_runs in asked for rows, parts in sizes]
     alone = [
-        rehearse(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
+        trace_step(module, batch, recompute=policy, rows=rows, parts=parts, **setting)
         for policy in POLICIES
         for rows, parts in sizes
     ]
 
-    assert len({id(rehearsals._last) for rehearsals in asked}) == 1
+    assert len({id(dry_runs._last) for dry_runs in asked}) == 1
     assert list(map(summed_up, traces)) == list(map(summed_up, alone))
 
 
@@ -87,7 +87,7 @@ def summed_up(trace):
 
 
 def by_themselves(module, batch, **setting):
-    return [rehearse(module, batch, rows=rows, parts=parts, **setting) for rows, parts in SIZES]
+    return [trace_step(module, batch, rows=rows, parts=parts, **setting) for rows, parts in SIZES]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def by_themselves(module, batch, **setting):
         slow(Transformer, {"precision": "bf16-mixed", "backend": "cuda", "recompute": True}),
     ],
 )
-def test_steps_on_one_shadow_are_those_of_rehearsals_of_their_own(kind, setting):
+def test_steps_on_one_fake_copy_are_those_of_dry_runs_of_their_own(kind, setting):
     module, batch = kind(), kind.batch(8)
     traces, shared = followed(module, batch, **setting)
 
@@ -106,7 +106,7 @@ def test_steps_on_one_shadow_are_those_of_rehearsals_of_their_own(kind, setting)
     assert list(map(told, traces)) == list(map(told, by_themselves(module, batch, **setting)))
 
 
-def test_with_metrics_steps_on_one_shadow_take_what_those_of_their_own_take():
+def test_with_metrics_steps_on_one_fake_copy_take_what_those_of_their_own_take():
     module, batch = Perceptron(), Perceptron.batch(8)
     traces, shared = followed(module, batch)
 
@@ -137,7 +137,7 @@ class KeepsAll(Keeps):
 
 
 @pytest.mark.parametrize("kind", some([KeepsRows, KeepsAll, Adversaries], KeepsRows))
-def test_where_a_step_finds_what_others_left_each_is_rehearsed_by_itself(kind):
+def test_where_a_step_finds_what_others_left_each_is_traced_by_itself(kind):
     module, batch = kind(), kind.batch(8)
     traces, shared = followed(module, batch)
 
@@ -167,7 +167,7 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
 @pytest.mark.parametrize("kind", some([Convolutions, Transformer], Convolutions))
 def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
     setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
-    quick = rehearse(kind(), kind.batch(4), **setting)
+    quick = trace_step(kind(), kind.batch(4), **setting)
     monkeypatch.setattr(fake, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
 
-    assert told(quick) == told(rehearse(kind(), kind.batch(4), **setting))
+    assert told(quick) == told(trace_step(kind(), kind.batch(4), **setting))

@@ -107,7 +107,7 @@ def align(scripts: Sequence[Script], names: Sequence[str]) -> Integers:
             raise MisalignedError(
                 f"the step does other things at other sizes: at its event {at + 1}, {describe_slot(scripts[0], at)} with {names[0]}, "
                 f"but {describe_slot(script, at)} with {name}. Sizes between and beyond cannot be computed from these traces; "
-                "rehearse the step at the size that is asked for."
+                "trace the step at the size that is asked for."
             )
     return np.max([script.ends for script in scripts], axis=0)
 

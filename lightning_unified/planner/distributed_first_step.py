@@ -1,4 +1,4 @@
-"""The plan of a fit on several ranks: each rehearses its own batch, and all act on one decision, before anything collective."""
+"""The plan of a fit on several ranks: each traces its own batch, and all act on one decision, before anything collective."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Choice
-from lightning_unified.errors import RehearsalError
+from lightning_unified.errors import DryRunError
 from lightning_unified.planner.first_step import FirstStep
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.setting import Setting
 from lightning_unified.step.ranks.consensus import Point, Ranks
-from lightning_unified.step.ranks.policy import RankedPolicy
+from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["Offer", "RankedFirstStep", "settled"]
+__all__ = ["DistributedFirstStep", "Offer", "settled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a setting of the levers comes to on one rank.
+    """What a setting of the memory options comes to on one rank.
 
     Attributes:
         fits: Whether the rank's batch fits under it, in some size.
@@ -36,28 +36,28 @@ class Offer:
     needs: float
 
 
-class RankedFirstStep(FirstStep):
-    """Has every rank plan for its own first batch, and then go on with one setting of the levers and the smallest micro-batch.
+class DistributedFirstStep(FirstStep):
+    """Has every rank plan for its own first batch, and then go on with one setting of the memory options and the smallest micro-batch.
 
     At the first batch ranks tell each other what they would set, and if that differs, what each of these settings would come to for
     them: the fastest that fits everywhere is taken, timed by the slowest rank. Then sizes are joined, as after a failure. A rank that
-    cannot rehearse its step, or gains nothing by it, takes what the others settle. One whose smallest plan does not fit ends all
-    ranks, before weights are written. Rows that are longer come to ranks at different times: a rank then plans with the levers as
+    cannot trace its step, or gains nothing by it, takes what the others settle. One whose smallest plan does not fit ends all
+    ranks, before weights are written. Rows that are longer come to ranks at different times: a rank then plans with the memory options as
     they are, and sizes are joined after the batch.
 
     Args:
         trainer: The fit's.
-        policy: Whose sizes and levers are set.
+        policy: Whose sizes and memory options are set.
         precision: That the fit runs in, by Lightning's name.
         ranks: All of them.
         reduction_bytes: What each rank holds on its device to average gradients.
     """
 
     def __init__(
-        self, trainer: L.Trainer, policy: RankedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
+        self, trainer: L.Trainer, policy: DistributedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
     ) -> None:
         super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes)
-        self._ranked_policy, self._ranks = policy, ranks
+        self._distributed_policy, self._ranks = policy, ranks
         self._has_agreed = False
         self._mine: tuple[Planner, Setting, Prediction, str] | None = None
         self._settled: Setting | None = None
@@ -90,12 +90,12 @@ class RankedFirstStep(FirstStep):
             self._mine = planner, setting, prediction, reason
 
     def _agree(self, shape: BatchShape | None) -> None:
-        """Settle levers and sizes with the other ranks; each of them comes here at its first batch."""
+        """Settle memory options and sizes with the other ranks; each of them comes here at its first batch."""
         mine = self._mine
         said = self._ranks.exchange(Point.PLAN, None if mine is None else mine[1])
         wanted = list(dict.fromkeys(setting for setting in said if setting is not None))
         if not wanted:
-            self._ranked_policy.join_sizes()
+            self._distributed_policy.join_sizes()
             return
         chosen, choices = wanted[0], {}
         if len(wanted) > 1:
@@ -104,19 +104,19 @@ class RankedFirstStep(FirstStep):
             chosen = settled(wanted, offers)
         self._settled = chosen
         self._adopt_settled(chosen, choices.get(chosen), shape)
-        self._ranked_policy.join_sizes()
+        self._distributed_policy.join_sizes()
         self._predict_joined(shape)
 
     def _choice(self, planner: Planner, setting: Setting) -> Choice | None:
         assert self._speeds is not None
         try:
             return planner.choose([setting], budget_bytes=self._left(), rates=self._speeds.rates)
-        except RehearsalError:
+        except DryRunError:
             return None
 
     def _adopt_settled(self, chosen: Setting, choice: Choice | None, shape: BatchShape | None) -> None:
         if self._mine is None:
-            self._set_levers(chosen, why="as planned by the other ranks")
+            self._set_memory_options(chosen, why="as planned by the other ranks")
             return
         planner, own, prediction, reason = self._mine
         if own == chosen or choice is None:

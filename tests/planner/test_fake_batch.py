@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_unified import MicroBatchRules, RowRules
-from lightning_unified.errors import RehearsalError
+from lightning_unified.errors import DryRunError
 from lightning_unified.planner.dry_run.batch import Template
 from lightning_unified.planner.fake.known_values import value_of
 from lightning_unified.planner.fake.mode import fake_world
@@ -65,7 +65,7 @@ def test_a_length_changes_every_dimension_of_positions():
 
 
 def test_a_length_is_refused_where_rows_have_none():
-    with pytest.raises(RehearsalError, match="length=4"):
+    with pytest.raises(DryRunError, match="length=4"):
         made((torch.randn(2, 3), torch.arange(2)), 2, length=4)
 
 
@@ -85,7 +85,7 @@ def test_packed_rows_can_be_left_out_and_not_repeated():
     fake = made(packed, 2)
     assert fake.data.shape == (5, 2)
     assert value_of(fake.batch_sizes).tolist() == [2, 2, 1]
-    with pytest.raises(RehearsalError, match="of a kind of their own"):
+    with pytest.raises(DryRunError, match="of a kind of their own"):
         made(packed, 4)
 
 
@@ -97,5 +97,5 @@ def test_rules_split_a_batch_of_their_own_kind():
     rules = MicroBatchRules(rows=RowRules(split=split, count=lambda batch: len(batch["sizes"])))
     batch = {"nodes": torch.randn(9, 2), "sizes": [2, 3, 4]}
     assert made(batch, 2, rules=rules)["nodes"].shape == (5, 2)
-    with pytest.raises(RehearsalError, match="give a batch of at least 4 rows"):
+    with pytest.raises(DryRunError, match="give a batch of at least 4 rows"):
         made(batch, 4, rules=rules)

@@ -1,4 +1,4 @@
-"""A rehearsed step as a planner counts it: with what is there beside it, without what it does not do."""
+"""A traced step as a planner counts it: with what is there beside it, without what it does not do."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""One rehearsal: the shadow and its Trainer, set up once, and the steps of it that are followed."""
+"""One dry run: the fake copy and its Trainer, set up once, and the steps of it that are followed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_unified.cost_model.backends import mimic
 from lightning_unified.cost_model.trace.trace import Take, Trace
-from lightning_unified.errors import LightningUnifiedError, RehearsalError
+from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import LossChunk, RecomputedBlocks
 from lightning_unified.planner.dry_run.batch import Template
@@ -21,9 +21,9 @@ from lightning_unified.planner.dry_run.conductor import Conductor
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.kernels import KERNELS
 from lightning_unified.planner.dry_run.stage import untouched
-from lightning_unified.planner.dry_run.strategy import RehearsalStrategy, shadow_precision
-from lightning_unified.planner.dry_run.trainer import RehearsalTrainer, averaging, batches_of, tensors_held
-from lightning_unified.planner.fake.fake_copy import fake_tensor, shadow
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy, fake_copy_precision
+from lightning_unified.planner.dry_run.trainer import DryRunTrainer, averaging, batches_of, tensors_held
+from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
 from lightning_unified.planner.fake.mode import World, fake_world
 from lightning_unified.planner.fake.places import Places
 from lightning_unified.planner.fake.recorder import Recorder
@@ -31,7 +31,7 @@ from lightning_unified.step.split import splitter_of
 from lightning_unified.step.split.rules import given_to, rules_of
 from lightning_unified.step.undo import EVALUATION_STEPS, TRAINING_STEP, StateWatch, roots_of
 
-__all__ = ["Rehearsal"]
+__all__ = ["DryRun"]
 
 _DEVICE = torch.device("cpu")  # of the fakes, whatever the backend: those of other devices fail in the backward pass
 
@@ -44,16 +44,16 @@ class _Stage:
     copy: L.LightningModule
     places: Places
     recorder: Recorder
-    strategy: RehearsalStrategy
+    strategy: DryRunStrategy
     conductor: Conductor
-    trainer: RehearsalTrainer
+    trainer: DryRunTrainer
     rows: int
     parts: int
     later_rows: int
 
 
-class Rehearsal:
-    """A fit of a shadow; the arguments are those of `rehearse` and `rehearse_validation`."""
+class DryRun:
+    """A fit of a fake copy; the arguments are those of `trace_step` and `trace_validation`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Rehearsal:
         is_prepared: bool = False,
     ) -> None:
         if kernel is not None and kernel not in KERNELS:
-            raise RehearsalError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
+            raise DryRunError(f"optimizer_kernel={kernel!r}: give one of {', '.join(KERNELS)}, or None.")
         self._module, self._live, self._length = module, live, length
         self._backend, self._precision, self._validates = backend, precision, validates
         self._recompute, self._kernel, self._loss_chunk = recompute, kernel, loss_chunk
@@ -85,19 +85,19 @@ class Rehearsal:
         if train_batch is not None:
             self._before = _template(module, train_batch, "fit", live=live)
         self._settings = self._settings_of(accumulate, clip)
-        self._lever: RecomputedBlocks | None = None
+        self._memory_option: RecomputedBlocks | None = None
         self._stage: _Stage | None = None
         # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
         self._state = StateWatch(partial(roots_of, module, live, (*TRAINING_STEP, *EVALUATION_STEPS)), tensors=False)
 
     def run(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
-        """Rehearse, and return the trace; again with other answers, where made-up ones can have decided a shape.
+        """Trace, and return the trace; again with other answers, where made-up ones can have decided a shape.
 
         Raises:
-            RehearsalError: As `rehearse`.
+            DryRunError: As `trace_step`.
         """
         if rows < 1 or parts < 1:
-            raise RehearsalError(f"rows={rows}, parts={parts}: give 1 or more of each.")
+            raise DryRunError(f"rows={rows}, parts={parts}: give 1 or more of each.")
         later = rows if later_rows is None else later_rows
         trace = self._guarded(partial(self._first, rows, parts, later))
         if trace.confidence != "low":
@@ -105,7 +105,7 @@ class Rehearsal:
         self._stage = None
         try:
             again = self._guarded(partial(self._first, rows, parts, later, other=True))
-        except RehearsalError:
+        except DryRunError:
             return trace
         finally:
             self._stage = None
@@ -121,19 +121,19 @@ class Rehearsal:
         What is recomputed may be something else by now: it decides what lives within a step, and of what lives between two no more than
         the order in which it began to.
 
-        It is the step that a rehearsal of its own would follow, if that would find the same as this one does. So what lives before it
+        It is the step that a dry run of its own would follow, if that would find the same as this one does. So what lives before it
         must be, byte for byte and in the same order within each category, what lived before the first step that was followed; and so
         must be what lives after it, which shows that the size of a step does not decide what the next one finds. States that
         grow, tensors of a batch that are kept and gradients that come in another order all show there.
 
         Returns:
-            Its trace; None if it is to be rehearsed by itself.
+            Its trace; None if it is to be traced by itself.
         """
         stage, self._stage = self._stage, None
         if stage is None:
             return None
         self._recompute = recompute
-        with contextlib.suppress(RehearsalError):
+        with contextlib.suppress(DryRunError):
             trace = self._guarded(
                 partial(self._further, stage, rows, parts, rows if later_rows is None else later_rows)
             )
@@ -143,18 +143,18 @@ class Rehearsal:
         return None
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
-        """Return the trace, with the world around it as it was, or raise `RehearsalError`."""
+        """Return the trace, with the world around it as it was, or raise `DryRunError`."""
         name, noted = type(self._module).__name__, self._state.note()
         try:
             with untouched():
                 return traced()
-        except RehearsalError:
+        except DryRunError:
             raise
         except LightningUnifiedError as error:
-            raise RehearsalError(f"{name} cannot be rehearsed: {error}") from error
+            raise DryRunError(f"{name} cannot be traced: {error}") from error
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
-            raise RehearsalError(
+            raise DryRunError(
                 f"{name} cannot be run without values ({type(error).__name__}: {reason}); what it needs must be measured on the device."
             ) from error
         finally:
@@ -191,12 +191,12 @@ class Rehearsal:
             yield
 
     def _set_up(self, rows: int, parts: int, later: int, *, world: World, spot: list[Places]) -> _Stage:
-        """Return the shadow and all that follows it; call it inside the world."""
-        plugin, dtype = shadow_precision(self._precision, device_type=_DEVICE.type)
-        copy = self._shadow(dtype)
+        """Return the fake copy and all that follows it; call it inside the world."""
+        plugin, dtype = fake_copy_precision(self._precision, device_type=_DEVICE.type)
+        copy = self._fake_copy(dtype)
         spot.append(Places(copy))
         recorder = Recorder(backend=self._backend, place=spot[0].here, widths=_vocabularies(copy))
-        strategy = RehearsalStrategy(
+        strategy = DryRunStrategy(
             recorder,
             micro_batch_size=None if parts == 1 else rows,
             kernel=self._kernel,
@@ -216,7 +216,7 @@ class Rehearsal:
             batches=batches_of(self._live),
         )
         self._bring_along(conductor)
-        trainer = RehearsalTrainer(
+        trainer = DryRunTrainer(
             strategy,
             live=self._live,
             callbacks=[conductor, *conductor.averages],
@@ -243,33 +243,33 @@ class Rehearsal:
         held = list(tensors_held(self._live, on_host=on_host))
         conductor.held = [fake_tensor(one, device=_DEVICE) for one in held]
         conductor.averages = [
-            shadow(one, device=_DEVICE, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
+            fake_copy(one, device=_DEVICE, shared=self._shared()) for one in averaging(self._live, on_host=on_host)
         ]
 
-    def _shadow(self, dtype: torch.dtype | None) -> L.LightningModule:
-        """Return the shadow, in the dtype and with the levers asked for."""
+    def _fake_copy(self, dtype: torch.dtype | None) -> L.LightningModule:
+        """Return the fake copy, in the dtype and with the memory options asked for."""
         module = self._module
         tensors = [*module.parameters(), *module.buffers()]
         cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
-        copy = shadow(module, device=_DEVICE, cast=cast, shared=self._shared())
+        copy = fake_copy(module, device=_DEVICE, cast=cast, shared=self._shared())
         copy.configure_callbacks = list  # type: ignore[method-assign]  # none that would write
         copy._metric_attributes = None  # Lightning's names of metrics, kept by their `id`
         for child in copy.modules():
             if "_device" in vars(child):
                 child._device = _DEVICE  # type: ignore[assignment]
-        self._lever = None
+        self._memory_option = None
         self._recompute_as_asked(copy)
         if self._loss_chunk is not None:
             LossChunk(copy, self._loss_chunk)
         return copy
 
     def _recompute_as_asked(self, copy: L.LightningModule) -> None:
-        if self._lever is not None:
-            self._lever.undo()
+        if self._memory_option is not None:
+            self._memory_option.undo()
         policy = self._recompute
         if isinstance(policy, bool):
             policy = RecomputePolicy(blocks="all" if policy else 0)
-        self._lever = None if policy is None else RecomputedBlocks(copy, policy)
+        self._memory_option = None if policy is None else RecomputedBlocks(copy, policy)
 
     def _batch(self, stage: _Stage, *, validation: bool) -> Any:
         """Return the next batch: whole until weights have been written once."""
@@ -284,7 +284,7 @@ class Rehearsal:
         return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
 
     def _settings_of(self, accumulate: int | None, clip: float | None) -> dict[str, Any]:
-        """Return what the Trainer of the rehearsal takes from what was asked for and from the live one."""
+        """Return what the Trainer of the dry run takes from what was asked for and from the live one."""
         live = self._live
         settings: dict[str, Any] = {"val_check_interval": 1} if self._validates else {"limit_val_batches": 0}
         if not self._module.automatic_optimization:
@@ -315,7 +315,7 @@ class Rehearsal:
     def _trace(self, stage: _Stage) -> Trace:
         conductor = stage.conductor
         if conductor.events is None:
-            raise RehearsalError(f"the fit of {type(self._module).__name__} ended before a step was over.")
+            raise DryRunError(f"the fit of {type(self._module).__name__} ended before a step was over.")
         unwritten = not conductor.wrote and not self._validates
         return Trace(
             events=conductor.events,

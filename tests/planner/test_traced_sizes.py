@@ -1,4 +1,4 @@
-"""Sizes are rehearsed when their bytes decide something, and not when others tell them."""
+"""Sizes are traced when their bytes decide something, and not when others tell them."""
 
 import pytest
 
@@ -6,17 +6,17 @@ from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.search import Option, search
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
-from lightning_unified.planner.sizes import RehearsedSizes
+from lightning_unified.planner.sizes import TracedSizes
 
 MIB = 1 << 20
 ROWS = 64
 
 
 def sizes_of(*, aligned):
-    """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was rehearsed of it."""
+    """A step of 10 MiB and 1 MiB a row, whose operations are the same at every size, or not; and what was traced of it."""
     asked = []
 
-    def rehearse(rows, parts, later_rows):
+    def trace_step(rows, parts, later_rows):
         asked.append((rows, parts))
         op = "aten.mm.default" if aligned else f"aten.mm.of_{rows}"
         events = [Work("", "setup"), Take(0, 10 * MIB, "weights")]
@@ -28,7 +28,7 @@ def sizes_of(*, aligned):
             ]
         return Trace(events=tuple(events), rows=rows, parts=parts, backend="cpu")
 
-    return RehearsedSizes(rehearse, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
+    return TracedSizes(trace_step, rows=ROWS, unit=1, row_bytes=0, workspaces=False), asked
 
 
 def found(sizes, budget, reserve=reserved_bytes):
@@ -37,7 +37,7 @@ def found(sizes, budget, reserve=reserved_bytes):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_what_cannot_fit_by_what_the_whole_batch_takes_is_not_rehearsed(aligned):
+def test_what_cannot_fit_by_what_the_whole_batch_takes_is_not_traced(aligned):
     sizes, asked = sizes_of(aligned=aligned)
 
     assert found(sizes, 25 * MIB).micro_batch_size == 13
