@@ -1,1 +1,0 @@
-"""What the compressor's benchmarks share."""
