@@ -1,5 +1,6 @@
-"""What a campaign leaves: a folder for its runs while it lasts, a JSON record, and tables."""
+"""Records of benchmarks: where and with what they were made, the JSON file beside the script, and tables."""
 
+import argparse
 import datetime as dt
 import json
 import logging
@@ -7,13 +8,14 @@ import os
 import platform
 import tempfile
 import warnings
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["cell", "markdown", "origin", "prepare", "write"]
+__all__ = ["cell", "markdown", "origin", "prepare", "record_measures", "write"]
 
 
 def prepare(name: str) -> Path:
@@ -51,6 +53,31 @@ def write(record: dict[str, Any], path: Path) -> None:
     lines = ",\n  ".join(json.dumps(run, ensure_ascii=False) for run in runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{text}"runs": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def record_measures(module: str, script: Path, measures: Iterable[Callable[[], Any]]) -> int:
+    """Run `measures`, print each result, and write all of them to the JSON file beside `script`; return the exit code.
+
+    Args:
+        module: The script's module below `benchmarks`, as in `claims.cpu`.
+        script: The script's file.
+        measures: Functions without arguments; the name of each is the key of its result.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
+    parser.add_argument("--output", type=Path, default=script.with_suffix(".json"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = {}
+    for measure in measures:
+        found[measure.__name__] = measure()
+        print(measure.__name__, json.dumps(found[measure.__name__], indent=2, ensure_ascii=False), flush=True)
+    about = origin(f"python -m benchmarks.{module}")
+    about["machine"]["threads"] = torch.get_num_threads()
+    about["versions"] |= {name: version(name) for name in ("tokenizers", "omegaconf", "pyyaml")}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(about | found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
 
 
 def markdown(rows: dict[str, dict[str, Any]], *, first: str) -> str:

@@ -1,22 +1,15 @@
 """Measures on a CPU what docs/claims.md says of sizes, memory and the rules for adding up micro-batches.
 
-    python benchmarks/claims_cpu.py [--output benchmarks/results/claims_cpu.json]
+    python -m benchmarks.claims.cpu [--output benchmarks/claims/cpu.json]
 
 Takes some four minutes on two cores, most of them for `accumulation_memory`.
 """
 
-import argparse
-import datetime as dt
 import gc
 import json
-import logging
-import os
-import platform
 import statistics
 import sys
 import time
-import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.records import record_measures
 from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import read
@@ -32,7 +26,7 @@ from lightning_unified.models.gearhead import GearHead
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import GearHeadConfig
 
-RESULTS = Path(__file__).parent / "results"
+GEARHEAD = Path(__file__).parents[1] / "models" / "gearhead" / "memory.json"
 QUIET = {
     "accelerator": "cpu",
     "devices": 1,
@@ -117,8 +111,8 @@ def accumulation_memory():
 
 
 def recomputation_savings():
-    """Shares that recomputation saves, from benchmarks/results/gearhead_memory.json."""
-    cases = {case["name"]: case for case in json.loads((RESULTS / "gearhead_memory.json").read_text())["cases"]}
+    """Shares that recomputation saves, from benchmarks/models/gearhead/memory.json."""
+    cases = {case["name"]: case for case in json.loads(GEARHEAD.read_text())["cases"]}
     whole, less = cases["training step, no recomputation"], cases["training step, textbook order"]
     fixed = less["live_at_start_bytes"]
     return {
@@ -257,42 +251,6 @@ def watermark_shares():
     }
 
 
-def machine():
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return {
-        "processor": names[0] if names else platform.processor() or "unknown",
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-    }
-
-
-def record(script, measures):
-    """Run `measures`, print what each returns and write all of it beside machine, versions, date and command."""
-    parser = argparse.ArgumentParser(description=script)
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{script}.json")
-    options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = {}
-    for measure in measures:
-        found[measure.__name__] = measure()
-        print(measure.__name__, json.dumps(found[measure.__name__], indent=2, ensure_ascii=False), flush=True)
-    libraries = ("torch", "lightning", "tokenizers", "omegaconf", "pyyaml")
-    result = {
-        "command": f"python benchmarks/{script}.py",
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in libraries},
-        **found,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
     MEASURES = (sizes, loss_rules, watermark_shares, reading, recomputation_savings, accumulation_memory)
-    sys.exit(record("claims_cpu", MEASURES))
+    sys.exit(record_measures("claims.cpu", Path(__file__), MEASURES))

@@ -1,6 +1,6 @@
 """Checks what docs/claims.md says of libraries, loaders and data: scaler, pinning, processes, numbers, tokens, splits, pads.
 
-    python benchmarks/claims_libraries.py [--output benchmarks/results/claims_libraries.json]
+    python -m benchmarks.claims.libraries [--output benchmarks/claims/libraries.json]
 
 Needs elm327obd (the `dtc` source); under a minute. For one check of torch's own loader code, torch is told that its accelerator
 is Metal; nothing else here has to do with a Mac.
@@ -19,9 +19,9 @@ import omegaconf
 import tokenizers
 import torch
 import yaml
-from claims_cpu import record
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.records import record_measures
 from lightning_unified.data import TextData, corpora
 from lightning_unified.data.splitting import split
 from lightning_unified.data.tokenizer import train_tokenizer
@@ -165,4 +165,6 @@ def contamination():
 
 
 if __name__ == "__main__":
-    sys.exit(record("claims_libraries", (scaler, files, tokenizer, contamination, padding, loader)))
+    sys.exit(
+        record_measures("claims.libraries", Path(__file__), (scaler, files, tokenizer, contamination, padding, loader))
+    )

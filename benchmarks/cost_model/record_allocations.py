@@ -1,9 +1,9 @@
 """Records what CUDA's caching allocator is asked for in training runs, as the truth that its model and predictions are tested against.
 
-    python benchmarks/record_allocations.py [--output tests/cost_model/recorded] [--only gpt]
+    python -m benchmarks.cost_model.record_allocations [--output tests/cost_model/recorded] [--only gpt]
 
 On a CUDA machine, some minutes. Each run is a fresh process: small ones once with segments of fixed size and once with
-`expandable_segments`, cells of `planner_accuracy.py` (a whole fit each) with segments of fixed size.
+`expandable_segments`, cells of `planner/accuracy.py` (a whole fit each) with segments of fixed size.
 A file holds sizes and order only: a number of bytes begins a block, minus the block's number less one ends it, in the order in
 which the allocator got to know; beside them torch's own two peaks, how many blocks there were before anything was computed, where that is
 known, and, for whoever looks for a difference, the segments.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-OUTPUT = Path(__file__).parent.parent / "tests" / "cost_model" / "recorded"
+OUTPUT = Path(__file__).parents[2] / "tests" / "cost_model" / "recorded"
 STEPS = 3
 SEGMENTS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
 
@@ -105,9 +105,9 @@ CELLS = {
 
 
 def fit(name):
-    """Train a cell as `planner_accuracy.py` does; how many blocks there are before anything is computed is not known."""
-    from planner.cells import select
-    from planner.truth import _trained
+    """Train a cell as `planner/accuracy.py` does; how many blocks there are before anything is computed is not known."""
+    from benchmarks.planner.harness.cells import select
+    from benchmarks.planner.harness.truth import _trained
 
     _trained(next(cell for cell in select("cuda") if cell.key == CELLS[name]))
     torch.cuda.synchronize()
@@ -199,7 +199,15 @@ def main():
         for kind, setting in (("fixed", "False"), ("expandable", "True"))[: 1 if name in CELLS else 2]:
             path = arguments.output / f"{name}_{kind}.json.gz"
             environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{setting}"}
-            command = [sys.executable, __file__, "--only", name, "--child", str(path)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.cost_model.record_allocations",
+                "--only",
+                name,
+                "--child",
+                str(path),
+            ]
             subprocess.run(command, check=True, env=environment)
 
 

@@ -1,6 +1,6 @@
 """Compares what a process really grows by on a CPU with what the model of its heap gives for the same allocations.
 
-    OMP_NUM_THREADS=1 python benchmarks/resident_memory.py [--output benchmarks/results/resident_memory.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.cost_model.resident_memory [--output benchmarks/cost_model/resident_memory.json]
 
 For each network three fresh processes: two train a few steps and read the highest resident memory (`VmHWM`, reset after a tiny
 network of the same kind has loaded the libraries), with the C library as it is and with `M_MMAP_THRESHOLD` of 64 KiB; the third
@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 3
 THRESHOLD = 64 * 2**10
 
@@ -174,7 +173,7 @@ def replayed(events, threshold):
 
 
 def fresh(what, name, threshold=None):
-    command = [sys.executable, __file__, "--child", what, name]
+    command = [sys.executable, "-m", "benchmarks.cost_model.resident_memory", "--child", what, name]
     environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": str(threshold)} if threshold else {})}
     done = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -182,7 +181,7 @@ def fresh(what, name, threshold=None):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, default=RESULTS / "resident_memory.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--child", nargs=2)
     arguments = parser.parse_args()
     if arguments.child:

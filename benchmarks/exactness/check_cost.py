@@ -4,8 +4,8 @@ The seconds of all checks of a fit, and of looking at each batch for whether it 
 wait for the device around each. Every fit is made in a process of its own, so that each pays for loading kernels. Rows are ragged, so
 that batches with new lengths are checked as they come. The bars: at most 3 % at five micro-batches and more, at most 8 % at two.
 
-Usage: python benchmarks/exactness_cost.py [--device cuda] [--steps 200] [--positions 512]
-       (writes benchmarks/results/exactness_cost.json; about 8 minutes on an H200)
+Usage: python -m benchmarks.exactness.check_cost [--device cuda] [--steps 200] [--positions 512]
+       (writes benchmarks/exactness/check_cost.json; about 8 minutes on an H200)
 """
 
 import argparse
@@ -18,14 +18,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from campaign.records import markdown, origin, prepare, write
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.records import markdown, origin, prepare, write
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.step.exactness.check import ExactnessCheck
 
-RESULTS = Path(__file__).parent / "results" / "exactness_cost.json"
+RESULTS = Path(__file__).with_suffix(".json")
 SETTINGS = [(8, 4), (5, 8), (5, 32), (5, 64), (2, 16), (2, 32)]  # micro-batches a step, and the rows of each
 BARS = {2: 0.08, 5: 0.03, 8: 0.03}
 
@@ -149,7 +149,12 @@ def main() -> None:
     }
     print(markdown(shown, first="a step of"))
     accelerator = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    record = {**origin("python benchmarks/exactness_cost.py"), "accelerator": accelerator, **setting, "runs": rows}
+    record = {
+        **origin("python -m benchmarks.exactness.check_cost"),
+        "accelerator": accelerator,
+        **setting,
+        "runs": rows,
+    }
     write(record, options.output)
 
 

@@ -1,6 +1,6 @@
 """Measures the memory and time of contrastive steps on a CPU: whole, and with encoders in chunks of rows.
 
-    python benchmarks/contrastive_memory.py [--output benchmarks/results/contrastive_memory.json]
+    python -m benchmarks.exactness.contrastive_memory [--output benchmarks/exactness/contrastive_memory.json]
 
 Takes about two minutes on one core. Each cell is one module at one chunk size:
 
@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -29,8 +28,6 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.planner.predict import predict
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "step"))
 from tests.support.live_bytes import Loader, live_peak
 
 QUIET = {
@@ -156,7 +153,7 @@ def cell(kind, size, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "contrastive_memory.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -7,15 +7,14 @@ Three parts:
   and is refused; a miss is one that cannot and is split; a wrong rule is one under which gradients are not the whole batch's.
 - `sound`: nine sound modules with dropout on (tests/support/sound_modules.py), several seeds, three precisions. All must be split.
 
-Usage: python benchmarks/splittability.py [--seeds 5] [--sound-seeds 4]
-       (writes benchmarks/results/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
+Usage: python -m benchmarks.exactness.splittability [--seeds 5] [--sound-seeds 4]
+       (writes benchmarks/exactness/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
 """
 
 import argparse
 import json
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,21 +23,19 @@ from typing import Any
 
 import lightning as L
 import torch
-from campaign.records import markdown, origin, prepare
 from torch.utils.data import DataLoader
 
+from benchmarks.records import markdown, origin, prepare
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.split.rules import rules_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "step"))
 from tests.support.modules import MLP, RaggedTokens, Rows
 from tests.support.sound_modules import OPTIONS, SOUND
 from tests.support.split_modules import EXPECTED, Tokens
 
-RESULTS = Path(__file__).parent / "results" / "splittability.json"
+RESULTS = Path(__file__).with_suffix(".json")
 JUDGED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}
 PRECISIONS = ("64-true", "32-true", "bf16-mixed", "bf16-true")
 SOUND_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -236,7 +233,7 @@ def main() -> None:
     began = time.perf_counter()
     parts = {"cost": cost(), "sound": sound(options.sound_seeds), "judged": judged(options.seeds)}
     record = {
-        **origin("python benchmarks/splittability.py"),
+        **origin("python -m benchmarks.exactness.splittability"),
         "seeds": options.seeds,
         "sound_seeds": options.sound_seeds,
         "seconds": round(time.perf_counter() - began),

@@ -1,6 +1,6 @@
 """Which blocks are found in the models of transformers and torchvision, whether recomputing them changes a bit, and what is kept.
 
-    python benchmarks/recomputation.py [--output benchmarks/results/recomputation.json]
+    python -m benchmarks.options.recomputation [--output benchmarks/options/recomputation.json]
 
 Needs transformers and torchvision; downloads nothing, for all models are made small or untrained. A minute or two on two cores.
 Kept bytes are those of the tensors that autograd holds between the forward and the backward pass, parameters not counted.
@@ -11,13 +11,14 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torchvision
 import transformers
-from claims_cpu import record
 from torch import Tensor, nn
 
+from benchmarks.records import record_measures
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.recomputing import Recomputing
 
@@ -135,4 +136,4 @@ def images() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(record("recomputation", (libraries, language, images)))
+    sys.exit(record_measures("options.recomputation", Path(__file__), (libraries, language, images)))

@@ -1,6 +1,6 @@
 """Which blocks to recompute, if not all: the first, the last, or spread; and what it costs to keep attention's outputs.
 
-    python benchmarks/recomputed_blocks.py [--output benchmarks/results/recomputed_blocks.json]
+    python -m benchmarks.options.recomputed_blocks [--output benchmarks/options/recomputed_blocks.json]
 
 Peaks are the most that tensors take in a second optimizer step (gradients of the first live in its forward pass, as in Lightning),
 from torch's profiler on the CPU, in MiB. Half a minute on one core.
@@ -9,12 +9,14 @@ from torch's profiler on the CPU, in MiB. Half a minute on one core.
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
-from claims_cpu import highest, record
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.claims.cpu import highest
+from benchmarks.records import record_measures
 from lightning_unified.nn.recomputing import Recomputing
 
 DEPTH = 8
@@ -125,4 +127,4 @@ def attention_kept() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(record("recomputed_blocks", (which, attention_kept)))
+    sys.exit(record_measures("options.recomputed_blocks", Path(__file__), (which, attention_kept)))

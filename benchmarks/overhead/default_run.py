@@ -1,6 +1,6 @@
 """What `make train` gives: the default run, whole, and its summary beside the Kneser–Ney models of the same tokens.
 
-Usage: python benchmarks/default_run.py [override …]      (writes benchmarks/results/default_run.json; minutes)
+Usage: python -m benchmarks.overhead.default_run [override …]      (writes benchmarks/overhead/default_run.json; minutes)
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEPT = (
     "model",
     "parameters",
@@ -38,12 +38,12 @@ if __name__ == "__main__":
         whole = time.perf_counter() - begun
         summary = json.loads((run / "summary.json").read_text())
     result = {
-        "command": " ".join(["python", "benchmarks/default_run.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.overhead.default_run", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "seconds_from_start_to_end": round(whole, 1),
         **{key: summary[key] for key in KEPT},
     }
     print(json.dumps(result, indent=2))
-    target = Path(__file__).parent / "results" / "default_run.json"
+    target = Path(__file__).with_suffix(".json")
     target.write_text(json.dumps(result, indent=2) + "\n")

@@ -10,8 +10,8 @@ disturbances. The C library keeps what is freed, in both: whether it gives the h
 the next, depends on what happens to lie there, and costs from nothing to a seventh of a step, in either run. On a GPU steps overlap: there whole blocks of steps take turns, each timed from one wait for the device to the next.
 Prints medians with 95 % bootstrap intervals for steps of at least 20 and 100 ms, and the extra microseconds of a tiny one.
 
-Usage: python benchmarks/overhead.py [--device cuda] [--blocks 16] [--steps 20]
-       (writes benchmarks/results/overhead.json, or overhead_cuda.json; about 4 minutes on one thread of a Xeon)
+Usage: python -m benchmarks.overhead.overhead [--device cuda] [--blocks 16] [--steps 20]
+       (writes benchmarks/overhead/overhead.json, or overhead_cuda.json; about 4 minutes on one thread of a Xeon)
 """
 
 import argparse
@@ -31,9 +31,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from campaign.records import origin
 from torch import nn
 
+from benchmarks.records import origin
 from lightning_unified import GradientHealth, MemoryMonitor, PressureGuard
 
 warnings.filterwarnings("ignore")
@@ -226,6 +226,6 @@ if __name__ == "__main__":
         },
     }
     print(json.dumps(result, indent=2))
-    target = Path(__file__).parent / "results" / ("overhead.json" if options.device == "cpu" else "overhead_cuda.json")
+    target = Path(__file__).with_name("overhead.json" if options.device == "cpu" else "overhead_cuda.json")
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")

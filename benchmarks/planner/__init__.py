@@ -1,1 +1,1 @@
-"""What the benchmarks of the planner have in common: modules, the selection of cells, a pool of fresh processes, truth, and tables."""
+"""The planner: predicted peaks against measured ones, budgets kept, plans against sweeps and against other finders."""

@@ -1,7 +1,7 @@
 """How near the predicted peak comes to the true one: modules x precision x recomputation x optimizer x two batch sizes.
 
-    python benchmarks/planner_accuracy.py [--device cuda] [--jobs 12] [--output FILE]
-    python benchmarks/planner_accuracy.py --summary benchmarks/results/planner_accuracy_cuda.json
+    python -m benchmarks.planner.accuracy [--device cuda] [--jobs 12] [--output FILE]
+    python -m benchmarks.planner.accuracy --summary benchmarks/planner/accuracy_cuda.json
 
 Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
 to behave like the device's. Beside it, in another process, the rival: torch's MemTracker under fake tensors.
@@ -17,13 +17,13 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from planner.cells import Cell, select
-from planner.ours import predicted
-from planner.pool import Task
-from planner.recording import Record, errors, measure, parser
-from planner.rival import WORKSPACE, tracked
-from planner.tables import errors_of, gib, percent, spread, table
-from planner.truth import grown, true_peak
+from benchmarks.planner.harness.cells import Cell, select
+from benchmarks.planner.harness.ours import predicted
+from benchmarks.planner.harness.pool import Task
+from benchmarks.planner.harness.recording import Record, errors, measure, parser
+from benchmarks.planner.harness.rival import WORKSPACE, tracked
+from benchmarks.planner.harness.tables import errors_of, gib, percent, spread, table
+from benchmarks.planner.harness.truth import grown, true_peak
 
 GIB = 2**30
 CONTEXT = GIB  # what a process takes of a GPU beside its tensors
@@ -268,7 +268,7 @@ def by_parameters(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    arguments = parser(__doc__, name="planner_accuracy", jobs=12)
+    arguments = parser(__doc__, name="accuracy", jobs=12)
     arguments.add_argument(
         "--skip", nargs="*", default=(), choices=("rival", "process", "threshold"), help="parts to leave out"
     )

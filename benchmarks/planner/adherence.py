@@ -1,6 +1,6 @@
 """Whether a run that is given a budget keeps it: six budgets, from 40 to 100 % of what the undivided batch takes, each enforced.
 
-    python benchmarks/planner_adherence.py [--device cuda] [--jobs 12] [--output FILE]
+    python -m benchmarks.planner.adherence [--device cuda] [--jobs 12] [--output FILE]
 
 On CUDA the allocator is held to the budget by `set_per_process_memory_fraction`, on a CPU the process by RLIMIT_AS, which counts
 what planning takes too: so does the peak without a limit there. Each row: a fit by
@@ -16,12 +16,11 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from planner.limited import attempt, planned, told, unlimited
-from planner.modules import MODULES
-from planner.pool import Task
-from planner.recording import Record, errors, measure, parser
-from planner.tables import gib, percent, table
-
+from benchmarks.planner.harness.limited import attempt, planned, told, unlimited
+from benchmarks.planner.harness.pool import Task
+from benchmarks.planner.harness.recording import Record, errors, measure, parser
+from benchmarks.planner.harness.tables import gib, percent, table
+from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified.cost_model.even_splits import cuts
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
@@ -249,7 +248,7 @@ def _by_row(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    options = parser(__doc__, name="planner_adherence", jobs=12).parse_args()
+    options = parser(__doc__, name="adherence", jobs=12).parse_args()
     what = "budgets enforced, and what is trained inside them, bytes"
     return measure(options, what=what, summarise=summarise, tables=tables, progress=Progress)
 

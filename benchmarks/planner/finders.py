@@ -1,6 +1,6 @@
 """How soon training begins inside a limit: seconds and samples from `fit()` to the first optimizer step that is kept, ours and the finders'.
 
-    python benchmarks/planner_finders.py [--device cuda] [--jobs 3] [--repeats 3] [--output FILE]
+    python -m benchmarks.planner.finders [--device cuda] [--jobs 3] [--repeats 3] [--output FILE]
 
 The same module, the same data, the same limit (60 % of what the undivided batch takes), each in a fresh process, one after the other:
 `UnifiedStrategy(micro_batch_size="auto")`, the same without a plan (its recovery alone), Lightning's `BatchSizeFinder` by powers and by
@@ -28,12 +28,12 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
-from planner.limited import PRECISION, Limit, budget_of, limits_of_process, unlimited
-from planner.modules import MODULES
-from planner.pool import Task
-from planner.recording import Record, measure, parser
-from planner.tables import gib, table
 
+from benchmarks.planner.harness.limited import PRECISION, Limit, budget_of, limits_of_process, unlimited
+from benchmarks.planner.harness.pool import Task
+from benchmarks.planner.harness.recording import Record, measure, parser
+from benchmarks.planner.harness.tables import gib, table
+from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step.split.rules import rules_of
 
@@ -324,7 +324,7 @@ class Progress:
 
 
 def main() -> int:
-    arguments = parser(__doc__, name="planner_finders", jobs=1)
+    arguments = parser(__doc__, name="finders", jobs=1)
     arguments.add_argument("--repeats", type=int, default=3, help="runs of each method (default: 3)")
     what = "seconds and samples to the first kept optimizer step"
     return measure(

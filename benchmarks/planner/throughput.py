@@ -1,6 +1,6 @@
 """How fast the chosen plan is beside the best of all plans that fit: micro-batch size by recomputation, at two budgets.
 
-    python benchmarks/planner_throughput.py --device cuda [--output FILE]
+    python -m benchmarks.planner.throughput --device cuda [--output FILE]
 
 The batch stays the same; only how it is cut, and whether blocks are recomputed, differ. First every plan is measured without a budget:
 its seconds a step and what it takes. At each budget, a share of what the undivided batch takes, the best plan is the fastest that goes
@@ -20,13 +20,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from planner.limited import FIXED, PRECISION, Limit, Pull, budget_of, memory_options_of, told
-from planner.modules import MODULES
-from planner.pool import Task
-from planner.recording import Record, measure, parser
-from planner.tables import gib, table
-from planner.truth import fit
 
+from benchmarks.planner.harness.limited import FIXED, PRECISION, Limit, Pull, budget_of, memory_options_of, told
+from benchmarks.planner.harness.pool import Task
+from benchmarks.planner.harness.recording import Record, measure, parser
+from benchmarks.planner.harness.tables import gib, table
+from benchmarks.planner.harness.truth import fit
+from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified import UnifiedStrategy
 from lightning_unified.options import recompute_policies
 
@@ -246,7 +246,7 @@ def _milliseconds(seconds: float | None) -> str | None:
 
 
 def main() -> int:
-    options = parser(__doc__, name="planner_throughput", jobs=1).parse_args()
+    options = parser(__doc__, name="throughput", jobs=1).parse_args()
     what = "seconds a step: the chosen plan, and the best of a sweep"
     return measure(options, what=what, summarise=summarise, tables=tables, progress=Progress)
 

@@ -1,6 +1,6 @@
 """Lets hundreds of small runs meet with memory that runs out, full disks, signals and kills, and looks for anything lost.
 
-    python benchmarks/fault_campaign.py [--runs 500] [--seed 0] [--jobs 2] [--only KIND] [--seconds T] [--output FILE]
+    python -m benchmarks.recovery.fault_campaign [--runs 500] [--seed 0] [--jobs 2] [--only KIND] [--seconds T] [--output FILE]
 
 Each run is compared with one of the same seed that nothing disturbed. Linux only: runs are forked, and die by real signals.
 """
@@ -23,12 +23,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from campaign import records
-from campaign.cases import KINDS, draw_case
-from campaign.judging import Row, judge
+from benchmarks import records
+from benchmarks.recovery.campaign.cases import KINDS, draw_case
+from benchmarks.recovery.campaign.judging import Row, judge
 
-RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
+RESULTS = Path(__file__).with_suffix(".json")
 TIMEOUT = 240.0  # seconds for a process that usually takes a few; a busy machine takes many times that
 
 
@@ -41,7 +40,7 @@ def main() -> int:
         os.waitpid(child, 0)
     rows = sorted(_collected(scratch), key=lambda row: row.index)
     unsound = [row for row in rows if not row.sound]
-    record = records.origin(f"python benchmarks/fault_campaign.py --runs {options.runs} --seed {options.seed}")
+    record = records.origin(f"python -m benchmarks.recovery.fault_campaign --runs {options.runs} --seed {options.seed}")
     record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
     record["runs"] = [{**asdict(row), "sound": row.sound} for row in rows]
     records.write(record, options.output)

@@ -1,6 +1,6 @@
 """Lets a memory hog loose beside small runs, in a machine of one small pool; measures how soon they give way, and whether they learn the same.
 
-    python benchmarks/pressure_campaign.py [--runs 24] [--seed 0] [--jobs 1] [--every-s 1.0] [--batches 120] [--output FILE]
+    python -m benchmarks.recovery.pressure_campaign [--runs 24] [--seed 0] [--jobs 1] [--every-s 1.0] [--batches 120] [--output FILE]
 
 The machine is made of real processes and real limits (campaign/machine.py). Linux only.
 """
@@ -31,15 +31,14 @@ from typing import Any
 import lightning as L
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from campaign import records
-from campaign.comparing import difference, other_state
-from campaign.machine import MIB, Guard, Hog, Machine
-from campaign.processes import Ended, in_process
-from campaign.recipes import Recipe, draw_recipe
-from campaign.training import FINAL, STARTED, Fit, read_ledger, train
+from benchmarks import records
+from benchmarks.recovery.campaign.comparing import difference, other_state
+from benchmarks.recovery.campaign.machine import MIB, Guard, Hog, Machine
+from benchmarks.recovery.campaign.processes import Ended, in_process
+from benchmarks.recovery.campaign.recipes import Recipe, draw_recipe
+from benchmarks.recovery.campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
-RESULTS = Path(__file__).parent / "results" / "pressure_campaign.json"
+RESULTS = Path(__file__).with_suffix(".json")
 TIMEOUT = 120.0
 PACE = 0.02  # seconds between two batches, so that a fast machine has not ended before the hog begins
 ENDS = ("went on", "stopped, then resumed", "killed, then resumed")
@@ -271,7 +270,7 @@ def main() -> int:
         os.waitpid(child, 0)
     rows = [Row(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(scratch.glob("*.json"))]
     given = f"--runs {options.runs} --seed {options.seed} --every-s {options.every_s} --batches {options.batches}"
-    record = records.origin(f"python benchmarks/pressure_campaign.py {given}")
+    record = records.origin(f"python -m benchmarks.recovery.pressure_campaign {given}")
     record |= {"seconds": round(time.monotonic() - begun, 1), "totals": totals(rows)}
     record["runs"] = [{**asdict(row), "sound": row.sound} for row in rows]
     records.write(record, options.output)

@@ -4,8 +4,8 @@ Steps with and without the note take turns in one fit, in one process on one thr
 note and of what is learnt after the step, timed by themselves inside the fit; `difference` is the median over pairs of neighbouring steps,
 which on a busy machine is noisier. The bar is 0.4 ms a step for 1,000 submodules.
 
-Usage: python benchmarks/undo_overhead.py [--steps 400]
-       (writes benchmarks/results/undo_overhead.json; about 2 minutes on one thread of a Xeon)
+Usage: python -m benchmarks.recovery.undo_overhead [--steps 400]
+       (writes benchmarks/recovery/undo_overhead.json; about 2 minutes on one thread of a Xeon)
 """
 
 import argparse
@@ -17,16 +17,16 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from campaign.records import markdown, origin, prepare, write
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torchmetrics import MeanMetric
 
+from benchmarks.records import markdown, origin, prepare, write
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step import loop
 
 BAR_MS, LARGE = 0.4, 1000
-RESULTS = Path(__file__).parent / "results" / "undo_overhead.json"
+RESULTS = Path(__file__).with_suffix(".json")
 
 
 class Still(L.LightningModule):
@@ -172,7 +172,7 @@ def main() -> None:
     prepare("undo-overhead")
     runs = [measured(kind, submodules, steps) for kind in (Still, Moving, Normalised) for submodules in (10, LARGE)]
     worst = max(run["undo_ms"] for run in runs if run["module"] != "Normalised")
-    record = {**origin(f"python benchmarks/undo_overhead.py --steps {steps}"), "bar_ms": BAR_MS, "runs": runs}
+    record = {**origin(f"python -m benchmarks.recovery.undo_overhead --steps {steps}"), "bar_ms": BAR_MS, "runs": runs}
     write(record, RESULTS)
     rows = {
         f"{run['module']}, {run['submodules']:,}": {name: f"{run[name]:.3f}" for name in run if name.endswith("_ms")}

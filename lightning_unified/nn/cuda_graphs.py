@@ -1,6 +1,6 @@
 """Forward and backward passes of a network recorded as CUDA graphs, one pair for each shape: a step of a small model waits for its host.
 
-A replay tells the device in one call what Python tells it in hundreds. benchmarks/classifier_rivals.py shows what that is worth.
+A replay tells the device in one call what Python tells it in hundreds. benchmarks/models/classifier/rivals.py shows what that is worth.
 """
 
 import logging

@@ -27,7 +27,7 @@ class RecomputePolicy:
 
     Some blocks are always the first ones. The peak is where the backward pass begins or where a block runs again. With the first
     blocks chosen, the backward pass has given back what all the others kept before one runs again; with the last ones, the first
-    to run again does so on top of everything the others keep. benchmarks/recomputed_blocks.py compares first, last and spread.
+    to run again does so on top of everything the others keep. benchmarks/options/recomputed_blocks.py compares first, last and spread.
 
     Attributes:
         blocks: How many, counted from the input on, or `"all"`.

@@ -1,6 +1,5 @@
 """A sample of the fault campaign, always the same runs: whatever goes wrong in one, nothing is lost."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -8,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recovery.campaign import comparing
 from tests.support.lanes import slow
 
-CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "recovery" / "fault_campaign.py"
 FEW, MANY = 3, 36  # runs: of three kinds, and two of each kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
@@ -50,13 +50,7 @@ def test_the_sample_has_some_of_each_kind_and_most_of_them_strike(record):
     assert totals["all"]["resumed"] > 0
 
 
-@pytest.fixture
-def comparing(monkeypatch):
-    monkeypatch.syspath_prepend(str(CAMPAIGN.parent))
-    return importlib.import_module("campaign.comparing")
-
-
-def test_a_row_that_counts_twice_and_one_that_is_missed_are_seen(comparing):
+def test_a_row_that_counts_twice_and_one_that_is_missed_are_seen():
     expected = {0: {"counts": None}, 1: {"counts": [0.25, 0.25, 0.25, 0.25]}}
     found = {0: {"counts": None}, 1: {"counts": [0.5, 0.25, 0.0, 0.25]}}
 
@@ -64,5 +58,5 @@ def test_a_row_that_counts_twice_and_one_that_is_missed_are_seen(comparing):
     assert comparing.counts(expected, expected) == (0, 0)
 
 
-def test_a_step_that_was_not_made_misses_all_its_rows(comparing):
+def test_a_step_that_was_not_made_misses_all_its_rows():
     assert comparing.counts({}, {0: {"counts": [0.5, 0.5]}}) == (0, 2)

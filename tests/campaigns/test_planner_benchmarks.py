@@ -1,6 +1,5 @@
 """The benchmarks of the planner: which cells there are, what becomes of those that fail, how a row is judged, and that every module trains."""
 
-import importlib
 import json
 import math
 import os
@@ -12,19 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.planner import accuracy, adherence
+from benchmarks.planner.harness import cells, pool, recording, rival, tables, truth
+from benchmarks.planner.zoo import modules
+
 PLAIN = (
     "mlp", "cnn", "resnet", "lstm", "gru", "gearhead-small", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder",
     "moe, fixed capacity", "moe, shapes by values", "lora, frozen lm", "u-net", "graph scatter", "tied 150k vocabulary",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its processes are forked and limited as Linux does")
-
-
-@pytest.fixture
-def part(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 def gave(pid):
@@ -43,8 +39,7 @@ def hangs():
     time.sleep(60)
 
 
-def run(part, *works, **options):
-    pool = part("planner.pool")
+def run(*works, **options):
     found = {}
     tasks = [
         pool.Task(name=work.__name__, work=work, args=args, seconds=0.5 if work is hangs else 60)
@@ -54,51 +49,49 @@ def run(part, *works, **options):
     return found
 
 
-def test_each_module_is_there_that_the_table_is_to_have(part):
-    kinds = part("planner.modules").MODULES
+def test_each_module_is_there_that_the_table_is_to_have():
+    kinds = modules.MODULES
 
     assert set(PLAIN) <= set(kinds)
 
 
 @pytest.mark.parametrize(("device", "least"), [("cpu", 40), ("cuda", 80)])
-def test_there_are_enough_cells_and_each_has_a_name_of_its_own(part, device, least):
-    cells = part("planner.cells").select(device)
+def test_there_are_enough_cells_and_each_has_a_name_of_its_own(device, least):
+    found = cells.select(device)
 
-    assert len({cell.key for cell in cells}) == len(cells) >= least
+    assert len({cell.key for cell in found}) == len(found) >= least
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("setting", ["precision", "optimizer"])
-def test_settings_are_about_equally_frequent(part, device, setting):
-    frequent = Counter(getattr(cell, setting) for cell in part("planner.cells").select(device))
+def test_settings_are_about_equally_frequent(device, setting):
+    frequent = Counter(getattr(cell, setting) for cell in cells.select(device))
 
     assert max(frequent.values()) - min(frequent.values()) <= 3
 
 
-def test_every_module_is_measured_with_both_batch_sizes_and_where_it_has_blocks_with_and_without_recomputation(part):
-    modules = part("planner.modules").available()
-    cells = part("planner.cells").select("cpu")
+def test_every_module_is_measured_with_both_batch_sizes_and_where_it_has_blocks_with_and_without_recomputation():
+    found = cells.select("cpu")
 
-    for name, kind in modules.items():
-        own = [cell for cell in cells if cell.module == name]
+    for name, kind in modules.available().items():
+        own = [cell for cell in found if cell.module == name]
         assert {cell.rows for cell in own} == set(kind.cpu.rows)
         assert {cell.recompute for cell in own} == ({False, True} if kind.has_blocks else {False})
 
 
-def test_a_piece_of_work_runs_in_a_process_of_its_own(part):
-    assert run(part, (gave, os.getpid()))["gave"] == {"value": 7, "process": True}
+def test_a_piece_of_work_runs_in_a_process_of_its_own():
+    assert run((gave, os.getpid()))["gave"] == {"value": 7, "process": True}
 
 
-def test_what_fails_dies_or_hangs_is_a_result_with_its_error(part):
-    found = run(part, (fails,), (dies,), (hangs,))
+def test_what_fails_dies_or_hangs_is_a_result_with_its_error():
+    found = run((fails,), (dies,), (hangs,))
 
     assert found["fails"]["error"] == "ValueError: no such thing"
     assert found["dies"]["error"].startswith("SIGKILL")
     assert found["hangs"]["error"].startswith("no end after")
 
 
-def test_pieces_that_do_not_fit_beside_one_another_wait(part):
-    pool = part("planner.pool")
+def test_pieces_that_do_not_fit_beside_one_another_wait():
     running = [pool._Running(task=pool.Task(name="one", work=fails, weight=6), process=None, result=Path())]
     waiting = [pool.Task(name="heavy", work=fails, weight=6), pool.Task(name="light", work=fails, weight=3)]
 
@@ -106,8 +99,8 @@ def test_pieces_that_do_not_fit_beside_one_another_wait(part):
     assert pool._next(waiting, running, jobs=4, capacity=10) is None
 
 
-def test_quantile_is_the_least_value_that_enough_do_not_exceed(part):
-    quantile = part("planner.tables").quantile
+def test_quantile_is_the_least_value_that_enough_do_not_exceed():
+    quantile = tables.quantile
 
     assert quantile(range(1, 101), 0.95) == 95
     assert quantile([3.0, 1.0, 2.0], 0.95) == 3.0
@@ -121,8 +114,8 @@ def row(predicted, *, confidence="high"):
     }  # fmt: skip
 
 
-def test_errors_are_signed_and_counted_as_too_low_apart(part):
-    found = part("planner_accuracy").summarise([row(98), row(101), row(100)])["figures"]["all"]["planner"]
+def test_errors_are_signed_and_counted_as_too_low_apart():
+    found = accuracy.summarise([row(98), row(101), row(100)])["figures"]["all"]["planner"]
 
     assert found["median"] == 0
     assert math.isclose(found["worst"], -0.02)
@@ -130,39 +123,38 @@ def test_errors_are_signed_and_counted_as_too_low_apart(part):
     assert math.isclose(found["under_by_1_percent"], 1 / 3)
 
 
-def test_what_is_predicted_with_low_confidence_counts_apart(part):
-    found = part("planner_accuracy").summarise([row(50, confidence="low"), row(100)])
+def test_what_is_predicted_with_low_confidence_counts_apart():
+    found = accuracy.summarise([row(50, confidence="low"), row(100)])
 
     assert found["low_confidence"] == 1
     assert found["figures"]["all"]["planner"]["cells"] == 1
 
 
-def test_what_is_resident_with_a_threshold_is_held_against_what_lives(part):
+def test_what_is_resident_with_a_threshold_is_held_against_what_lives():
     rows = [
         {**row(100), "device": "cpu", "truth": {"allocated": 100 * 10**6}, "threshold": {"reserved": taken * 10**6}}
         for taken in (110, 155)
     ]
-    (bar,) = [bar for bar in part("planner_accuracy").summarise(rows)["bars"] if "resident" in bar["bar"]]
+    (bar,) = [bar for bar in accuracy.summarise(rows)["bars"] if "resident" in bar["bar"]]
 
     assert math.isclose(bar["found"], 50.0)
     assert bar["met"] is False
 
 
-def test_a_cell_with_an_error_is_in_the_tables(part):
-    accuracy = part("planner_accuracy")
+def test_a_cell_with_an_error_is_in_the_tables():
     broken = row(100) | {"predicted": {"error": "KeyError: 'x'"}}
 
     assert "| predicted | KeyError: 'x' |" in "\n".join(accuracy.tables([broken, row(101)]))
 
 
-def adherence(part, *, fits_up_to, planned, rows=96):
+def outcome(*, fits_up_to, planned, rows=96):
     """Return the row that comes of a plan, where micro-batches fit up to a size; and which sizes were tried."""
-    script, tried = part("planner_adherence"), []
+    tried = []
     finished = []
     lacks, add = (lambda self, key, again: True), (lambda self, one: finished.append(one))
     record = type("Rows", (), {"rows": {}, "lacks": lacks, "add": add})()
     options = type("Options", (), {"only": "", "limit": 1, "again": False, "device": "cpu"})()
-    progress = script.Progress(record, options)
+    progress = adherence.Progress(record, options)
     progress._rows_of = lambda name: rows
     waiting = [progress.begin()[0]]
     while waiting:
@@ -174,7 +166,7 @@ def adherence(part, *, fits_up_to, planned, rows=96):
             step, {"fits": size is not None and size <= fits_up_to}
         )
         waiting += progress.done(task, result)
-    return finished[0], tried, script.verdict(finished[0])
+    return finished[0], tried, adherence.verdict(finished[0])
 
 
 def plan(size):
@@ -187,8 +179,8 @@ def plan(size):
     }
 
 
-def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halves(part):
-    found, tried, verdict = adherence(part, fits_up_to=41, planned=plan(10))
+def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halves():
+    found, tried, verdict = outcome(fits_up_to=41, planned=plan(10))
 
     assert found["planned"]["parts"] == 10
     assert tried == [11, 24, 48, 32]
@@ -196,31 +188,30 @@ def test_the_fewest_parts_that_fit_are_found_from_the_next_fewer_on_and_by_halve
     assert verdict["ratio"] == 3 / 10
 
 
-def test_nothing_more_is_tried_once_the_next_fewer_parts_do_not_fit(part):
-    found, tried, verdict = adherence(part, fits_up_to=31, planned=plan(24))
+def test_nothing_more_is_tried_once_the_next_fewer_parts_do_not_fit():
+    found, tried, verdict = outcome(fits_up_to=31, planned=plan(24))
 
     assert tried == [32]
     assert found["true_maximum"] == {"parts": 4, "micro_batch_size": 24}
     assert verdict["ratio"] == 1
 
 
-def test_a_size_that_cuts_the_batch_no_otherwise_is_not_tried(part):
-    assert adherence(part, fits_up_to=96, planned=plan(48))[1] == [96]
+def test_a_size_that_cuts_the_batch_no_otherwise_is_not_tried():
+    assert outcome(fits_up_to=96, planned=plan(48))[1] == [96]
 
 
-def test_nothing_is_tried_beside_the_whole_batch(part):
-    assert adherence(part, fits_up_to=96, planned=plan(96))[1] == []
+def test_nothing_is_tried_beside_the_whole_batch():
+    assert outcome(fits_up_to=96, planned=plan(96))[1] == []
 
 
-def test_a_refusal_is_a_failure_if_the_smallest_plan_fits(part):
+def test_a_refusal_is_a_failure_if_the_smallest_plan_fits():
     refused = {"outcome": "refused", "why": "BudgetError", "recoveries": 0}
 
-    assert adherence(part, fits_up_to=1, planned=refused)[2]["failed"]
-    assert not adherence(part, fits_up_to=0, planned=refused)[2]["failed"]
+    assert outcome(fits_up_to=1, planned=refused)[2]["failed"]
+    assert not outcome(fits_up_to=0, planned=refused)[2]["failed"]
 
 
-def test_a_record_is_taken_up_where_it_ended(part, tmp_path, capsys):
-    recording = part("planner.recording")
+def test_a_record_is_taken_up_where_it_ended(tmp_path, capsys):
     kept = {"path": tmp_path / "record.json", "about": {"what": "a test"}, "summarise": len}
     recording.Record(**kept).add({"cell": "one", "truth": {"error": "MemoryError"}})
     again = recording.Record(**kept)
@@ -231,20 +222,20 @@ def test_a_record_is_taken_up_where_it_ended(part, tmp_path, capsys):
     assert again.lacks("two")
 
 
-def test_a_small_module_trains_and_its_live_bytes_are_counted(part):
-    check(part, "mlp", "32-true")
+def test_a_small_module_trains_and_its_live_bytes_are_counted():
+    check("mlp", "32-true")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_every_module_trains_in_each_precision_of_a_cpu(part, name, precision):
-    check(part, name, precision)
+def test_every_module_trains_in_each_precision_of_a_cpu(name, precision):
+    check(name, precision)
 
 
-def check(part, name, precision):
-    kind = part("planner.modules").MODULES[name]
-    cell = part("planner.cells").Cell(
+def check(name, precision):
+    kind = modules.MODULES[name]
+    cell = cells.Cell(
         module=name,
         device="cpu",
         precision=precision,
@@ -252,7 +243,7 @@ def check(part, name, precision):
         optimizer="adamw fused",
         rows=kind.cpu.rows[0],
     )
-    found = part("planner.truth").live(cell)
+    found = truth.live(cell)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     parameters = list(kind.build("cpu").to(dtype).parameters())
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
@@ -262,14 +253,15 @@ def check(part, name, precision):
 
 
 @pytest.mark.slow
-def test_a_cell_is_predicted_measured_and_compared_from_end_to_end(part, tmp_path, monkeypatch):
-    rival, script = part("planner.rival"), part("planner_accuracy")
-    monkeypatch.setattr(script, "predicted", lambda cell: rival.tracked(cell) | {"confidence": "high", "parameters": 1})
+def test_a_cell_is_predicted_measured_and_compared_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        accuracy, "predicted", lambda cell: rival.tracked(cell) | {"confidence": "high", "parameters": 1}
+    )
     output = tmp_path / "record.json"
     monkeypatch.setattr(
         sys, "argv", ["x", "--only", "mlp | 32-true", "--limit", "1", "--jobs", "2", "--output", str(output)]
     )
-    script.main()
+    accuracy.main()
     record = json.loads(output.read_text())
 
     assert record["summary"]["cells"] == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "pressure_campaign.py"
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "recovery" / "pressure_campaign.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the machine is made of Linux's limits")
 

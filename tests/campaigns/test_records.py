@@ -1,17 +1,16 @@
 """The records of the campaigns say that nothing was lost, and the page about them says what the records say."""
 
-import importlib
 import json
 from pathlib import Path
 
-import pytest
+from benchmarks.records import cell
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "campaigns.md").read_text(encoding="utf-8")
 
 
 def record(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((ROOT / "benchmarks" / "recovery" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def table(first):
@@ -21,13 +20,7 @@ def table(first):
     return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
 
 
-@pytest.fixture
-def cell(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("campaign.records").cell
-
-
-def test_the_page_tells_of_the_faults_what_the_record_says(cell):
+def test_the_page_tells_of_the_faults_what_the_record_says():
     totals = record("fault_campaign")["totals"]
     told = table("fault")
 
@@ -36,7 +29,7 @@ def test_the_page_tells_of_the_faults_what_the_record_says(cell):
         assert cells == {name: cell(totals[kind][name]) for name in cells}, kind
 
 
-def test_the_page_tells_of_the_pressure_what_the_record_says(cell):
+def test_the_page_tells_of_the_pressure_what_the_record_says():
     seconds = record("pressure_campaign")["totals"]["seconds"]
     told = table("seconds")
 

@@ -1,18 +1,18 @@
-"""The model of CUDA's allocator, and predictions, against what a GPU recorded: `benchmarks/record_allocations.py` made the files."""
+"""The model of CUDA's allocator, and predictions, against what a GPU recorded: `benchmarks/cost_model/record_allocations.py` made the files."""
 
 import gzip
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.planner.harness import cells, ours
 from lightning_unified.cost_model.memory.reserve import replay
 from tests.support.lanes import some
 
 FOLDER = Path(__file__).parent / "recorded"
 FILES = sorted(FOLDER.glob("*.json.gz"))
-MISSING = "no recording is here; run benchmarks/record_allocations.py on a machine with a CUDA device"
+MISSING = "no recording is here; run benchmarks/cost_model/record_allocations.py on a machine with a CUDA device"
 
 
 def entries(events):
@@ -43,9 +43,7 @@ def test_a_recorded_run_has_the_two_peaks_that_the_gpu_had(file):
 
 
 @pytest.mark.parametrize("name", some(["cnn_fit", "graph_fit"], "graph_fit"))
-def test_what_is_predicted_of_a_fit_before_any_step_is_what_the_gpu_recorded(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    cells, ours = (importlib.import_module(f"planner.{part}") for part in ("cells", "ours"))
+def test_what_is_predicted_of_a_fit_before_any_step_is_what_the_gpu_recorded(name):
     found = read(FOLDER / f"{name}_fixed.json.gz")
     said = ours.predicted(next(cell for cell in cells.select("cuda") if cell.key == found["cell"]))
     assert said["allocated"] == pytest.approx(found["max_memory_allocated"], rel=0.002)

@@ -8,9 +8,9 @@ official test, the test as well. Copies and near copies of a test text are out o
 The interval of the mean is Student's over seeds; Wilson's is that of a share of so many test texts. Beside them the accuracy of tf-idf
 with a linear model on the same official splits, which was measured apart from this script (0.840 and 0.975).
 
-Usage: python benchmarks/classifier_accuracy.py [--only bbc r8 20newsgroups] [--seeds 0 1 2 3 4] [--device cuda]
-       (adds each run to benchmarks/results/classifier_accuracy.json and leaves out those that are in it with the same settings)
-       python benchmarks/classifier_accuracy.py --join FILE FILE
+Usage: python -m benchmarks.models.classifier.accuracy [--only bbc r8 20newsgroups] [--seeds 0 1 2 3 4] [--device cuda]
+       (adds each run to benchmarks/models/classifier/accuracy.json and leaves out those that are in it with the same settings)
+       python -m benchmarks.models.classifier.accuracy --join FILE FILE
        (makes that record of several, which processes side by side on one machine wrote to an `--output` of their own)
 """
 
@@ -28,16 +28,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from campaign.records import origin, write
 from lightning.pytorch.callbacks import EarlyStopping
 
+from benchmarks.records import origin, write
 from lightning_unified import GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCheckpoint, RunCSVLogger
 from lightning_unified.data import LabelData
 from lightning_unified.models.classifier import TextClassifier
 from lightning_unified.strategies import UnifiedStrategy
 
-RESULTS = Path(__file__).parent / "results" / "classifier_accuracy.json"
+RESULTS = Path(__file__).with_suffix(".json")
 MONITOR = "val/macro_f1"
 SETTINGS: dict[str, dict[str, Any]] = {
     "bbc": {"text_length": 256, "batch_size": 32, "epochs": 5, "learning_rate": 1e-4, "label_smoothing": 0.0},
@@ -75,7 +75,7 @@ def main() -> None:
             if any((run["source"], run["seed"], run["settings"]) == (source, seed, settings) for run in runs):
                 continue
             runs.append({"source": source, "seed": seed, "settings": settings} | train(source, seed, settings, options))
-            known = origin("python benchmarks/classifier_accuracy.py")
+            known = origin("python -m benchmarks.models.classifier.accuracy")
             known["versions"]["transformers"] = version("transformers")
             write({**known, "aims": AIMS, "tf_idf": TF_IDF, "summary": summary(runs), "runs": runs}, options.output)
             last = runs[-1]

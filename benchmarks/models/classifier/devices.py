@@ -4,8 +4,8 @@ Each is `train.py experiment=classification` in a process of its own, on the sam
 is off and everything is computed in float32 by this CPU; what differs is how each batch is cut. The simulated devices have budgets below what
 they could give, so that they have to cut it; the CPU does not.
 
-Usage: python benchmarks/classifier_devices.py [--steps 6] [--rows 64] [--length 96]
-       (writes benchmarks/results/classifier_devices.json; about four minutes on two cores)
+Usage: python -m benchmarks.models.classifier.devices [--steps 6] [--rows 64] [--length 96]
+       (writes benchmarks/models/classifier/devices.json; about four minutes on two cores)
 """
 
 import argparse
@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from campaign.records import origin
+from benchmarks.records import origin
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DEVICES = {
     "cpu": ("hardware=cpu",),
     "simulated M1 8 GB, 1.5 GiB": ("hardware=mps", "simulate=m1-8gb", "memory.budget=1536MiB"),
@@ -66,7 +66,7 @@ def main() -> None:
         "tolerance": TOLERANCE,
         "runs": runs,
     }
-    target = ROOT / "benchmarks" / "results" / "classifier_devices.json"
+    target = Path(__file__).with_suffix(".json")
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for name, run in runs.items():
         print(

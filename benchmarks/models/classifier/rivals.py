@@ -14,9 +14,9 @@ processes started, and on our side the plan made and graphs recorded), the secon
 in two ways on both sides, over both epochs: `torch.cuda.max_memory_allocated`, which does not see the activations of a replayed graph, and
 `torch.cuda.max_memory_reserved`, which does, and is what a budget caps.
 
-Usage: python benchmarks/classifier_rivals.py [--models minilm bert-base] [--cells pad128 ours …] [--repeats 2]
-       (adds to benchmarks/results/classifier_rivals.json; under a minute a cell on a GPU)
-       python benchmarks/classifier_rivals.py --smoke   (a tiny shape on the CPU, which proves only that it runs)
+Usage: python -m benchmarks.models.classifier.rivals [--models minilm bert-base] [--cells pad128 ours …] [--repeats 2]
+       (adds to benchmarks/models/classifier/rivals.json; under a minute a cell on a GPU)
+       python -m benchmarks.models.classifier.rivals --smoke   (a tiny shape on the CPU, which proves only that it runs)
 """
 
 import argparse
@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "classifier_rivals.json"
+RESULTS = Path(__file__).with_suffix(".json")
 MODELS: dict[str, dict[str, Any]] = {
     "minilm": {
         "hidden_size": 384,
@@ -57,7 +57,7 @@ AIMS = {"second_epoch": 1.5, "peak_bytes": 0.8, "reserved_bytes": 0.8}  # at lea
 def main() -> None:
     options = _options()
     if options.cell:
-        from classifier_rivals_cell import run_cell
+        from benchmarks.models.classifier.rivals_cell import run_cell
 
         print(
             json.dumps(
@@ -134,7 +134,17 @@ def _error(complaint: str) -> str:
 def _begin(
     cell: str, *, model: str, options: argparse.Namespace, budget: int | None, turn: Path
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--cell", cell, "--models", model, "--turn", str(turn)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.models.classifier.rivals",
+        "--cell",
+        cell,
+        "--models",
+        model,
+        "--turn",
+        str(turn),
+    ]
     command += ["--rows", str(options.rows), "--batch", str(options.batch)]
     if budget is not None:
         command += ["--budget", str(budget)]
@@ -153,13 +163,18 @@ def _budget(model: str, path: Path) -> int | None:
 
 def _keep(run: dict[str, Any], path: Path) -> None:
     """Add a run to the record, in place of the one of the same cell and repeat."""
-    from campaign.records import origin, write
+    from benchmarks.records import origin, write
 
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
     same = ("model", "cell", "repeat")
     runs = [each for each in record["runs"] if any(each[name] != run[name] for name in same)] + [run]
     write(
-        {**origin("python benchmarks/classifier_rivals.py"), "aims": AIMS, "summary": _summary(runs), "runs": runs},
+        {
+            **origin("python -m benchmarks.models.classifier.rivals"),
+            "aims": AIMS,
+            "summary": _summary(runs),
+            "runs": runs,
+        },
         path,
     )
 

@@ -1,4 +1,4 @@
-"""One cell of `classifier_rivals.py`: two epochs of one trainer on one shape, in this process."""
+"""One cell of `models/classifier/rivals.py`: two epochs of one trainer on one shape, in this process."""
 
 import fcntl
 import logging
@@ -13,13 +13,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from classifier_rivals import MODELS
 from lightning.pytorch.callbacks import Callback
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 from typing_extensions import override
 
+from benchmarks.models.classifier.rivals import MODELS
 from lightning_unified import CudaGraphs, GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCSVLogger
 from lightning_unified.cli.run.throughput import Throughput

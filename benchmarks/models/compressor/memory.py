@@ -1,7 +1,7 @@
 """Peak memory and speed of the compressor on a GPU, beside what its seed claimed of these techniques.
 
-    python benchmarks/compressor_memory.py [--preset compressor-125m] [--rows 32] [--micro 8] [--tokens 512]
-       (writes benchmarks/results/compressor_memory.json; about two minutes on one H200)
+    python -m benchmarks.models.compressor.memory [--preset compressor-125m] [--rows 32] [--micro 8] [--tokens 512]
+       (writes benchmarks/models/compressor/memory.json; about two minutes on one H200)
 
 The seed's claims: one joint backward pass in place of two with retain_graph saves 40 to 60 % of memory; micro-batches divide it by 8;
 in-place noise saves 20 % of the forward pass. Here each technique is switched by itself, everything else alike:
@@ -241,7 +241,7 @@ def main():
     parser.add_argument("--micro", type=int, default=8, help="texts of a micro-batch")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a text")
     parser.add_argument("--budget", default="16GiB", help="what the planner may use")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compressor_memory.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     asked = parser.parse_args()
     device = torch.device(asked.device)
     found = measure(asked, device)

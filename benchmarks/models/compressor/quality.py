@@ -1,6 +1,6 @@
 """Train the compressor's CPU preset and judge its policy beside all baselines on documents it has never seen.
 
-Usage: python benchmarks/compressor_quality.py [--minutes 8]       (about 20 minutes on two cores in all)
+Usage: python -m benchmarks.models.compressor.quality [--minutes 8]       (about 20 minutes on two cores in all)
 
 Two readers judge the same choices of tokens: the compressor's own, which has learnt from its own policy's masks and is what a
 user would have, and a copy that has then practised on the masks of all methods in turn, so that no method's are strange to it.
@@ -18,11 +18,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from campaign.records import origin
-from compression.practice import JudgedBy, practise
 from lightning.pytorch.callbacks import Callback
 from omegaconf import OmegaConf
 
+from benchmarks.models.compressor.practice import JudgedBy, practise
+from benchmarks.records import origin
 from lightning_unified.data.passage_data import PassageData
 from lightning_unified.models.compressor import checkpoint
 from lightning_unified.models.compressor.evaluation import baselines, held_out
@@ -31,7 +31,7 @@ from lightning_unified.models.compressor.evaluation.plot import plot
 from lightning_unified.models.compressor.inference import compress
 from lightning_unified.models.compressor.module import Compressor
 
-RESULTS = Path(__file__).parent / "results"
+RECORD = Path(__file__).with_suffix(".json")
 BARRED, BUDGETS = ("random", "frequency", "position", "length"), (0.3, 0.5, 0.7)
 SEED = 0
 PRACTICE = 0.3  # of the training's minutes
@@ -101,7 +101,7 @@ def bar(record: dict[str, Any]) -> dict[str, Any]:
 
 def configured(preset: str) -> dict[str, Any]:
     """Return what `model=` of that name gives `Compressor`, but for what depends on the hardware; the tests' preset has no such file."""
-    path = Path(__file__).parents[1] / "conf" / "model" / f"{preset}.yaml"
+    path = Path(__file__).parents[3] / "conf" / "model" / f"{preset}.yaml"
     if not path.exists():
         return {"preset": preset}
     leaf = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -156,7 +156,7 @@ def main() -> int:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="arguments of Compressor")
     parser.add_argument("--checkpoint", type=Path, help="keep the checkpoint here")
-    parser.add_argument("--output", type=Path, default=RESULTS / "compressor_quality.json")
+    parser.add_argument("--output", type=Path, default=RECORD)
     options = parser.parse_args()
     given = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in options.set)}
     arguments = {**configured(options.preset), **given}
@@ -166,7 +166,7 @@ def main() -> int:
         source="botocore", max_groups=options.max_groups, val_fraction=0.5, seed=SEED,
         text_length=options.length, vocab_size=sizes.reader.vocabulary,
     )  # fmt: skip
-    record = origin(" ".join(["python", "benchmarks/compressor_quality.py", *sys.argv[1:]]))
+    record = origin(" ".join(["python", "benchmarks/models/compressor/quality.py", *sys.argv[1:]]))
     record["threads"] = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = options.checkpoint or Path(folder, "compressor.ckpt")

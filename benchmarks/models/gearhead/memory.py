@@ -1,6 +1,6 @@
 """Peak live bytes of gearhead-34m on a CPU: batch 2 x 512, fp32, AdamW, with and without recomputation.
 
-    python benchmarks/gearhead_memory.py [--output benchmarks/results/gearhead_memory.json]
+    python -m benchmarks.models.gearhead.memory [--output benchmarks/models/gearhead/memory.json]
 
 Counted, not sampled: every allocation and release that torch's CPU allocator reports to the profiler, from before the model is
 built, added up in the order of time. "Steady state" is the second and third step, when the optimizer's states exist.
@@ -111,7 +111,7 @@ def machine():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gearhead_memory.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     print(f"{'gearhead-34m, 2 x 512, fp32, CPU':40} {'GB (10^9)':>10} {'GiB (2^30)':>11} {'bar, GB':>8}")
     rows = []
@@ -123,7 +123,7 @@ def main():
         print(f"{case.name:40} {row['peak_bytes'] / 1e9:10.4f} {row['peak_bytes'] / 2**30:11.4f} {bar:>8}", flush=True)
     result = {
         "what": "peak of live bytes in steps 2 and 3, from the profiler's memory events",
-        "command": "python benchmarks/gearhead_memory.py",
+        "command": "python -m benchmarks.models.gearhead.memory",
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "machine": machine(),
         "cases": rows,

@@ -15,9 +15,9 @@ records, on the rival's its completions have only a few tokens, which loads its 
 while one is timed. A rival's iteration is from its callback `on_step_begin` to `on_step_end`; ours is from the end of the one before, with the
 loader. The peak is `torch.cuda.max_memory_allocated` of all iterations, reset after construction. The rival has one iteration in `wide`.
 
-Usage: python benchmarks/grpo_rivals.py [--settings after before wide] [--limit 135]
-       (writes benchmarks/results/grpo_rivals.json after every cell; about two minutes on an H200)
-       python benchmarks/grpo_rivals.py --smoke   (a tiny shape on the CPU, which proves only that it runs)
+Usage: python -m benchmarks.models.grpo.rivals [--settings after before wide] [--limit 135]
+       (writes benchmarks/models/grpo/rivals.json after every cell; about two minutes on an H200)
+       python -m benchmarks.models.grpo.rivals --smoke   (a tiny shape on the CPU, which proves only that it runs)
 """
 
 import argparse
@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "grpo_rivals.json"
+RESULTS = Path(__file__).with_suffix(".json")
 SETTINGS: dict[str, dict[str, Any]] = {
     "after": {"new": 128, "group": 2, "at_once": 1, "recompute": True, "steps": {"ours": 3, "rival": 3}},
     "before": {"new": 512, "group": 2, "at_once": 2, "recompute": False, "steps": {"ours": 3, "rival": 2}},
@@ -119,7 +119,7 @@ def _run(parent: Connection, side: str, settings: dict[str, Any], smoke: bool) -
     import traceback
 
     try:
-        from grpo_rivals_cell import measure
+        from benchmarks.models.grpo.rivals_cell import measure
 
         def turn() -> None:
             parent.send("ready")
@@ -145,13 +145,16 @@ def _measure(cells: list[Cell], output: Path, *, until: float) -> None:
 
 def _keep(run: dict[str, Any], path: Path) -> None:
     """Add a run to the record, in place of the one of the same cell."""
-    from campaign.records import origin, write
+    from benchmarks.records import origin, write
 
     print(json.dumps(run), flush=True)
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": []}
     same = ("setting", "side")
     runs = [each for each in record["runs"] if any(each[name] != run[name] for name in same)] + [run]
-    write({**origin("python benchmarks/grpo_rivals.py"), "aims": AIMS, "summary": _summary(runs), "runs": runs}, path)
+    write(
+        {**origin("python -m benchmarks.models.grpo.rivals"), "aims": AIMS, "summary": _summary(runs), "runs": runs},
+        path,
+    )
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One cell of `grpo_rivals.py`: one trainer in one setting, in this process."""
+"""One cell of `models/grpo/rivals.py`: one trainer in one setting, in this process."""
 
 import importlib.metadata
 import logging

@@ -6,9 +6,9 @@ tokens, beside an entropy-greedy solver and a player that guesses any word that 
 the share of their games that were won; its 95 % interval is of a bootstrap over secrets, and so is that of the difference, in which each secret is
 compared with itself.
 
-Usage: python benchmarks/wordle_run.py [--directory runs/wordle-run] [hardware=cuda model.learning_rate=2e-5 …]
-       (writes benchmarks/results/wordle_run.json, or --output; about ten minutes on an H200)
-       python benchmarks/wordle_run.py --smoke   (tiny random weights on the CPU, which proves only that it runs)
+Usage: python -m benchmarks.models.wordle.run [--directory runs/wordle-run] [hardware=cuda model.learning_rate=2e-5 …]
+       (writes benchmarks/models/wordle/run.json, or --output; about ten minutes on an H200)
+       python -m benchmarks.models.wordle.run --smoke   (tiny random weights on the CPU, which proves only that it runs)
 """
 
 import argparse
@@ -25,17 +25,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from campaign.records import origin, write
 from omegaconf import OmegaConf
 
+from benchmarks.records import origin, write
 from lightning_unified.models.wordle.candidates import Patterns
 from lightning_unified.models.wordle.games import Player, play_games
 from lightning_unified.models.wordle.player import ModelPlayer
 from lightning_unified.models.wordle.solvers import EntropyGreedy, RandomConsistent
 from lightning_unified.models.wordle.words import WordList
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "wordle_run.json"
+ROOT = Path(__file__).parents[3]
+RESULTS = Path(__file__).with_suffix(".json")
 SMOKE = [
     "model=wordle-tiny",
     "data=wordle-tiny",
@@ -126,7 +126,7 @@ def _judge(directory: Path, overrides: Sequence[str], *, options: argparse.Names
         players.append({"player": name, **_play(solver, model.held_out, words=model.words, repeats=1)[1]})
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     record = {
-        **origin("python benchmarks/wordle_run.py " + " ".join(overrides)),
+        **origin("python -m benchmarks.models.wordle.run " + " ".join(overrides)),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "secrets": len(model.held_out),
         "gained": {

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any
 
-from planner.learner import OPTIMIZERS
-from planner.modules import Kind, available
+from benchmarks.planner.zoo.learner import OPTIMIZERS
+from benchmarks.planner.zoo.modules import Kind, available
 
 __all__ = ["Cell", "select"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import lightning as L
 import torch
 
+from benchmarks.planner.harness.truth import fit, warm_up
+from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from planner.modules import MODULES
-from planner.truth import fit, warm_up
 
 __all__ = [
     "FIXED",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 import lightning_unified
-from planner.cells import Cell
+from benchmarks.planner.harness.cells import Cell
 
 __all__ = ["predicted", "uninitialised"]
 

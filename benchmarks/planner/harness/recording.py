@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from campaign.records import origin, write
 
-from planner.hub import has_peft, has_transformers
-from planner.pool import Task, look_at_gpu, run_all
+from benchmarks.planner.harness.pool import Task, look_at_gpu, run_all
+from benchmarks.planner.zoo.hub import has_peft, has_transformers
+from benchmarks.records import origin, write
 
 __all__ = ["Progress", "Record", "errors", "measure", "parser"]
 
@@ -29,7 +29,7 @@ def parser(doc: str, *, name: str, jobs: int) -> argparse.ArgumentParser:
     arguments.add_argument("--only", default="", help="rows whose name has this text in it")
     arguments.add_argument("--limit", type=int, help="this many rows at most")
     arguments.add_argument("--again", action="store_true", help="run rows that the record has with an error once more")
-    arguments.add_argument("--output", type=Path, help=f"record (default: results/{name}_DEVICE.json beside this file)")
+    arguments.add_argument("--output", type=Path, help=f"record (default: {name}_DEVICE.json beside this file)")
     arguments.add_argument("--summary", type=Path, metavar="FILE", help="print the tables of a record, and run nothing")
     arguments.set_defaults(name=name)
     return arguments
@@ -115,7 +115,7 @@ def measure(
 
 
 def _output(options: argparse.Namespace) -> Path:
-    folder = Path(__file__).parents[1] / "results"
+    folder = Path(__file__).parents[1]
     return (options.output or folder / f"{options.name}_{options.device}.json").absolute()
 
 
@@ -123,7 +123,7 @@ def _begin(options: argparse.Namespace) -> tuple[dict[str, Any], str, int | None
     """Return what a record says of the machine, how processes start on the device, and the bytes that they may take together."""
     _quieten()
     start, capacity = "fork", None
-    about = origin(" ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]))
+    about = origin(" ".join([f"python -m benchmarks.planner.{options.name}", *sys.argv[1:]]))
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the thread that autograd keeps for a GPU would count as growth
     else:

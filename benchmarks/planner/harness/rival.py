@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.planner.harness.cells import Cell
+from benchmarks.planner.harness.ours import uninitialised
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.step.split.rules import rules_of
-from planner.cells import Cell
-from planner.ours import uninitialised
 
 __all__ = ["WORKSPACE", "tracked"]
 

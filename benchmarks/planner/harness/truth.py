@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.planner.harness.cells import Cell
+from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified import UnifiedStrategy
-from planner.cells import Cell
-from planner.modules import MODULES
 
 __all__ = ["fit", "grown", "live", "on_gpu", "true_peak", "warm_up"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.planner.zoo.learner import make_optimizer
 from lightning_unified.models.gearhead.module import GearHead
-from planner.learner import make_optimizer
 
 __all__ = ["Classifier", "Decoder", "Diagnostics", "LoRALinear", "Translator", "add_lora"]
 

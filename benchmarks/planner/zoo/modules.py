@@ -8,11 +8,11 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from benchmarks.planner.zoo.hub import Causal, Sequence, has_peft, has_transformers
+from benchmarks.planner.zoo.language import Classifier, Decoder, Diagnostics, Translator, add_lora
+from benchmarks.planner.zoo.learner import OPTIMIZERS, Learner
+from benchmarks.planner.zoo.networks import Convolutional, Graph, Perceptron, Recurrent, Residual, UNet
 from lightning_unified.models.gearhead.codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
-from planner.hub import Causal, Sequence, has_peft, has_transformers
-from planner.language import Classifier, Decoder, Diagnostics, Translator, add_lora
-from planner.learner import OPTIMIZERS, Learner
-from planner.networks import Convolutional, Graph, Perceptron, Recurrent, Residual, UNet
 
 __all__ = ["MODULES", "Kind", "Size", "available"]
 

@@ -1,1 +1,1 @@
-"""What the fault and the pressure campaign share: small exact modules, injected faults, and runs in processes that may die."""
+"""Parts of the fault and pressure campaigns: small exact modules, injected faults, runs in processes that may die."""

@@ -5,8 +5,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
-from campaign.recipes import NORMS, Recipe, draw_recipe
+from benchmarks.recovery.campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
+from benchmarks.recovery.campaign.recipes import NORMS, Recipe, draw_recipe
 from lightning_unified.hardware.pressure import Level
 from lightning_unified.hardware.simulated import PROFILES
 

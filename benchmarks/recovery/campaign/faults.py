@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from campaign.training import write_past_limit
+from benchmarks.recovery.campaign.training import write_past_limit
 from lightning_unified.callbacks import PressureGuard, checkpoint
 from lightning_unified.hardware import Figure, Pressure
 from lightning_unified.hardware.pressure import Level

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from campaign.cases import Case, Leg
-from campaign.comparing import ROUNDING, counts, difference, logs_differ, other_state
-from campaign.faults import STRIKES, Disturbance, Felt
-from campaign.processes import Ended, Kill, in_process
-from campaign.training import FINAL, STARTED, Fit, read_ledger, train
+from benchmarks.recovery.campaign.cases import Case, Leg
+from benchmarks.recovery.campaign.comparing import ROUNDING, counts, difference, logs_differ, other_state
+from benchmarks.recovery.campaign.faults import STRIKES, Disturbance, Felt
+from benchmarks.recovery.campaign.processes import Ended, Kill, in_process
+from benchmarks.recovery.campaign.training import FINAL, STARTED, Fit, read_ledger, train
 
 __all__ = ["Row", "judge"]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from campaign.recipes import Recipe
+from benchmarks.recovery.campaign.recipes import Recipe
 from lightning_unified import MicroBatchRules
 
 __all__ = ["Batches", "Counted", "build"]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from campaign.modules import Batches, Counted, build
-from campaign.recipes import Recipe
+from benchmarks.recovery.campaign.modules import Batches, Counted, build
+from benchmarks.recovery.campaign.recipes import Recipe
 from lightning_unified import UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, GradientHealth, MemoryMonitor, RunCheckpoint
 from lightning_unified.step.recovery import sizes

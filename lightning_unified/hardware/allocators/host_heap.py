@@ -15,7 +15,7 @@ class HostHeap:
     Pages count from when they are first written.
 
     What libraries and Python put between the tensors keeps holes from joining: every fifth block that is put into a hole is taken
-    to have something small after it that stays. That figure is fitted (`benchmarks/resident_memory.py`), the rest follows from the source.
+    to have something small after it that stays. That figure is fitted (`benchmarks/cost_model/resident_memory.py`), the rest follows from the source.
 
     Not modelled: other threads' heaps, what libraries themselves take, blocks that are never written, huge pages.
 

@@ -15,7 +15,7 @@ to the parameter alone refuses every sound BERT.
 | float16 | 4e-3 | 1 |
 | bfloat16 | 2e-2 | 1 |
 
-Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and an LSTM, ten seeds each; benchmarks/splittability.py
+Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and an LSTM, ten seeds each; benchmarks/exactness/splittability.py
 records what sound modules differ by.
 """
 

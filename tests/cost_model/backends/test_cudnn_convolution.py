@@ -1,4 +1,4 @@
-"""Workspaces of cuDNN's convolutions, against what an H200 took under torch 2.11 and cuDNN 9.19: `benchmarks/record_convolutions.py`."""
+"""Workspaces of cuDNN's convolutions, against what an H200 took under torch 2.11 and cuDNN 9.19: `benchmarks/cost_model/record_convolutions.py`."""
 
 import json
 from pathlib import Path

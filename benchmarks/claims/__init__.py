@@ -1,0 +1,1 @@
+"""Measurements for docs/claims.md."""

@@ -1,0 +1,1 @@
+"""Recordings of allocators and kernels that the cost model is fitted to and tested with."""

@@ -1,0 +1,1 @@
+"""The exactness check: its verdicts, its cost, and encoders of losses over pairs."""

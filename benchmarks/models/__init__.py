@@ -1,0 +1,1 @@
+"""Memory, speed and quality of the models that ship with the package."""

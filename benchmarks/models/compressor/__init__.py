@@ -1,0 +1,1 @@
+"""The compressor: memory, and quality beside baselines."""

@@ -1,0 +1,1 @@
+"""GearHead: memory of a training step."""

@@ -1,0 +1,1 @@
+"""GRPO: an iteration beside TRL's."""

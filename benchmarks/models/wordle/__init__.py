@@ -1,0 +1,1 @@
+"""Wordle: a whole run, with its games and rewards."""

@@ -1,0 +1,1 @@
+"""Memory options: which blocks to recompute, and what is kept."""

@@ -1,0 +1,1 @@
+"""Recovery: faults and pressure during small runs, and the cost of snapshots."""
