@@ -25,6 +25,24 @@ os.environ["LIGHTNING_UNIFIED_STATE_DIR"] = _STATE.name  # no test writes to the
 os.environ["LIGHTNING_UNIFIED_CACHE"] = _STATE.name
 
 
+# Files of many seconds: they run first, so that no worker has a long one left when the others are done.
+LONG = (
+    "campaigns/test_faults.py",
+    "cli/test_run.py",
+    "strategies/test_ddp.py",
+    "strategies/test_predict.py",
+    "step/test_real_limit.py",
+    "step/test_recovery_corners.py",
+    "callbacks/test_interrupt.py",
+    "test_conf.py",
+    "test_pytest_plugin.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _small_heap():
     """Freeze all objects before each test file: the collection after each shortage walks only over newer ones."""

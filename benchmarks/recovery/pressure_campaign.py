@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery.pressure_campaign [--runs 24] [--seed 0] [--jobs 1] [--every-s 1.0] [--batches 120] [--output FILE]
 
-The machine is made of real processes and real limits (campaign/machine.py). Linux only.
+The machine is made of real processes and real limits (recovery/campaign/machine.py). Linux only.
 """
 
 import os

@@ -17,7 +17,7 @@ def run(kind, *, precision="32-true", seed=0, strategy=None):
     return module, strategy
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", slow("bf16-true")])
+@pytest.mark.parametrize("precision", ["32-true", slow("bf16-mixed"), slow("bf16-true")])
 @pytest.mark.parametrize("kind", SOUND, ids=lambda kind: kind.__name__)
 def test_a_sound_module_is_split_by_its_rule(kind, precision):
     _, strategy = run(kind, precision=precision)

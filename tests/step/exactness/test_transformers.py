@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 
+from tests.support.lanes import some
 from tests.support.modules import weights
 
 pytest.importorskip("transformers")
@@ -68,7 +69,7 @@ def test_without_dropout_it_equals_plain_lightning(name):
 
 
 @of_each_architecture
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", some(["32-true", "bf16-mixed", "bf16-true"], "32-true"))
 def test_with_dropout_the_check_is_conclusive_and_draws_are_said(name, precision):
     assert_split_with_dropout(SPLITTABLE[name], precision=precision)
 
