@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
 from campaign.recipes import NORMS, Recipe, draw_recipe
-from lightning_unified.hardware.pressure import Level
+from lightning_unified.hardware.pressure.reader import Level
 from lightning_unified.hardware.simulated import PROFILES
 
 __all__ = ["KINDS", "Case", "Leg", "draw_case"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_unified.cost_model.backends import hidden_bytes
-from lightning_unified.cost_model.backends.calls import BACK, RESULT
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT
 
 aten = torch.ops.aten
 MIB = 2**20

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.backends.hidden import REPAIRS, SAVED
+from lightning_unified.cost_model.backends.kernel_memory.hidden import REPAIRS, SAVED
 
 aten = torch.ops.aten
 HAS_CHUNKED_LOSS = hasattr(torch.nn.functional, "linear_cross_entropy")  # torch 2.13

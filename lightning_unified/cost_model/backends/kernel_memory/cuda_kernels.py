@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, Call, Order, Repair, byte_count
-from lightning_unified.cost_model.backends.convolution import cuda_convolution, cuda_convolution_backward
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, Call, Order, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_unified.cost_model.backends.calls import Call, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, byte_count
 
 __all__ = ["lstm_temporary", "lstm_workspace"]
 

@@ -10,7 +10,7 @@ Measured on one AVX-512 machine without matrix tiles (torch 2.13), and solved fr
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call
 
 __all__ = ["packed_product"]
 

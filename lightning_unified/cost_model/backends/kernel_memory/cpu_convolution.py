@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call, byte_count
-from lightning_unified.cost_model.backends.convolution import is_channels_last
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.convolution import is_channels_last
 
 __all__ = ["cpu_convolution", "cpu_convolution_backward"]
 

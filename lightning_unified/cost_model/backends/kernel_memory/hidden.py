@@ -7,11 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, RESULT, Call, Kept, Order, Repair, byte_count
-from lightning_unified.cost_model.backends.chunked_loss import chunk_of_gradients, chunk_of_losses
-from lightning_unified.cost_model.backends.cpu_kernels import CPU_TEMPORARIES, averaged_losses, mixed_operands
-from lightning_unified.cost_model.backends.cuda_kernels import CUDA_TEMPORARIES
-from lightning_unified.cost_model.backends.mkldnn import lstm_temporary, lstm_workspace
+from lightning_unified.cost_model.backends.kernel_memory.calls import (
+    BACK,
+    RESULT,
+    Call,
+    Kept,
+    Order,
+    Repair,
+    byte_count,
+)
+from lightning_unified.cost_model.backends.kernel_memory.chunked_loss import chunk_of_gradients, chunk_of_losses
+from lightning_unified.cost_model.backends.kernel_memory.cpu_kernels import (
+    CPU_TEMPORARIES,
+    averaged_losses,
+    mixed_operands,
+)
+from lightning_unified.cost_model.backends.kernel_memory.cuda_kernels import CUDA_TEMPORARIES
+from lightning_unified.cost_model.backends.kernel_memory.mkldnn import lstm_temporary, lstm_workspace
 
 __all__ = ["REPAIRS", "SAVED", "Hidden", "hidden_bytes"]
 

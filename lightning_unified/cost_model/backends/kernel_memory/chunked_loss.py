@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call
 
 __all__ = ["chunk_of_gradients", "chunk_of_losses"]
 

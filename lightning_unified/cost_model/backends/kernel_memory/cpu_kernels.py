@@ -10,9 +10,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call, Repair, byte_count
-from lightning_unified.cost_model.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
-from lightning_unified.cost_model.backends.packed_products import packed_product
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.cpu_convolution import (
+    cpu_convolution,
+    cpu_convolution_backward,
+)
+from lightning_unified.cost_model.backends.kernel_memory.packed_products import packed_product
 
 __all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 

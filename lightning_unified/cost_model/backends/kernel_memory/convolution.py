@@ -22,8 +22,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, RESULT, Call, Order, byte_count
 from lightning_unified.cost_model.backends.device import multiprocessors
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT, Call, Order, byte_count
 
 __all__ = ["cuda_convolution", "cuda_convolution_backward", "is_channels_last"]
 
