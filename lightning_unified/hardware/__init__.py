@@ -1,11 +1,10 @@
 """F1: what the machine has and can do. Nothing here imports torch until something is read."""
 
-from lightning_unified.hardware.budget import TIERS, Budget, divide_budget, parse_spec, resolve_budget
+from lightning_unified.hardware.budget import TIERS, Budget, BudgetFollower, divide_budget, parse_spec, resolve_budget
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment.mps import mps_allocator_initialized
 from lightning_unified.hardware.environment.variables import Finding, lint_environment
-from lightning_unified.hardware.following import BudgetFollower
 from lightning_unified.hardware.pressure.caches import CachePolicy, ShapeWatch, idle_bytes
 from lightning_unified.hardware.pressure.reader import Pressure, PressureReader
 from lightning_unified.hardware.pressure.thrash import Thrash, ThrashDetector

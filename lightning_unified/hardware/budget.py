@@ -2,8 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median_low
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,6 +16,7 @@ from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
 __all__ = [
     "TIERS",
     "Budget",
+    "BudgetFollower",
     "Spec",
     "divide_budget",
     "follow_budget",
@@ -35,6 +38,9 @@ _LEAVE = re.compile(r"\s*leave\s+(.+?)\s*", re.IGNORECASE)
 _RESERVE_FLOOR, _RESERVE_SHARE = 4 * GIB, 0.10
 _DEDICATED_RESERVE_SHARE = 0.05
 _METAL_SHARE, _METAL_HOST_SHARE = 0.95, 0.15
+
+_EVERY_S = 2.0
+_HYSTERESIS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,3 +260,36 @@ def _what_fits(total: int, tiers: Mapping[str, int]) -> str:
         return f"no fixed tier fits; use memory=auto, or an amount up to {format_bytes(total)}"
     name = max(fitting, key=lambda tier: fitting[tier])
     return f"the largest tier that fits is memory={name} ({format_bytes(fitting[name])}), the largest amount {format_bytes(total)}"
+
+
+class BudgetFollower:
+    """Resolves a `leave` budget anew every two seconds, and says when it has changed by a twentieth or more.
+
+    Two readings in a row must agree on the way: the one that is nearer to the budget so far is taken, and where they lie on both
+    sides of it, nothing changes. So a program that only starts and ends moves nothing.
+
+    Args:
+        budget: As resolved at the start.
+        clock: Seconds, of a clock that only goes forward.
+    """
+
+    def __init__(self, budget: Budget, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget = budget
+        self._clock = clock
+        self._read_at = clock()
+        self._before = budget
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to read again; costs nothing to ask."""
+        return self.budget.follows_others and self._clock() - self._read_at >= _EVERY_S
+
+    def follow(self, reading: Reading) -> bool:
+        """Take a reading; return whether `budget` is another one now."""
+        self._read_at = self._clock()
+        before, self._before = self._before, follow_budget(self.budget, reading)
+        nearest = median_low([self.budget.bytes, before.bytes, self._before.bytes])
+        if abs(nearest - self.budget.bytes) < _HYSTERESIS * self.budget.bytes:
+            return False
+        self.budget = before if nearest == before.bytes else self._before
+        return True

@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, monkeypatch, *, device="cuda:0", peak=8.0):
         self.available, self.allocated, self.reserved, self.peak = 24.0, 2.0, 8.0, peak
         self.caps, self.released, self.device = [], 0, device
-        monkeypatch.setattr("lightning_unified.hardware.following._EVERY_S", 0)
+        monkeypatch.setattr("lightning_unified.hardware.budget._EVERY_S", 0)
         monkeypatch.setattr(budget_watch, "read", lambda _: self.reading())
         monkeypatch.setattr(budget_watch, "read_peak", lambda _: self.reading().peak)
         monkeypatch.setattr(budget_watch, "reset_peak", lambda _: self.reset())

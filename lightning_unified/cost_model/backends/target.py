@@ -13,11 +13,9 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.cost_model.backends.autocast import Cast, casts_of
-from lightning_unified.cost_model.backends.linear import bias_in_place
-from lightning_unified.cost_model.backends.normalisation import fused_rms_norm
+from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
 from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
 from lightning_unified.cost_model.backends.patching import replaced
-from lightning_unified.cost_model.backends.random_ops import fused_dropout
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
 
 __all__ = ["BACKENDS", "mimic"]
