@@ -22,7 +22,7 @@ from planner.pool import Task
 from planner.recording import Record, errors, measure, parser
 from planner.tables import gib, percent, table
 
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {
@@ -52,7 +52,7 @@ class FewestParts:
     """
 
     def __init__(self, rows: int, *, chosen: int) -> None:
-        self._ways = [(len(cut), cut[0]) for cut in cuts(rows)]
+        self._ways = [(len(cut), cut[0]) for cut in even_splits(rows)]
         self._fits = next(index for index, (_, size) in enumerate(self._ways) if size <= chosen)
         self._fails = -1
         self._next = self._fits - 1

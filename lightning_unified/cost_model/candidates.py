@@ -10,7 +10,7 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "what_would_fit"]
 
 
 class Sizes(Protocol):
-    """The step under one setting of the memory options, at any size, as `planning.lines.Lines` gives it."""
+    """The step under one setting of the memory options, at any size, as `planning.traces.Lines` gives it."""
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
         """Return the trace of a step of `parts` micro-batches of `rows` rows, the batch of them all in it."""
@@ -26,7 +26,7 @@ class Option:
     """One setting of the memory options.
 
     Attributes:
-        lines: The step under it. May make its traces when first asked: options that cannot win are never asked.
+        traces: The step under it. May make its traces when first asked: options that cannot win are never asked.
         recompute: What runs again in the backward pass, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention kept"`.
         again: The share of the forward pass that runs again, from 0 to 1; of two options that differ in nothing else, the one
             with less is never slower.
@@ -41,7 +41,7 @@ class Option:
         no_faster_than: A step that it is taken to be no faster than at any size: predictions are raised to that one's.
     """
 
-    lines: Sizes
+    traces: Sizes
     recompute: str = "none"
     again: float = 0.0
     precision: str = "32-true"
@@ -50,7 +50,7 @@ class Option:
     changes: int = 0
     least_seconds: Callable[[int], float] | None = None
     no_faster_than: Sizes | None = None
-    way: tuple[int, ...] | None = None
+    split: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

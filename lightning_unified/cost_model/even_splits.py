@@ -1,9 +1,9 @@
 """The ways in which a batch can be cut into even micro-batches."""
 
-__all__ = ["cuts"]
+__all__ = ["even_splits"]
 
 
-def cuts(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -> list[tuple[int, ...]]:
+def even_splits(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -> list[tuple[int, ...]]:
     """Return the rows of each micro-batch for every way to cut a batch that has another largest part, the fewest parts first.
 
     The step cuts a batch into as few parts as a limit allows, as even as can be; so limits that give equally many parts are one

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.rates import Rates
-from lightning_unified.cost_model.rates.cost import cut_seconds, step_seconds
+from lightning_unified.cost_model.rates.cost import split_seconds, step_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.step.split import part_sizes
-from tests.support.made_traces import MadeLines, rates
+from tests.support.made_traces import MadeTraces, rates
 
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
 
@@ -92,18 +92,18 @@ def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
-    lines = MadeLines(backend=backend)
-    whole = step_seconds(lines.at(5, parts=parts), rates(part=1e-4))
-    cut = cut_seconds(lambda rows, parts: lines.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
+    traces = MadeTraces(backend=backend)
+    whole = step_seconds(traces.at(5, parts=parts), rates(part=1e-4))
+    cut = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
 
     assert cut == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
 
 def test_a_smaller_last_part_costs_less_than_a_full_one():
-    lines = MadeLines()
+    traces = MadeTraces()
 
     def seconds(sizes):
-        return cut_seconds(lambda rows, parts: lines.at(rows, parts=parts), sizes, rates())
+        return split_seconds(lambda rows, parts: traces.at(rows, parts=parts), sizes, rates())
 
     assert seconds([4, 4]) > seconds([4, 3]) > seconds([3, 3])
 
@@ -111,23 +111,23 @@ def test_a_smaller_last_part_costs_less_than_a_full_one():
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 5))
 def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
     rows = units * unit
-    ways = cuts(rows, unit=unit, least=least)
+    splits = even_splits(rows, unit=unit, least=least)
 
-    assert [way[0] for way in ways] == sorted({way[0] for way in ways}, reverse=True)
-    for way in ways:
-        assert list(way) == part_sizes(rows, limit=way[0], unit=unit, least=least)
+    assert [split[0] for split in splits] == sorted({split[0] for split in splits}, reverse=True)
+    for split in splits:
+        assert list(split) == part_sizes(rows, limit=split[0], unit=unit, least=least)
     smallest = part_sizes(rows, limit=unit, unit=unit, least=least)
-    assert ways[-1][0] == max(smallest)
+    assert splits[-1][0] == max(smallest)
 
 
 def test_no_way_exceeds_the_largest_micro_batch_that_is_allowed():
-    assert cuts(10, most=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
+    assert even_splits(10, most=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
 
 
 def test_a_batch_that_is_no_multiple_of_its_unit_runs_whole():
-    assert cuts(10, unit=4) == [(10,)]
+    assert even_splits(10, unit=4) == [(10,)]
 
 
 def test_rows_that_are_none_are_refused():
     with pytest.raises(ValueError, match="rows=0, unit=1, least=1, most=None: give positive numbers of rows"):
-        cuts(0)
+        even_splits(0)

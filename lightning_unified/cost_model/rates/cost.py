@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from lightning_unified.cost_model.rates.record import Rates
 from lightning_unified.cost_model.trace.trace import Trace, Work
 
-__all__ = ["cut_seconds", "least_seconds", "step_seconds"]
+__all__ = ["least_seconds", "split_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
 """Phases that are no part of a training step."""
@@ -40,7 +40,7 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
     return _seconds(_loads(trace, rates), backend=trace.backend)
 
 
-def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
+def split_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
     """Return the seconds of a step whose batch is cut into micro-batches of `sizes` rows.
 
     Forward and backward passes of a step of two micro-batches are those of two; the rest of it is there once, however many there are.
@@ -67,7 +67,7 @@ def least_seconds(
     elsewhere. Each micro-batch starts its operations and kernels anew.
 
     Args:
-        at: The other step, as for `cut_seconds`.
+        at: The other step, as for `split_seconds`.
         sizes: Rows of each micro-batch of it.
         rates: Of the machine.
         again: Whether an operation of its forward pass runs again in the backward pass.

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from lightning_unified.cost_model.trace.basis import Fit, Size, fit_monomials, rounds
 from lightning_unified.cost_model.trace.repeat import repeat_of
-from lightning_unified.cost_model.trace.timeline import MisalignedError, Script, align, describe_slot, script_of
+from lightning_unified.cost_model.trace.timeline import MisalignedError, Timeline, align, describe_slot, timeline_of
 from lightning_unified.cost_model.trace.trace import Take, Trace
 
-__all__ = ["Lines", "MisalignedError", "fit"]
+__all__ = ["Interpolation", "MisalignedError", "interpolate"]
 
 
-def fit(traces: Sequence[Trace]) -> "Lines":
+def interpolate(traces: Sequence[Trace]) -> "Interpolation":
     """Lay lines through the events of one step that was traced at several sizes.
 
     Two traces, at 2 and 4 rows, give every other number of rows. A third, of another length, gives every length as well, unless
@@ -50,11 +50,11 @@ def fit(traces: Sequence[Trace]) -> "Lines":
                     f"the traces differ in {what}: {getattr(traces[0], what)} and {getattr(other, what)}; "
                     "fit those of one setting at a time."
                 )
-    return Lines(traces)
+    return Interpolation(traces)
 
 
-class Lines:
-    """A step at any size. Made by `fit`.
+class Interpolation:
+    """A step at any size. Made by `interpolate`.
 
     Attributes:
         sizes: Rows, length and parts that were traced; a length of 0 stands for rows without one.
@@ -87,13 +87,13 @@ class Lines:
             ValueError: If the traces do not determine that size.
         """
         size = self._asked(rows, length, parts)
-        script, values, notes = self._family(size).at(size)
+        timeline, values, notes = self._family(size).at(size)
         first, second = values.astype(np.int64).tolist()
         if size not in self.sizes:
             notes = (*notes, f"computed from the step traced at {self._traced()}")
         return replace(
             self._reference,
-            events=script.events(first, second),
+            events=timeline.events(first, second),
             rows=size[0],
             length=size[1] or None,
             parts=size[2],
@@ -114,11 +114,11 @@ class Lines:
             ValueError: As `at`.
         """
         size = self._asked(rows, length, parts)
-        script, values, _ = self._family(size).at(size)
-        count = len(script.slots)
-        taken = np.ceil(values[0, script.births] / rounding) * rounding
-        change = np.bincount(script.births, weights=taken, minlength=count + 1)
-        change -= np.bincount(np.minimum(script.ends, count), weights=taken, minlength=count + 1)
+        timeline, values, _ = self._family(size).at(size)
+        count = len(timeline.slots)
+        taken = np.ceil(values[0, timeline.births] / rounding) * rounding
+        change = np.bincount(timeline.births, weights=taken, minlength=count + 1)
+        change -= np.bincount(np.minimum(timeline.ends, count), weights=taken, minlength=count + 1)
         return int(np.cumsum(change)[:count].max(initial=0))
 
     def largest(
@@ -171,7 +171,7 @@ class Lines:
         family = self._families.get(name)
         if family is None:
             raise ValueError(
-                f"parts={size[2]} was asked for, but only {'cut' if size[2] == 1 else 'whole'} batches were traced; give `fit` "
+                f"parts={size[2]} was asked for, but only {'cut' if size[2] == 1 else 'whole'} batches were traced; give `interpolate` "
                 f"traces of {'1 part' if size[2] == 1 else '2 and 3 parts'} as well."
             )
         return family
@@ -203,11 +203,11 @@ class _Family:
                 "what repeats with every further one."
             )
         self._sizes = [_size(trace) for trace in (*short, *long)]
-        self._script, values = _aligned(short)
+        self._timeline, values = _aligned(short)
         self._repeat = None
         if long:
-            script, more = _aligned(long)
-            self._repeat = repeat_of(self._script, script)
+            timeline, more = _aligned(long)
+            self._repeat = repeat_of(self._timeline, timeline)
             values += [self._repeat.without(figures) for figures in more]
         self._fit = self._fitted(np.stack(values))
         terms = (self._fit.coefficients != 0).sum(axis=0)
@@ -220,44 +220,44 @@ class _Family:
             known = {given[axis] for given in self._sizes}
             if len(known) == 1 and size[axis] not in known:
                 raise ValueError(
-                    f"{name}={size[axis]} was asked for, but the step was traced at {name}={known.pop() or None} only; give `fit` "
+                    f"{name}={size[axis]} was asked for, but the step was traced at {name}={known.pop() or None} only; give `interpolate` "
                     f"a trace at another {name} as well."
                 )
 
-    def _at(self, size: Size) -> tuple[Script, NDArray[np.float64], tuple[str, ...]]:
+    def _at(self, size: Size) -> tuple[Timeline, NDArray[np.float64], tuple[str, ...]]:
         """Return what happens at `size`, the figures of its slots, and what must be known of them."""
         parts = size[2]
         values = self._fit.at(size).reshape(2, -1)
         if self._repeat is not None:
-            script, order = self._repeat.script(parts)
-            return script, values[:, order], ()
+            timeline, order = self._repeat.timeline(parts)
+            return timeline, values[:, order], ()
         if parts == self._least:
-            return self._script, values, ()
+            return self._timeline, values, ()
         batch = [
-            at for at, slot in enumerate(self._script.slots) if isinstance(slot, Take) and slot.category == "batch"
+            at for at, slot in enumerate(self._timeline.slots) if isinstance(slot, Take) and slot.category == "batch"
         ]
         values[0, batch] *= parts / self._least
         note = f"of {parts} micro-batches two are in the trace, with the batch of all; no step of three was traced"
-        return self._script, values, (note,)
+        return self._timeline, values, (note,)
 
     def _fitted(self, values: NDArray[np.float64]) -> Fit:
         fitted = fit_monomials(self._sizes, values)
-        count = len(self._script.slots)
-        bad = self._script.births[~rounds(fitted, values)[:count][self._script.births]]
+        count = len(self._timeline.slots)
+        bad = self._timeline.births[~rounds(fitted, values)[:count][self._timeline.births]]
         if bad.size:
             at = int(bad[0])
             sizes = "; ".join(
                 f"{int(row[at])} bytes at {describe_size(size)}" for size, row in zip(self._sizes, values, strict=True)
             )
             raise MisalignedError(
-                f"at event {at + 1} {describe_slot(self._script, at)}, {sizes}: no sum of four monomials of rows and length gives these. "
+                f"at event {at + 1} {describe_slot(self._timeline, at)}, {sizes}: no sum of four monomials of rows and length gives these. "
                 "Trace the step at the size that is asked for."
             )
         return fitted
 
 
-def _aligned(traces: Sequence[Trace]) -> tuple[Script, list[NDArray[np.float64]]]:
-    """Return the one script of traces of several sizes, and the figures of each."""
-    scripts = [script_of(trace) for trace in traces]
-    ends = align(scripts, [describe_size(_size(trace)) for trace in traces])
-    return replace(scripts[0], ends=ends), [script.values() for script in scripts]
+def _aligned(traces: Sequence[Trace]) -> tuple[Timeline, list[NDArray[np.float64]]]:
+    """Return the one timeline of traces of several sizes, and the figures of each."""
+    timelines = [timeline_of(trace) for trace in traces]
+    ends = align(timelines, [describe_size(_size(trace)) for trace in traces])
+    return replace(timelines[0], ends=ends), [timeline.values() for timeline in timelines]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.cost_model.trace.timeline import NEVER, MisalignedError, Script, common, describe_slot
+from lightning_unified.cost_model.trace.timeline import NEVER, MisalignedError, Timeline, common, describe_slot
 
 __all__ = ["Repeat", "repeat_of"]
 
@@ -29,10 +29,10 @@ class Repeat:
     """
 
     stretches: tuple[Stretch, ...]
-    short: Script
-    long: Script
+    short: Timeline
+    long: Timeline
 
-    def script(self, parts: int) -> tuple[Script, Integers]:
+    def timeline(self, parts: int) -> tuple[Timeline, Integers]:
         """Return the step of `parts` micro-batches, and for each of its slots the one in `short` that it is a copy of."""
         order = self._order(parts)
         if parts == 2:
@@ -40,7 +40,7 @@ class Repeat:
         births, ends = self._lives(parts - 3)
         by_birth = np.argsort(births, kind="stable")
         slots = tuple(self.short.slots[at] for at in order.tolist())
-        return Script(slots=slots, births=births[by_birth], ends=ends[by_birth]), order
+        return Timeline(slots=slots, births=births[by_birth], ends=ends[by_birth]), order
 
     def _order(self, parts: int) -> Integers:
         pieces, since, before = [], 0, 0
@@ -92,7 +92,7 @@ class Repeat:
         return np.delete(both, inside, axis=1).ravel()
 
 
-def repeat_of(short: Script, long: Script) -> Repeat:
+def repeat_of(short: Timeline, long: Timeline) -> Repeat:
     """Return what a third micro-batch adds to a step of two.
 
     Raises:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
 
-__all__ = ["NEVER", "MisalignedError", "Script", "align", "describe_slot", "script_of"]
+__all__ = ["NEVER", "MisalignedError", "Timeline", "align", "describe_slot", "timeline_of"]
 
 NEVER = 1 << 40  # where a storage ends that outlives the step
 
@@ -20,7 +20,7 @@ class MisalignedError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Script:
+class Timeline:
     """What happened, one slot for each operation and each storage that began.
 
     Attributes:
@@ -67,8 +67,8 @@ class Script:
         return tuple(events)
 
 
-def script_of(trace: Trace) -> Script:
-    """Return the script of `trace`. Storages are known by the order in which they begin, whatever their numbers are."""
+def timeline_of(trace: Trace) -> Timeline:
+    """Return the timeline of `trace`. Storages are known by the order in which they begin, whatever their numbers are."""
     slots: list[Work | Take] = []
     births: list[int] = []
     ends: list[int] = []
@@ -84,47 +84,47 @@ def script_of(trace: Trace) -> Script:
             births.append(len(slots))
             ends.append(NEVER)
         slots.append(event)
-    return Script(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
+    return Timeline(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
 
 
-def align(scripts: Sequence[Script], names: Sequence[str]) -> Integers:
+def align(timelines: Sequence[Timeline], names: Sequence[str]) -> Integers:
     """Return where the storages of one step end, seen at several sizes: the latest slot of any of them.
 
     Python frees what refers to itself when it likes, so that ends may differ where nothing else does; the later one is the safe one.
 
     Args:
-        scripts: Of the traces.
+        timelines: Of the traces.
         names: The traces in words, for the message.
 
     Raises:
         MisalignedError: If they do not hold the same operations and storages in the same order.
     """
-    keys = scripts[0].keys()
-    for script, name in zip(scripts[1:], names[1:], strict=True):
-        others = script.keys()
+    keys = timelines[0].keys()
+    for timeline, name in zip(timelines[1:], names[1:], strict=True):
+        others = timeline.keys()
         if others != keys:
             at = common(keys, others)
             raise MisalignedError(
-                f"the step does other things at other sizes: at its event {at + 1}, {describe_slot(scripts[0], at)} with {names[0]}, "
-                f"but {describe_slot(script, at)} with {name}. Sizes between and beyond cannot be computed from these traces; "
+                f"the step does other things at other sizes: at its event {at + 1}, {describe_slot(timelines[0], at)} with {names[0]}, "
+                f"but {describe_slot(timeline, at)} with {name}. Sizes between and beyond cannot be computed from these traces; "
                 "trace the step at the size that is asked for."
             )
-    return np.max([script.ends for script in scripts], axis=0)
+    return np.max([timeline.ends for timeline in timelines], axis=0)
 
 
 def common(keys: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> int:
-    """Return how many slots two scripts have in common from the start."""
+    """Return how many slots two timelines have in common from the start."""
     pairs = zip(keys, others, strict=False)
     return next((at for at, (key, other) in enumerate(pairs) if key != other), min(len(keys), len(others)))
 
 
-def describe_slot(script: Script, at: int) -> str:
+def describe_slot(timeline: Timeline, at: int) -> str:
     """Return in words what happens at a slot."""
-    if at >= len(script.slots):
+    if at >= len(timeline.slots):
         return "the step has ended"
-    slot = script.slots[at]
+    slot = timeline.slots[at]
     if isinstance(slot, Take):
-        work = next((other for other in reversed(script.slots[:at]) if isinstance(other, Work)), None)
+        work = next((other for other in reversed(timeline.slots[:at]) if isinstance(other, Work)), None)
         where = f" by {describe_work(work)}" if work else ""
         return f"{slot.category} are taken{where}"
     return describe_work(slot)
