@@ -75,12 +75,6 @@ def test_an_unknown_dtype_is_costed_as_float32():
     assert step_seconds(trace(odd), rates()) == pytest.approx(1 + 2e-6)
 
 
-def test_float32_runs_at_the_rate_of_tf32_where_that_is_on():
-    fast = Rates(**{**rates().to_dict(), "flops": {"float32": 1e12, "tf32": 8e12}}).with_tf32()
-
-    assert step_seconds(trace(BIG), fast) == pytest.approx(1 / 8 + 2e-6)
-
-
 @pytest.mark.parametrize(("backend", "faster"), [("cuda", 8), ("mps", 1), ("cpu", 1)])
 def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
     both = Rates(**{**rates(launch=0, kernel=0).to_dict(), "flops": {"float32": 1e12, "tf32": 8e12}})

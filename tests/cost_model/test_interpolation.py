@@ -191,27 +191,8 @@ def test_a_third_part_that_is_another_is_refused(made):
         interpolate([two, made(rows=4, parts=2), three])
 
 
-def test_sizes_beyond_what_the_lines_need_are_counted(made):
-    assert interpolate([made(rows=2), made(rows=4)]).spare == 0
-    assert interpolate([made(rows=2), made(rows=4), made(rows=8), made(rows=6)]).spare == 2
-
-
 def test_what_was_made_up_in_any_trace_is_in_the_computed_one(made):
     read = Read("aten._local_scalar_dense.default", "net", "1", shapes=True)
     steps = interpolate([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
     assert steps.at(9).confidence == "low"
     assert steps.at(9).notes == ("seen", "computed from the step traced at 2 rows of 16, 4 rows of 16")
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**8), st.integers(1, 5), st.integers(5, 300))
-def test_the_largest_that_fits_is_that_of_an_exhaustive_search(made, budget, unit, most):
-    steps = interpolate([made(rows=2), made(rows=4)])
-    fitting = [rows for rows in range(unit, most + 1, unit) if steps.peak_bytes(rows) <= budget]
-    found = steps.largest(lambda trace: peak(trace).bytes <= budget, most=most, unit=unit)
-    assert found == max(fitting, default=None)
-
-
-def test_most_below_one_row_is_refused(made):
-    with pytest.raises(ValueError, match="most=0"):
-        interpolate([made(rows=2), made(rows=4)]).largest(lambda _: True, most=0)

@@ -184,24 +184,12 @@ class Calibration:
         """
         return min(max([1.0, *self.peaks.get(kind, [])]), _MOST)
 
-    def median_peak_ratio(self, kind: str) -> float | None:
-        """Return the median of measured over predicted peaks of this kind, for reports; None if none was measured."""
-        return statistics.median(self.peaks[kind]) if self.peaks.get(kind) else None
-
     def step_factor(self) -> float:
         """Return by what predicted seconds are to be multiplied: the median over all kinds, 1.0 if none was measured.
 
         One factor for a machine: a factor for each kind would favour the plans that have not been tried.
         """
         return statistics.median([ratio for ratios in self.steps.values() for ratio in ratios] or [1.0])
-
-    def clear(self) -> bool:
-        """Forget everything and delete the file; return whether there was one."""
-        self.rates, self.alignment, self.peaks, self.steps = None, None, {}, {}
-        existed = self.path is not None and self.path.exists()
-        if existed and self.path is not None:
-            self.path.unlink()
-        return existed
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: what the file holds."""

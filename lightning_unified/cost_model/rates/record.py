@@ -49,11 +49,6 @@ class Rates:
         rate = self.flops.get(dtype) or self.flops["float32"]
         return self.kernel + max(flops / rate, moved / self.bandwidth)
 
-    def with_tf32(self) -> "Rates":
-        """Return the rates of a process that multiplies float32 as TF32 (`torch.set_float32_matmul_precision("high")`)."""
-        fast = self.flops.get("tf32", self.flops["float32"])
-        return replace(self, flops={**self.flops, "float32": fast})
-
     def slowed(self, factor: float) -> "Rates":
         """Return rates whose arithmetic takes `factor` times as long, and nothing else."""
         return replace(self, flops={dtype: rate / factor for dtype, rate in self.flops.items()})

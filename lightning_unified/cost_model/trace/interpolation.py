@@ -1,6 +1,6 @@
 """A step of any size, computed from few that were traced: every event of it is a simple function of the size."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -58,7 +58,6 @@ class Interpolation:
 
     Attributes:
         sizes: Rows, length and parts that were traced; a length of 0 stands for rows without one.
-        spare: Sizes beyond those that the lines needed: by how many they were checked.
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
@@ -69,7 +68,6 @@ class Interpolation:
         whole = [trace for trace in traces if trace.parts == 1]
         cut = [trace for trace in traces if trace.parts > 1]
         self._families = {name: _Family(members) for name, members in (("whole", whole), ("cut", cut)) if members}
-        self.spare = min(family.spare for family in self._families.values())
 
     def at(self, rows: int, *, length: int | None = None, parts: int | None = None) -> Trace:
         """Return the step of micro-batches of `rows`.
@@ -120,41 +118,6 @@ class Interpolation:
         change = np.bincount(timeline.births, weights=taken, minlength=count + 1)
         change -= np.bincount(np.minimum(timeline.ends, count), weights=taken, minlength=count + 1)
         return int(np.cumsum(change)[:count].max(initial=0))
-
-    def largest(
-        self,
-        fits: Callable[[Trace], bool],
-        *,
-        most: int,
-        unit: int = 1,
-        length: int | None = None,
-        parts: int | None = None,
-    ) -> int | None:
-        """Return the largest number of rows whose step fits, by bisection: more rows never take less.
-
-        Args:
-            fits: Says whether a step fits.
-            most: Rows to try at most.
-            unit: Rows that stay together; the answer is a multiple of it.
-            length: As in `at`.
-            parts: As in `at`.
-
-        Returns:
-            The rows; None if not even `unit` of them fit.
-
-        Raises:
-            ValueError: As `at`, or if `most` or `unit` is not positive.
-        """
-        if most < 1 or unit < 1:
-            raise ValueError(f"most={most} and unit={unit} are numbers of rows; both must be at least 1.")
-        low, high = 0, most // unit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(self.at(middle * unit, length=length, parts=parts)):
-                low = middle
-            else:
-                high = middle - 1
-        return low * unit or None
 
     def _asked(self, rows: int, length: int | None, parts: int | None) -> Size:
         if rows < 1:
@@ -210,8 +173,6 @@ class _Family:
             self._repeat = repeat_of(self._timeline, timeline)
             values += [self._repeat.without(figures) for figures in more]
         self._fit = self._fitted(np.stack(values))
-        terms = (self._fit.coefficients != 0).sum(axis=0)
-        self.spare = len(set(self._sizes)) - int(terms.max(initial=1))
         self.at = lru_cache(maxsize=8)(self._at)
 
     def refuse(self, size: Size) -> None:
