@@ -1,6 +1,13 @@
 """F1: what the machine has and can do. Nothing here imports torch until something is read."""
 
-from lightning_unified.hardware.budget import TIERS, Budget, BudgetFollower, divide_budget, parse_spec, resolve_budget
+from lightning_unified.hardware.budget import (
+    Budget,
+    BudgetFollower,
+    divide_budget,
+    fixed_tiers,
+    parse_spec,
+    resolve_budget,
+)
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment.mps import mps_allocator_initialized
@@ -25,7 +32,6 @@ from lightning_unified.hardware.watermarks import (
 
 __all__ = [
     "HARDWARE",
-    "TIERS",
     "Budget",
     "BudgetFollower",
     "CachePolicy",
@@ -50,6 +56,7 @@ __all__ = [
     "describe",
     "detect",
     "divide_budget",
+    "fixed_tiers",
     "host_threads",
     "idle_bytes",
     "lint_environment",

@@ -5,33 +5,31 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median_low
 from types import MappingProxyType
 from typing import Literal
 
 from lightning_unified.errors import BudgetError
 from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.sources import read_text, shipped_configuration
 from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
 
 __all__ = [
-    "TIERS",
     "Budget",
     "BudgetFollower",
     "Spec",
     "divide_budget",
+    "fixed_tiers",
     "follow_budget",
     "parse_spec",
     "resolve_budget",
     "unified_reserve",
 ]
 
-TIERS: Mapping[str, int] = MappingProxyType(
-    {"debug": 4 * GIB, "small": 8 * GIB, "medium": 16 * GIB, "large": 28 * GIB, "optimal": 32 * GIB}
-)
-"""The fixed tiers' budgets, so that an error can name one where no configuration was read."""
-
 _EXAMPLES = "write auto, 28GiB, 60% (of the pool) or leave 6GiB (for everything else)"
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_SHIPPED_BUDGET = re.compile(r"^  budget: (\S+)$", re.MULTILINE)
 _LEAVE = re.compile(r"\s*leave\s+(.+?)\s*", re.IGNORECASE)
 
 # Judgement, after unified-memory practice: on one pool the system, the loader and the page cache need their part too.
@@ -71,6 +69,14 @@ class Spec:
     text: str
 
 
+@cache
+def fixed_tiers() -> Mapping[str, int]:
+    """Return the bytes of each shipped memory tier that states an amount: `conf/memory/*.yaml` is the one list of tiers."""
+    texts = {path.stem: read_text(path) or "" for path in sorted((shipped_configuration() / "memory").glob("*.yaml"))}
+    specs = {name: found.group(1) for name, text in texts.items() if (found := _SHIPPED_BUDGET.search(text))}
+    return MappingProxyType({name: parse_bytes(spec) for name, spec in specs.items() if spec != "auto"})
+
+
 def parse_spec(spec: str | int) -> Spec:
     """Return the parts of a budget as written, before any pool is known.
 
@@ -99,7 +105,7 @@ def parse_spec(spec: str | int) -> Spec:
     return Spec(kind="leave" if leave else "bytes", amount=amount, text=text)
 
 
-def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] = TIERS) -> Budget:
+def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] | None = None) -> Budget:
     """Return the bytes a run may use on the pool of `reading`.
 
     Never clamped: what cannot be had is an error that names what can, because a run that was tuned for one budget and
@@ -131,7 +137,9 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
         return Budget(bytes=amount, spec=parsed.text, reason=f"{parsed.text} of {what}", follows_others=False)
     amount = int(parsed.amount)
     if total is not None and amount > total:
-        raise BudgetError(f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, tiers)}.")
+        raise BudgetError(
+            f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, fixed_tiers() if tiers is None else tiers)}."
+        )
     return Budget(bytes=amount, spec=parsed.text, reason=_stated(amount, reading, what), follows_others=False)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import os
 import platform
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Sources", "core_count", "meminfo", "read_text", "torch_version"]
+__all__ = ["Sources", "core_count", "meminfo", "read_text", "shipped_configuration", "torch_version"]
 
 _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
 _HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour, and its size in integers of 4 bytes
@@ -110,6 +111,14 @@ def read_text(path: Path) -> str | None:
         return path.read_text(errors="replace")
     except OSError:
         return None
+
+
+def shipped_configuration() -> Path:
+    """Return the folder of the shipped YAML: that of the package, or `conf` beside it in a checkout that is not installed."""
+    try:
+        return Path(next(iter(importlib.import_module("lightning_unified.conf").__path__)))
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parents[2] / "conf"
 
 
 def meminfo(sources: Sources) -> dict[str, int]:

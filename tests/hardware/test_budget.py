@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified.errors import BudgetError
-from lightning_unified.hardware import TIERS, Figure, Reading, read, resolve_budget
+from lightning_unified.hardware import Figure, Reading, fixed_tiers, read, resolve_budget
 from lightning_unified.hardware.budget import divide_budget, follow_budget, unified_reserve
 
 GIB, MIB = 2**30, 2**20
@@ -217,13 +217,14 @@ def test_auto_on_an_idle_eight_gib_mac_leaves_the_system_four():
     assert resolve_budget("auto", pool(total=6 * GIB, available=6 * GIB, backend="mps", host=8 * GIB)).bytes == 4 * GIB
 
 
-def test_the_named_tiers_are_the_ones_the_configuration_ships():
-    from lightning_unified.cli.doctor import read_tiers
-    from lightning_unified.units import parse_bytes
-
-    shipped = {name: content["memory"]["budget"] for name, content in read_tiers().items() if name != "auto"}
-
-    assert {name: parse_bytes(spec) for name, spec in shipped.items()} == dict(TIERS)
+def test_the_fixed_tiers_are_read_from_the_shipped_configuration():
+    assert fixed_tiers() == {
+        "debug": 4 * GIB,
+        "small": 8 * GIB,
+        "medium": 16 * GIB,
+        "large": 28 * GIB,
+        "optimal": 32 * GIB,
+    }
 
 
 def test_processes_on_one_pool_get_a_part_of_an_amount_each():
