@@ -1,4 +1,4 @@
-"""What a search compares, and what it finds, as records."""
+"""Records of the plan search: the options it compares, the candidates it times, and its choice."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,35 +10,38 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "what_would_fit"]
 
 
 class Sizes(Protocol):
-    """The step under one setting of the memory options, at any size, as `planning.traces.Lines` gives it."""
+    """Traces of one step at any micro-batch size, under one setting of the memory options."""
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of `rows` rows, the batch of them all in it."""
+        """Return the trace of a step of `parts` micro-batches of `rows` rows, whole batch included."""
         ...
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the most bytes that live at once in that step."""
+        """Return the peak of live bytes of that step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One setting of the memory options.
+    """One setting of the memory options, with the traces that price it.
 
     Attributes:
-        traces: The step under it. May make its traces when first asked: options that cannot win are never asked.
-        recompute: What runs again in the backward pass, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention kept"`.
-        again: The share of the forward pass that runs again, from 0 to 1; of two options that differ in nothing else, the one
-            with less is never slower.
-        precision: Lightning's name.
-        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None leaves the user's.
-        loss_chunk: Rows of logits at once; None computes the loss as the module does.
-        changes: How many of the user's own settings it changes; decides between options of equal time.
-        least_seconds: Tells, by the number of micro-batches, what no step under it is faster than, as is known without its traces; a
-            prediction below that is raised to it. More parts take no less. The option is then asked only for what can win. None asks
-            for its best way to cut in any case, to tell it beside the others.
-        way: Rows of each micro-batch, if it is asked in this way only; None asks in all. Such options come by what they take at least.
-        no_faster_than: A step that it is taken to be no faster than at any size: predictions are raised to that one's.
+        traces: Traces of the step under this setting. They may be made lazily: the search never asks options that cannot win.
+        recompute: Modules under activation checkpointing, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention
+            kept"`.
+        again: Share of the forward pass that is recomputed, from 0 to 1. Of two options that differ in nothing else, the one
+            with the smaller share is never slower.
+        precision: Lightning's name of the precision.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the user's.
+        loss_chunk: Rows of logits computed at once; None computes the loss as the module does.
+        changes: Number of the user's own settings that this option changes. Of two plans with equal time, fewer changes win.
+        least_seconds: Function of the number of micro-batches that returns a lower bound of the step time, known without
+            traces. The search raises predictions below the bound to it. The bound never falls with more micro-batches. With a
+            bound the search traces the option only while it can win. None traces it in any case and lists its best split
+            among the alternatives.
+        split: Rows of each micro-batch, if only this split is searched; None searches all. Options with a split come in the
+            order of their lower bounds.
+        no_faster_than: Traces of a step that is never slower than this option; predictions are raised to its time.
     """
 
     traces: Sizes
@@ -55,16 +58,16 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One plan: an option with the way a batch is cut under it.
+    """One plan: an option together with a split of the batch.
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
-        parts: Micro-batches in a step.
+        parts: Number of micro-batches in a step.
         recompute, precision, optimizer_kernel, loss_chunk: As in `Option`.
-        peak_bytes: The most that tensors take at once.
-        reserved_bytes: What the allocator takes for them; this is held against the budget.
-        seconds: What a step is predicted to last.
-        fits: Whether `reserved_bytes` are within the budget.
+        peak_bytes: Peak of live tensor bytes.
+        reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
+        seconds: Predicted seconds of a step.
+        fits: Whether `reserved_bytes` is within the budget.
     """
 
     micro_batch_size: int
@@ -81,7 +84,7 @@ class Candidate:
     def describe(self) -> str:
         """Return the plan in words: `"2 parts of up to 32 rows, recomputed: 6 of 12 blocks, bf16-mixed"`."""
         rows = f"{self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)}"
-        upper = "up to " * (self.micro_batch_size != 1)  # parts that are not all even differ by one unit
+        upper = "up to " * (self.micro_batch_size != 1)  # parts of unequal size differ by one unit
         size = f"the whole batch of {rows} at once" if self.parts == 1 else f"{self.parts} parts of {upper}{rows}"
         recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
         named = [size, recompute, self.precision]
@@ -96,13 +99,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        best: The plan of least predicted time; None if none fits.
-        alternatives: The other options, each with its best way to cut: first those that fit, fastest first, then those that do
-            not even in the smallest parts, with what these need, least first.
-        reason: Why, in words.
+        best: The fitting plan of least predicted time; None if none fits.
+        alternatives: The other options, each with its best split. Plans that fit come first, fastest first. Plans that do not
+            fit follow with their smallest micro-batches, least bytes first.
+        reason: Why the search chose `best`, or why nothing fits.
     """
 
     best: Candidate | None
@@ -111,5 +114,5 @@ class Choice:
 
 
 def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
-    """Return what the options need at least, in words and bytes, least first: the table under a refusal."""
+    """Return each plan that did not fit with the bytes it needs, least first, for a refusal."""
     return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]

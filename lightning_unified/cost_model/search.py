@@ -1,4 +1,16 @@
-"""The plan of least predicted step time that fits into a budget."""
+"""Search for the plan of least predicted step time within a budget.
+
+The search takes options (settings of the memory options) and, for each, splits of the batch from few micro-batches to many.
+It keeps the first split that fits, because fewer micro-batches are never slower: each adds launches and costs that do not
+depend on its rows. Three bounds keep it from tracing options that cannot win:
+
+- A peak of live bytes above the budget excludes a split without a replay of the allocator, which never reserves less.
+- A lower bound of the step time (`Option.least_seconds`) excludes an option that is slower than a plan that fits.
+- An option that recomputes less and fits in as many micro-batches excludes one that recomputes more.
+
+The set of splits and their figures do not depend on the budget. A larger budget only admits more of them, and so never gives
+a slower plan.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -29,25 +41,23 @@ def search(
     alignment: Alignment | None = None,
     own: Option | None = None,
 ) -> Choice:
-    """Return the plan that is predicted to take least time within the budget.
+    """Return the plan of least predicted step time within the budget.
 
-    Every option is cut into as few micro-batches as fit: fewer are never slower, as each costs its launches and what does not
-    depend on its rows anew. So an option whose fewest do not fit and would be slower than another's is not cut at all, and one is not
-    cut into as many parts as another that does less and fits so. One that is known to be slower is not asked for a trace. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
-    are looked at too. Which splits of cutting there are, and what each takes and lasts, does not depend on the budget; a larger budget
-    only adds splits, and so never gives a slower plan.
+    Each option is split into as few micro-batches as fit. If sizes of some multiple are measurably faster, the fewest
+    micro-batches of such a size are considered too.
 
     Args:
         options: Settings to choose from, the user's own first unless `own` is given.
-        budget_bytes: What the run may use.
-        reserve: The bytes that a step takes of the machine, calibrated or not; never less than the lines' `peak_bytes`.
-        rows: Of the whole batch.
-        rates: Of the machine.
-        unit: Rows that stay together (`MicroBatchRules.unit`); `rows` where a batch cannot be cut.
-        least: Rows that every micro-batch needs.
-        most: The largest micro-batch that the user allows; None allows any.
-        alignment: What aligned sizes gain on the machine; None looks at no alignment.
-        own: The user's own among the options, where that is not the first.
+        budget_bytes: Bytes the run may use.
+        reserve: Function that returns the bytes a step reserves, calibrated or not; never less than `peak_bytes` of its
+            traces.
+        rows: Number of rows of the whole batch.
+        rates: Speeds of the machine.
+        unit: Rows that stay together (`MicroBatchRules.unit`); `rows` for a batch that cannot be split.
+        least: Least number of rows of a micro-batch.
+        most: Largest micro-batch that the user allows; None allows any.
+        alignment: Gain of aligned sizes on the machine; None considers no alignment.
+        own: The user's own option, if it is not the first.
 
     Raises:
         ValueError: If there is no option, or a number of rows is not positive.
@@ -89,15 +99,18 @@ def search(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measure:
+    """Prices of options at the splits of one batch: bytes reserved and seconds."""
+
     budget_bytes: int
     reserve: Callable[[Trace], int]
     rates: Rates
     alignment: Alignment | None
 
     def best_plans(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> list[Candidate]:
-        """Return the split with fewest parts that fits, and if that is not aligned the aligned one; nothing if none fits.
+        """Return the fitting plan with fewest micro-batches, and the fewest aligned ones.
 
-        What lives is quick to tell, and whatever the allocator adds it is never less: only where that fits is the allocator asked.
+        Live bytes are quick to compute, and the allocator never reserves less. So the allocator is replayed only if the live
+        bytes fit.
         """
         found: list[Candidate] = []
         for split in splits:
@@ -112,23 +125,24 @@ class _Measure:
         return found
 
     def is_late(self, option: Option, fitting: list[tuple[Option, Candidate]]) -> bool:
-        """Return whether an option, and with it all that come after it, is slower than a plan that fits."""
+        """Return whether an option, and all after it, are slower than a plan that fits."""
         if option.split is None or option.least_seconds is None or not fitting:
             return False
         return option.least_seconds(len(option.split)) > min(plan.seconds for _, plan in fitting) * _EQUAL
 
     def smallest(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> Candidate:
-        """Return the split with the smallest parts."""
+        """Return the plan with the smallest micro-batches."""
         split = splits[-1]
         return self._timed(self._plan(option, split), option, split, aligned=_is_aligned(split, multiple))
 
     def is_beaten(self, option: Option, splits: list[tuple[int, ...]], *, by: float) -> bool:
-        """Return whether an option's fewest parts do not fit, and would last longer than `by` if they did: more parts only last longer.
+        """Return whether an option's fewest micro-batches neither fit nor would beat `by` seconds.
 
-        What is left unasked then is most of what there is to ask of an option: how it is cut.
+        More micro-batches are only slower. This excludes an option before its further splits are traced, which is most of the
+        work.
         """
         fewest = splits[0]
-        is_known = option.least_seconds is None  # else what it takes at least may be all that is known, and enough
+        is_known = option.least_seconds is None  # otherwise the peak may be a lower bound only, and enough
         if len(splits) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
             return False
         if self._seconds(option, fewest, self.rates) <= by * _EQUAL:
@@ -136,14 +150,14 @@ class _Measure:
         return _peak(option, fewest) > self.budget_bytes or not self._plan(option, fewest).fits
 
     def rows_that_align(self, option: Option, splits: list[tuple[int, ...]]) -> int:
-        """Return the multiple of rows that pays: a row of the batch is as many rows of a product as it is long."""
+        """Return the multiple of rows that gains; a row of the batch is `length` rows of a matrix product."""
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
         length = option.traces.at(splits[0][0], parts=len(splits[0])).length or 1
         return self.alignment.multiple // math.gcd(self.alignment.multiple, length)
 
     def _plan(self, option: Option, split: tuple[int, ...]) -> Candidate:
-        """Return a plan that is not timed yet."""
+        """Return a plan without its time."""
         reserved = self.reserve(option.traces.at(split[0], parts=len(split)))
         return Candidate(
             micro_batch_size=split[0],
@@ -184,10 +198,11 @@ def _is_aligned(split: tuple[int, ...], multiple: int) -> bool:
 def _splits_left(
     option: Option, splits: list[tuple[int, ...]], fitting: list[tuple[Option, Candidate]], *, multiple: int
 ) -> list[tuple[int, ...]]:
-    """Return the splits by which an option could be faster than the plans that fit, or is worth telling beside them.
+    """Return the splits with which an option could beat the plans that fit.
 
-    One that runs more again, and is elsewhere as an option that fits in so many parts or no faster, is slower in as many parts, or in
-    more: not asked for, if it is only asked for what can win. Neither is one that fits in fewer parts, but in aligned ones.
+    An option that recomputes more than a fitting option, and is otherwise equal or slower, is slower in as many micro-batches
+    or more. If the option is only searched while it can win, those splits are left out. Splits with more micro-batches than a
+    fitting one of the same option are left out too, unless they are aligned and that one is not.
     """
     fewest = len(splits[-1]) + 1
     for by, plan in fitting:

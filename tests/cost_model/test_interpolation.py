@@ -86,7 +86,7 @@ def test_every_number_of_parts_follows_from_steps_of_two_and_three(made, parts):
 def test_without_a_step_of_three_parts_the_batch_of_all_is_counted_and_said_so(made):
     at = interpolate([made(rows=2, parts=2), made(rows=4, parts=2)]).at(4, parts=5)
     assert peak(at).categories["batch"] == peak(made(rows=4, parts=5)).categories["batch"]
-    assert "of 5 micro-batches two are in the trace" in at.notes[0]
+    assert "the trace holds two of 5 micro-batches" in at.notes[0]
 
 
 def test_similarities_of_all_pairs_of_rows_grow_with_their_square():
@@ -176,12 +176,12 @@ def test_a_size_that_the_traces_do_not_determine_is_refused(made, asked, words):
 def test_one_trace_gives_its_own_size_only(made):
     steps = interpolate([made(rows=3)])
     assert happened(steps.at(3)) == happened(made(rows=3))
-    with pytest.raises(ValueError, match="rows=4 was asked for, but the step was traced at rows=3 only"):
+    with pytest.raises(ValueError, match="rows=4 was requested, but the step was traced at rows=3 only"):
         steps.at(4)
 
 
 def test_three_parts_need_two_beside_them(made):
-    with pytest.raises(ValueError, match=r"the cut batches have \[3\] parts"):
+    with pytest.raises(ValueError, match=r"the split batches have \[3\] parts"):
         interpolate([made(rows=2, parts=3), made(rows=4, parts=3)])
 
 
@@ -195,4 +195,4 @@ def test_what_was_made_up_in_any_trace_is_in_the_computed_one(made):
     read = Read("aten._local_scalar_dense.default", "net", "1", shapes=True)
     steps = interpolate([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
     assert steps.at(9).confidence == "low"
-    assert steps.at(9).notes == ("seen", "computed from the step traced at 2 rows of 16, 4 rows of 16")
+    assert steps.at(9).notes == ("seen", "interpolated from the step traced at 2 rows of 16, 4 rows of 16")

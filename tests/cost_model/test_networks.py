@@ -44,7 +44,7 @@ def test_the_cache_is_that_which_the_network_takes(gearhead):
 
 def test_a_prompt_leaves_room_for_what_is_generated_where_positions_are_counted(gearhead):
     assert generated(gearhead, rows=4, prompt=40, new=32).prompt == 16
-    with pytest.raises(ValueError, match="48 new tokens have no place in 48 positions"):
+    with pytest.raises(ValueError, match="new=48 tokens after a prompt do not fit into 48 learned positions"):
         generated(gearhead, rows=4, prompt=1, new=48)
 
 
@@ -85,7 +85,7 @@ def test_what_generates_nothing_or_by_an_encoder_is_refused():
     translator = language_model("T5Config", "AutoModelForSeq2SeqLM")
 
     for module in (torch.nn.Linear(2, 2), translator):
-        with pytest.raises(ValueError, match=f"nothing in {type(module).__name__} is known to generate"):
+        with pytest.raises(ValueError, match=f"{type(module).__name__} holds no network known to generate"):
             generated(module, rows=1, prompt=1, new=1)
 
 

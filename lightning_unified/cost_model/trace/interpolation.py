@@ -1,4 +1,16 @@
-"""A step of any size, computed from few that were traced: every event of it is a simple function of the size."""
+"""Interpolate the trace of a step at any size from a few traced sizes.
+
+Tracing takes seconds, and a search asks for dozens of sizes. But one step at two sizes runs the same operations in the same
+order; only bytes and flops differ, and each of these is a simple function of the size. The method:
+
+1. Check that the traces have the same timeline (`timeline.align`).
+2. Fit each figure by a few monomials of rows, length and micro-batches (`basis.fit_monomials`).
+3. Find the slots that each further micro-batch inserts, from steps of two and three (`repeat.repeat_of`).
+4. At a requested size, evaluate the fit, insert the repeats and rebuild the events.
+
+Whole batches and split batches are two families, because a split batch runs other code. A trace that contradicts the method
+raises `MisalignedError`; the caller then traces the requested size itself.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,23 +28,21 @@ __all__ = ["Interpolation", "MisalignedError", "interpolate"]
 
 
 def interpolate(traces: Sequence[Trace]) -> "Interpolation":
-    """Lay lines through the events of one step that was traced at several sizes.
+    """Return the step at any size that the given traces determine.
 
-    Two traces, at 2 and 4 rows, give every other number of rows. A third, of another length, gives every length as well, unless
-    some storage mixes what grows with a row and what does not; further traces settle that, and check the rest. Traces of cut
-    batches (`parts` of 2 and more) are a family of their own, for a cut batch runs other code: two rows at 2 parts and one trace
-    of 3 parts give every number of parts.
+    Two traces, at 2 and 4 rows, determine every other number of rows. A third, of another length, determines every length as
+    well, unless some storage mixes terms that grow with a row and terms that do not. Further traces settle that case and
+    check the rest. Traces of split batches (`parts` of 2 and more) form a family of their own, because a split batch runs
+    other code. In that family two numbers of rows at 2 parts and one trace of 3 parts determine every number of parts.
 
     Args:
-        traces: Of the same module, backend and options. One row is no size to fit from: it broadcasts and runs other kernels.
-
-    Returns:
-        The step at any size that the traces determine.
+        traces: Traces of one module, backend and setting of the memory options. A trace of one row cannot be combined with
+            others: dimensions of size 1 broadcast, and other kernels run.
 
     Raises:
-        MisalignedError: If the traces are not of one step: they differ in backend, options or what happens, or some storage
-            is of no size that a few monomials of rows, length and parts would give.
-        ValueError: If there is no trace, one row among several sizes, or a cut batch of 3 parts without one of 2.
+        MisalignedError: If the traces do not show one step: they differ in backend, options or events, or the bytes of some
+            storage are no sum of a few monomials of rows, length and parts.
+        ValueError: If there is no trace, one row among several sizes, or a split batch of 3 parts without one of 2.
     """
     traces = list(traces)
     if not traces:
@@ -40,7 +50,7 @@ def interpolate(traces: Sequence[Trace]) -> "Interpolation":
     sizes = {_size(trace) for trace in traces}
     if len(sizes) > 1 and any(rows == 1 for rows, _, _ in sizes):
         raise ValueError(
-            "one of the traces is of 1 row, where dimensions broadcast and other kernels run, so that it is on no line with the "
+            "one of the traces has 1 row, where dimensions broadcast and other kernels run, so it cannot be combined with the "
             "others; trace 2 and 4 rows, and 1 row by itself."
         )
     for other in traces[1:]:
@@ -48,16 +58,16 @@ def interpolate(traces: Sequence[Trace]) -> "Interpolation":
             if getattr(other, what) != getattr(traces[0], what):
                 raise MisalignedError(
                     f"the traces differ in {what}: {getattr(traces[0], what)} and {getattr(other, what)}; "
-                    "fit those of one setting at a time."
+                    "interpolate traces of one setting at a time."
                 )
     return Interpolation(traces)
 
 
 class Interpolation:
-    """A step at any size. Made by `interpolate`.
+    """A step at any size, made by `interpolate`.
 
     Attributes:
-        sizes: Rows, length and parts that were traced; a length of 0 stands for rows without one.
+        sizes: Rows, length and parts of the given traces; a length of 0 stands for rows without one.
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
@@ -66,20 +76,20 @@ class Interpolation:
         self._reads = tuple(dict.fromkeys(read for trace in traces for read in trace.reads))
         self._notes = tuple(dict.fromkeys(note for trace in traces for note in trace.notes))
         whole = [trace for trace in traces if trace.parts == 1]
-        cut = [trace for trace in traces if trace.parts > 1]
-        self._families = {name: _Family(members) for name, members in (("whole", whole), ("cut", cut)) if members}
+        split = [trace for trace in traces if trace.parts > 1]
+        self._families = {name: _Family(members) for name, members in (("whole", whole), ("split", split)) if members}
 
     def at(self, rows: int, *, length: int | None = None, parts: int | None = None) -> Trace:
-        """Return the step of micro-batches of `rows`.
+        """Return the trace of a step of micro-batches of `rows`.
 
         Args:
-            rows: Of a micro-batch.
+            rows: Rows of a micro-batch.
             length: Entries of a row; None is the longest that was traced.
-            parts: Micro-batches in the step; None is 1, or 2 where only cut batches were traced.
+            parts: Number of micro-batches in the step; None is 1, or 2 if only split batches were traced.
 
         Returns:
-            Its trace. At sizes that were traced it equals the trace that was given, but for the storages' numbers and the
-            order of storages that end together.
+            The trace. At a traced size it equals the given trace, except for the numbers of storages and the order of
+            storages that end together.
 
         Raises:
             ValueError: If the traces do not determine that size.
@@ -88,7 +98,7 @@ class Interpolation:
         timeline, values, notes = self._family(size).at(size)
         first, second = values.astype(np.int64).tolist()
         if size not in self.sizes:
-            notes = (*notes, f"computed from the step traced at {self._traced()}")
+            notes = (*notes, f"interpolated from the step traced at {self._traced()}")
         return replace(
             self._reference,
             events=timeline.events(first, second),
@@ -100,7 +110,7 @@ class Interpolation:
         )
 
     def peak_bytes(self, rows: int, *, length: int | None = None, parts: int | None = None, rounding: int = 512) -> int:
-        """Return the bytes of `peak(self.at(...), rounding=rounding)` without making the trace.
+        """Return the bytes of `peak(self.at(...), rounding=rounding)` without building the trace.
 
         Args:
             rows: As in `at`.
@@ -130,11 +140,11 @@ class Interpolation:
         return size
 
     def _family(self, size: Size) -> "_Family":
-        name = "whole" if size[2] == 1 else "cut"
+        name = "whole" if size[2] == 1 else "split"
         family = self._families.get(name)
         if family is None:
             raise ValueError(
-                f"parts={size[2]} was asked for, but only {'cut' if size[2] == 1 else 'whole'} batches were traced; give `interpolate` "
+                f"parts={size[2]} was requested, but only {'split' if size[2] == 1 else 'whole'} batches were traced; give `interpolate` "
                 f"traces of {'1 part' if size[2] == 1 else '2 and 3 parts'} as well."
             )
         return family
@@ -154,7 +164,7 @@ def _size(trace: Trace) -> Size:
 
 
 class _Family:
-    """The traces of whole batches, or those of cut ones."""
+    """The traces of whole batches, or those of split ones."""
 
     def __init__(self, traces: Sequence[Trace]) -> None:
         self._least = 1 if traces[0].parts == 1 else 2
@@ -162,8 +172,8 @@ class _Family:
         long = [trace for trace in traces if trace.parts == 3]
         if not short or len(short) + len(long) < len(traces):
             raise ValueError(
-                f"the cut batches have {sorted({trace.parts for trace in traces})} parts; trace them in 2 parts, and in 3 for "
-                "what repeats with every further one."
+                f"the split batches have {sorted({trace.parts for trace in traces})} parts; trace them in 2 parts, and in 3 to find "
+                "the operations that repeat with each further one."
             )
         self._sizes = [_size(trace) for trace in (*short, *long)]
         self._timeline, values = _aligned(short)
@@ -176,17 +186,17 @@ class _Family:
         self.at = lru_cache(maxsize=8)(self._at)
 
     def refuse(self, size: Size) -> None:
-        """Refuse a size that the traces do not determine."""
+        """Raise `ValueError` for a size that the traces do not determine."""
         for axis, name in ((0, "rows"), (1, "length")):
             known = {given[axis] for given in self._sizes}
             if len(known) == 1 and size[axis] not in known:
                 raise ValueError(
-                    f"{name}={size[axis]} was asked for, but the step was traced at {name}={known.pop() or None} only; give `interpolate` "
+                    f"{name}={size[axis]} was requested, but the step was traced at {name}={known.pop() or None} only; give `interpolate` "
                     f"a trace at another {name} as well."
                 )
 
     def _at(self, size: Size) -> tuple[Timeline, NDArray[np.float64], tuple[str, ...]]:
-        """Return what happens at `size`, the figures of its slots, and what must be known of them."""
+        """Return the timeline at `size`, the figures of its slots, and notes about them."""
         parts = size[2]
         values = self._fit.at(size).reshape(2, -1)
         if self._repeat is not None:
@@ -198,7 +208,7 @@ class _Family:
             at for at, slot in enumerate(self._timeline.slots) if isinstance(slot, Take) and slot.category == "batch"
         ]
         values[0, batch] *= parts / self._least
-        note = f"of {parts} micro-batches two are in the trace, with the batch of all; no step of three was traced"
+        note = f"the trace holds two of {parts} micro-batches and the whole batch; no step of three was traced"
         return self._timeline, values, (note,)
 
     def _fitted(self, values: NDArray[np.float64]) -> Fit:
@@ -212,13 +222,13 @@ class _Family:
             )
             raise MisalignedError(
                 f"at event {at + 1} {describe_slot(self._timeline, at)}, {sizes}: no sum of four monomials of rows and length gives these. "
-                "Trace the step at the size that is asked for."
+                "Trace the step at the size requested."
             )
         return fitted
 
 
 def _aligned(traces: Sequence[Trace]) -> tuple[Timeline, list[NDArray[np.float64]]]:
-    """Return the one timeline of traces of several sizes, and the figures of each."""
+    """Return the common timeline of traces of several sizes, and the figures of each."""
     timelines = [timeline_of(trace) for trace in traces]
     ends = align(timelines, [describe_size(_size(trace)) for trace in traces])
     return replace(timelines[0], ends=ends), [timeline.values() for timeline in timelines]
