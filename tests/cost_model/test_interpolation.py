@@ -151,7 +151,7 @@ def test_traces_of_other_settings_are_refused(made, field, value):
 
 
 def test_one_row_is_no_size_to_fit_from(made):
-    with pytest.raises(ValueError, match="one of the traces is of 1 row"):
+    with pytest.raises(ValueError, match="one of the traces has 1 row"):
         interpolate([made(rows=1), made(rows=2)])
 
 
@@ -163,7 +163,7 @@ def test_no_traces_are_refused():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"rows": 8, "length": 32}, r"length=32 was asked for.*length=16 only"),
+        ({"rows": 8, "length": 32}, r"length=32 was requested.*length=16 only"),
         ({"rows": 8, "parts": 2}, "only whole batches were traced"),
         ({"rows": 0}, "rows=0; a micro-batch has at least 1"),
     ],

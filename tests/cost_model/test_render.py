@@ -250,7 +250,7 @@ def test_a_picture_is_drawn_of(shown, tmp_path):
 
 
 def test_a_picture_without_a_prediction_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="made without a prediction, so there is nothing to draw"):
+    with pytest.raises(ConfigurationError, match="has no prediction, so there is nothing to draw"):
         to_png(plan(), tmp_path / "plan.png")
 
 

@@ -29,7 +29,7 @@ _ROWS_OF_POSITIONS = 3
 
 
 def bias_in_place(plain: Callable[..., Any], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
-    """Run a linear layer as CUDA and ROCm do, `plain` where it is one kernel."""
+    """Run a linear layer as CUDA and ROCm do; `plain` if product and bias are one kernel."""
     one_kernel = input.dim() == _MATRIX or (input.dim() == _ROWS_OF_POSITIONS and input.is_contiguous())
     if bias is None or one_kernel or input.dim() < _MATRIX:
         return plain(input, weight, bias)
@@ -37,7 +37,7 @@ def bias_in_place(plain: Callable[..., Any], input: Tensor, weight: Tensor, bias
 
 
 def fused_dropout(plain: Callable[..., Any], input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:  # noqa: A002 - torch's name
-    """Run dropout as CUDA and ROCm do, `plain` where the fused kernel does not apply."""
+    """Run dropout as CUDA and ROCm do; `plain` if the fused kernel does not apply."""
     if train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, train=True)[0]
     return plain(input, p, train)
@@ -50,14 +50,14 @@ def fused_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Run the normalisation as one kernel; `plain` where the weight has another dtype, as torch does then."""
+    """Run RMS normalisation as one kernel; `plain` if the weight has another dtype, as torch does."""
     if weight is not None and weight.dtype is not input.dtype:
         return plain(input, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(input, weight, math.prod(normalized_shape))  # pyright: ignore[reportReturnType]
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Takes and keeps what the kernel takes and keeps; its values are empty."""
+    """Allocates and saves the kernel's tensors; their values are empty."""
 
     @staticmethod
     @override

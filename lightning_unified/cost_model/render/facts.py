@@ -20,7 +20,10 @@ _SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_ker
 
 
 def facts_of_plan(plan: Plan) -> Iterator[Fact]:
-    """Yield each decision with its reason, then the prediction; a plan that does not fit says so first."""
+    """Yield each decision with its reason, then the prediction.
+
+    A plan that does not fit yields its verdict first.
+    """
     why = plan.reasons
     if not does_fit(plan):
         yield Fact(name="verdict", text="does not fit", why=why.get("micro_batch_size", ""))

@@ -1,4 +1,4 @@
-"""Questions that every output format asks of a plan: whether it fits, its least bytes, its prediction."""
+"""Questions about a plan that every output format asks, such as whether it fits."""
 
 from dataclasses import dataclass
 

@@ -316,5 +316,5 @@ def test_a_fake_loss_still_shows_a_scalar_and_so_needs_the_repair(fake):
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"no backend 'tpu' is known here: it is one of cpu, cuda, rocm, mps"):
+    with pytest.raises(ValueError, match=r"backend='tpu' is not known; use one of cpu, cuda, rocm, mps"):
         hidden_bytes(aten.mm.default, (), {}, None, backend="tpu")

@@ -1,1 +1,4 @@
-"""Memory that kernels allocate inside: temporaries and workspaces that fake tensors do not show."""
+"""Memory that kernels allocate inside, which fake tensors do not show.
+
+`hidden.py` maps operations to formulas, by backend; the other files hold the formulas.
+"""
