@@ -1,4 +1,4 @@
-"""F1: what the machine has and can do. Nothing here imports torch until something is read."""
+"""Layer 1: memory and capabilities of the machine. Nothing here imports torch before a reading."""
 
 from lightning_unified.hardware.budget import (
     Budget,

@@ -129,7 +129,7 @@ def test_growth_with_ever_other_shapes_is_said_once():
     said = look(watch, (1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 9))
 
     assert [text is not None for text in said] == [False, False, False, True, False, False]
-    assert "has grown by 3.00 GiB" in said[3]
+    assert "have grown by 3.00 GiB" in said[3]
     assert "buckets" in said[3]
 
 

@@ -66,7 +66,7 @@ def test_a_fall_lowers_the_cap_and_gives_caches_back_at_once(monkeypatch):
     said = [watch.follow(), watch.follow()]
 
     assert said[0] is None
-    assert said[1].startswith("the budget fell from 20.00 GiB to 10.00 GiB: 16.00 GiB can be had")
+    assert said[1].startswith("the budget fell from 20.00 GiB to 10.00 GiB: 16.00 GiB is available")
     assert (machine.caps, machine.released, watch.bytes) == ([20, 10], 1, 10 * GIB)
     assert watch.overrun() is None
 

@@ -1,1 +1,1 @@
-"""Signs that a run is short of memory: pressure, thrashing, and allocator caches worth clearing."""
+"""Signs that a run is short of memory: pressure, thrashing, caches worth clearing."""

@@ -1,4 +1,4 @@
-"""A GPU's allocator without the GPU: what it counts, where it stops, and in which words it says so."""
+"""A GPU's allocator without the GPU: its counters, its limits and its out-of-memory errors."""
 
 import threading
 from collections import deque
@@ -13,26 +13,26 @@ from lightning_unified.units import GIB, KIB, MIB
 __all__ = ["SimulatedAllocator"]
 
 _MOST_RATIO = 2.0
-_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set is the one that is read
+_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first that is set
 _MANUAL = (
     "See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 
 
 class SimulatedAllocator:
-    """Counts what tensors take of a simulated device, and raises as its backend does.
+    """Counts the memory tensors take of a simulated device, and raises as its backend does.
 
-    What the environment says of limits is read when the allocator is first asked for anything, as torch does; a card's own limit
-    is what the driver still has. A freed block stays reserved until a new one needs its place, until the low watermark is
-    passed (Metal), or until `empty_cache`.
+    Limits are read from the environment when the allocator is first used, as torch does. A card's own limit is the driver's
+    remaining memory. A freed block stays reserved until a new one needs its place, until the low watermark is passed (Metal),
+    or until `empty_cache`.
 
-    May be asked from any thread; blocks come back through a queue, because a tensor can die in the middle of anything.
+    Any thread may call it. Freed blocks come back through a queue, because a tensor can die at any moment.
 
     Args:
         profile: The machine.
-        environ: Where Metal's watermark ratios, and CUDA's share of memory, would stand.
-        room: Bytes the driver could still give; asked where the pool is bounded.
-        bounded: Whether anything is refused at all; without it the counters go as high as they must.
+        environ: Environment with Metal's watermark ratios and CUDA's share of memory, if set.
+        room: Returns the bytes the driver can still give; used if the pool is bounded.
+        bounded: Whether memory runs out; otherwise the counters grow without a limit.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SimulatedAllocator:
         self.constructed = False
 
     def construct(self) -> None:
-        """Exist from here on: read the environment, which no later change of it reaches.
+        """Construct the allocator: read the environment; later changes of it have no effect.
 
         Raises:
             RuntimeError: If Metal's ratios are a pair that torch refuses.
@@ -76,14 +76,17 @@ class SimulatedAllocator:
         self._low = int(low * self.profile.total) if low else None
 
     def _read_share(self) -> None:
-        """Take the one setting of torch's that caps: `per_process_memory_fraction`."""
+        """Read the one setting of torch's that caps: `per_process_memory_fraction`."""
         text = next((self._environ[name] for name in _CUDA_SETTINGS if self._environ.get(name)), "")
         for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
             if key == "per_process_memory_fraction":
                 self._high = int(float(value) * self.profile.total)
 
     def cap(self, fraction: float) -> None:
-        """Limit the pools to `fraction` of the profile's total: `set_per_process_memory_fraction`; on Metal 0 is no limit."""
+        """Limit the pools to a fraction of the total, as `set_per_process_memory_fraction` does.
+
+        On Metal 0 means no limit.
+        """
         most = _MOST_RATIO if self.profile.backend == "mps" else 1.0
         if not isinstance(fraction, float):
             raise TypeError("Invalid type for fraction argument, must be `float`")
@@ -95,27 +98,27 @@ class SimulatedAllocator:
 
     @property
     def limit(self) -> int | None:
-        """The cap in bytes, None while there is none."""
+        """The cap in bytes, None without one."""
         self.construct()
         return self._high
 
     @property
     def allocated(self) -> int:
-        """Bytes in live tensors, rounded as the backend rounds them."""
+        """Bytes of live tensors, rounded as the backend rounds them."""
         with self._lock:
             self._take_back()
             return self._allocated
 
     @property
     def reserved(self) -> int:
-        """Bytes the pools hold of the device, live or not."""
+        """Bytes the pools hold on the device, live or not."""
         with self._lock:
             self._take_back()
             return self._pools.reserved
 
     @property
     def driver(self) -> int:
-        """Bytes the driver holds for the process: the pools, and its own."""
+        """Bytes the driver holds for the process: the pools and its context."""
         return self.reserved + (self.profile.context if self.constructed else 0)
 
     @property
@@ -129,19 +132,19 @@ class SimulatedAllocator:
         return self._peak_reserved
 
     def reset_peak(self) -> None:
-        """Let both peaks count from now on."""
+        """Reset both peaks to the present use."""
         with self._lock:
             self._take_back()
             self._peak, self._peak_reserved = self._allocated, self._pools.reserved
 
     def empty_cache(self) -> None:
-        """Give the driver back what no tensor is in."""
+        """Return memory without tensors to the driver."""
         with self._lock:
             self._take_back()
             self._pools.release()
 
     def allocate(self, size: int) -> Block:
-        """Return the place of a new tensor of `size` bytes.
+        """Return the block of a new tensor of `size` bytes.
 
         Raises:
             RuntimeError: On Metal, if it is out of memory or one buffer is too long.
@@ -164,7 +167,7 @@ class SimulatedAllocator:
             return block
 
     def free(self, block: Block) -> None:
-        """Give a block back; counted when the allocator is next asked for anything."""
+        """Free a block; it is counted at the allocator's next use."""
         self._returned.append(block)
 
     def _take_back(self) -> None:
@@ -176,7 +179,7 @@ class SimulatedAllocator:
     def _found(self, size: int) -> Block | None:
         metal = self.profile.backend == "mps"
         pressed = metal and size > MIB and self._low is not None and self.driver >= self._low
-        # Metal looks at what one more block would come to even where a freed one could be had.
+        # Metal compares the size of one more block with its limit, even if a freed block could be reused.
         fits = not metal or self._within_cap(size)
         block = self._pools.reuse(size) if fits else None
         if block is not None:
