@@ -150,7 +150,10 @@ class _Measure:
         return _peak(option, fewest) > self.budget_bytes or not self._plan(option, fewest).fits
 
     def rows_that_align(self, option: Option, splits: list[tuple[int, ...]]) -> int:
-        """Return the multiple of rows that gains; a row of the batch is `length` rows of a matrix product."""
+        """Return the multiple of rows that gains speed.
+
+        A row of the batch is `length` rows of a matrix product.
+        """
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
         length = option.traces.at(splits[0][0], parts=len(splits[0])).length or 1

@@ -1,7 +1,7 @@
 """Turn the trace of a step into the `Prediction` that plans, tables and reports show."""
 
 from lightning_unified.cost_model.memory.peak import describe_instant, instants, peak
-from lightning_unified.cost_model.memory.reserve import held
+from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.trace.trace import Trace
 
@@ -36,7 +36,7 @@ def summarise(
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    replayed = held(trace, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    replayed = allocator_peak(trace, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
     rounding = ROUNDING[trace.backend]
     if trace.backend != "cpu":
         count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)

@@ -84,7 +84,10 @@ class Spec:
 
 @cache
 def fixed_tiers() -> Mapping[str, int]:
-    """Return the bytes of each shipped memory tier that states an amount: `conf/memory/*.yaml` is the one list of tiers."""
+    """Return the bytes of each shipped memory tier that states an amount.
+
+    `conf/memory/*.yaml` is the one list of tiers.
+    """
     texts = {path.stem: read_text(path) or "" for path in sorted((shipped_configuration() / "memory").glob("*.yaml"))}
     specs = {name: found.group(1) for name, text in texts.items() if (found := _SHIPPED_BUDGET.search(text))}
     return MappingProxyType({name: parse_bytes(spec) for name, spec in specs.items() if spec != "auto"})

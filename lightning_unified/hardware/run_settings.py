@@ -68,14 +68,14 @@ class HardwareSettings:
     def resolve(
         self, reading: Reading, capabilities: Iterable[Capability], *, sources: Sources | None = None
     ) -> "HardwareSettings":
-        """Return the same settings with a value for each `"auto"` but that of `precision`.
+        """Return the settings with a value for each `"auto"`, except that of `precision`.
 
-        What needs loader processes goes when there are none, because the DataLoader raises on it.
+        Without loader processes their settings become None or False, because the DataLoader raises on them.
 
         Args:
-            reading: The device the run will use.
-            capabilities: What it can do.
-            sources: Default this machine; for its cores.
+            reading: Reading of the device the run will use.
+            capabilities: Its capabilities.
+            sources: Sources of the number of cores; default this machine.
         """
         sources, known = sources or Sources.live(), list(capabilities)
         threads = host_threads(sources) if self.host_threads == "auto" else self.host_threads

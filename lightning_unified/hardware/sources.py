@@ -129,7 +129,7 @@ def shipped_configuration() -> Path:
 
 
 def meminfo(sources: Sources) -> dict[str, int]:
-    """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty where there is no procfs."""
+    """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty without procfs."""
     figures = {}
     for line in (read_text(sources.proc / "meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -207,7 +207,7 @@ def _max_resident() -> int | None:
 
 
 def _sysctl_by_name(name: str) -> int | str | None:
-    """Return a sysctl's integer (4 or 8 bytes) or text; None where the platform or the name is unknown."""
+    """Return a sysctl's integer (4 or 8 bytes) or text; None if platform or name is unknown."""
     if sys.platform != "darwin":
         return None
     query = ctypes.CDLL(None).sysctlbyname

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_unified.cost_model.memory.limit import fits_within
-from lightning_unified.cost_model.memory.reserve import held
+from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.units import MIB
 
@@ -19,7 +19,7 @@ def step():
 
 
 def test_a_step_fits_within_what_it_takes_and_not_within_less_than_lives(step):
-    found = held(step)
+    found = allocator_peak(step)
 
     assert (found.allocated, found.reserved) == (190 * MIB, 230 * MIB)
     assert fits_within(step, found.reserved)

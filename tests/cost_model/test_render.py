@@ -83,7 +83,8 @@ def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
 
 
 @pytest.mark.parametrize(
-    ("level", "words"), [("high", "no value was made up"), ("medium", "decide no shape"), ("low", "batch-size probe before")]
+    ("level", "words"),
+    [("high", "no value was made up"), ("medium", "decide no shape"), ("low", "batch-size probe before")],
 )
 def test_a_confidence_says_what_it_means(level, words):
     assert words in line_of(text_of(prediction(confidence=level)), "confidence")

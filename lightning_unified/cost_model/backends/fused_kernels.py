@@ -1,16 +1,18 @@
-"""Linear layers, dropout and RMS normalisation as the target's kernels run them, so that autograd keeps what the target keeps.
+"""Run linear layers, dropout and RMS normalisation as the target's kernels do.
 
-- Linear: CUDA and ROCm add the bias in place where product and bias are not one kernel: inputs of three dimensions that are not
-  contiguous, and of four and more. On fake tensors torch would add it out of place. Source: `linear` in torch's `native/Linear.cpp`; an
-  H200's allocations under torch 2.11.
-- Dropout: the CPU and MPS keep a noise tensor of the input's dtype; CUDA's fused kernel keeps a mask of one byte an entry. Source:
-  `is_fused_kernel_acceptable` and `_dropout_impl` in torch's `native/Dropout.cpp`. Dropout of whole channels, alpha dropout and the
-  in-place forms are the same on every backend.
-- RMS normalisation: CUDA and MPS run one kernel, which keeps its input, its weight and one float32 a row. The CPU runs a chain of
-  operations, which keeps three tensors as large as the input. Source: the dispatch of `_fused_rms_norm` in torch's
+Autograd then saves the tensors it would save on the target.
+
+- Linear: CUDA and ROCm add the bias in place if product and bias are not one kernel: for non-contiguous inputs of three
+  dimensions, and for inputs of four and more. On fake tensors torch would add it out of place. Source: `linear` in torch's
+  `native/Linear.cpp`; an H200's allocations under torch 2.11.
+- Dropout: the CPU and MPS save a noise tensor of the input's dtype; CUDA's fused kernel saves a mask of one byte an entry.
+  Source: `is_fused_kernel_acceptable` and `_dropout_impl` in torch's `native/Dropout.cpp`. Dropout of whole channels, alpha
+  dropout and the in-place forms are the same on every backend.
+- RMS normalisation: CUDA and MPS run one kernel, which saves its input, its weight and one float32 a row. The CPU runs a
+  chain of operations, which saves three tensors as large as the input. Source: the dispatch of `_fused_rms_norm` in torch's
   `native_functions.yaml` (composite everywhere but on CUDA and MPS); not run on hardware.
 
-Batch and group normalisation keep statistics of a few bytes a channel on every backend and need no rule.
+Batch and group normalisation save statistics of a few bytes a channel on every backend and need no rule.
 """
 
 import math

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
-from lightning_unified.cost_model.memory.reserve import Run, pools_of
+from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.pools import Block, Pools
 from lightning_unified.hardware.watermarks import LOW_SHARE
@@ -50,7 +50,9 @@ def fits_within(
     def reserved_within(limit: float) -> int | None:
         pools = pools_of(backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
         try:
-            return Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held().reserved
+            return (
+                RunReplay(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).peak().reserved
+            )
         except _FullError:
             return None
 

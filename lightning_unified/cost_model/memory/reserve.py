@@ -24,7 +24,7 @@ from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.units import MIB
 
-__all__ = ["Held", "Run", "held", "pools_of", "replay", "reserved_bytes"]
+__all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "replay", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
@@ -33,7 +33,7 @@ _CUBLAS_WORKSPACE = 32 * MIB  # on the GPU generation of the recordings, Hopper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class AllocatorPeak:
     """Peaks of an allocator over the steps of a run.
 
     Attributes:
@@ -69,13 +69,15 @@ def reserved_bytes(
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    found = held(trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    found = allocator_peak(
+        trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold
+    )
     return found.reserved
 
 
-def held(
+def allocator_peak(
     trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
-) -> Held:
+) -> AllocatorPeak:
     """Replay a run's first step and two steady ones, and return the allocator's peaks.
 
     The first step begins with weights and buffers only. Gradients come with its backward pass, libraries take their
@@ -93,11 +95,11 @@ def held(
         ValueError: If there is no model of the backend's allocator.
     """
     pools = pools_of(backend or trace.backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
-    return Run(trace, pools).held()
+    return RunReplay(trace, pools).peak()
 
 
 def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold: int | None = None) -> Pools:
-    """Return empty pools of a backend's allocator; the arguments are those of `held`."""
+    """Return empty pools of a backend's allocator; the arguments are those of `allocator_peak`."""
     segments = ExpandableSegments if expandable_segments else CudaSegments
     kinds: dict[str, Callable[[], Pools]] = {
         "cuda": segments,
@@ -110,7 +112,7 @@ def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold:
     return kinds[backend]()
 
 
-class Run:
+class RunReplay:
     """Replay of a run's first steps in given pools."""
 
     def __init__(self, trace: Trace, pools: Pools) -> None:
@@ -130,8 +132,8 @@ class Run:
         self._total = self._most = self._index = self._reserved = 0
         self._at_most: dict[Category, int] = {}
 
-    def held(self) -> Held:
-        """Replay the steps and return what was most."""
+    def peak(self) -> AllocatorPeak:
+        """Replay the steps and return the allocator's peaks."""
         beginnings = self._beginnings()
         later = {take.storage for takes in beginnings.values() for take in takes}
         first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
@@ -144,7 +146,7 @@ class Run:
             self._carry_over()
             self._replay({})
         categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
-        return Held(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
+        return AllocatorPeak(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
 
     def _beginnings(self) -> dict[int, list[Take]]:
         """Return the storages that the first step is the first to take, by the event they precede.

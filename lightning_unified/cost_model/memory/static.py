@@ -91,7 +91,7 @@ def describe_shortage(
     positions: Collection[int] = (),
     recomputes: bool = False,
 ) -> str:
-    """Return three lines for an out-of-memory error: what did not fit, what was held, what helps.
+    """Return three lines for an out-of-memory error: the shortage, its context, remedies.
 
     Args:
         module: Module in training.

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lightning_unified.errors import HostFrozenError
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
@@ -60,27 +61,7 @@ class SimulatedAllocator:
         """
         if not self.constructed:
             self.constructed = True
-            if self.profile.backend == "mps":
-                self._read_ratios()
-            else:
-                self._read_share()
-
-    def _read_ratios(self) -> None:
-        high = float(self._environ.get(HIGH, self.profile.high or 0))
-        low = float(self._environ.get(LOW, self.profile.low or 0))
-        if not 0 <= high <= _MOST_RATIO:
-            raise RuntimeError(f"invalid high watermark ratio {high:g}")
-        if not 0 <= low <= (high or _MOST_RATIO):
-            raise RuntimeError(f"invalid low watermark ratio {low:g}")
-        self._high = int(high * self.profile.total) if high else None
-        self._low = int(low * self.profile.total) if low else None
-
-    def _read_share(self) -> None:
-        """Read the one setting of torch's that caps: `per_process_memory_fraction`."""
-        text = next((self._environ[name] for name in _CUDA_SETTINGS if self._environ.get(name)), "")
-        for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
-            if key == "per_process_memory_fraction":
-                self._high = int(float(value) * self.profile.total)
+            self._high, self._low = _limits(self.profile, self._environ)
 
     def cap(self, fraction: float) -> None:
         """Limit the pools to a fraction of the total, as `set_per_process_memory_fraction` does.
@@ -205,39 +186,95 @@ class SimulatedAllocator:
         return not self._bounded or self._high is None or held + more <= self._high
 
     def _out_of_memory(self, size: int) -> Exception:
+        shortage = _Shortage(
+            profile=self.profile,
+            requested=size,
+            allocated=self._allocated,
+            reserved=self._pools.reserved,
+            driver=self.driver,
+            free=max(0, self._room()),
+            limit=self._high,
+        )
         if self.profile.backend == "mps":
-            return RuntimeError(self._metal_text(size))
+            return RuntimeError(_metal_text(shortage))
         capped = not self._within_cap(self._pools.growth(size, pressed=False))
         if self.profile.freezes and not capped:
-            return HostFrozenError(
-                f"simulated {self.profile.name}: the host would freeze here instead of raising, with {_words(self._pools.reserved)} held and "
-                f"{_words(size)} more asked of {_words(self._room())}; give a budget, so that the allocator is capped before it gets there."
-            )
+            return HostFrozenError(_frozen_text(shortage))
         import torch
 
-        return torch.OutOfMemoryError(self._cuda_text(size))
+        return torch.OutOfMemoryError(_cuda_text(shortage))
 
-    def _metal_text(self, size: int) -> str:
-        held = f"MPS allocated: {_words(self._pools.reserved)}, other allocations: {_words(self.profile.context)}"
-        tried = f"Tried to allocate {_words(size)} on shared pool."
-        if self._high is None:
-            return f"MPS backend out of memory ({held}). {tried}"
-        return (
-            f"MPS backend out of memory ({held}, max allowed: {_words(self._high)}). {tried} Use {HIGH}=0.0 to disable upper limit for "
-            "memory allocations (may cause system failure)."
-        )
 
-    def _cuda_text(self, size: int) -> str:
-        rocm, reserved = self.profile.backend == "rocm", self._pools.reserved
-        process = f"Including non-PyTorch memory, this process has {_words(self.driver)} memory in use. "
-        allowed = "" if self._high is None else f"{_words(self._high)} allowed; "
-        return (
-            f"{'HIP' if rocm else 'CUDA'} out of memory. Tried to allocate {_words(size)}. GPU 0 has a total capacity of "
-            f"{_words(self.profile.total)} of which {_words(max(0, self._room()))} is free. {'' if rocm else process}{allowed}"
-            f"Of the allocated memory {_words(self._allocated)} is allocated by PyTorch, and {_words(reserved - self._allocated)} is reserved "
-            "by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  {_MANUAL}"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shortage:
+    """State of a device when memory runs out, in bytes; `limit` is None without a cap."""
+
+    profile: Profile
+    requested: int
+    allocated: int
+    reserved: int
+    driver: int
+    free: int
+    limit: int | None
+
+
+def _limits(profile: Profile, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return the high and low watermark in bytes that torch reads from the environment; None for no limit.
+
+    Raises:
+        RuntimeError: If Metal's ratios are a pair that torch refuses.
+    """
+    if profile.backend != "mps":
+        return _share_limit(profile, environ), None
+    high = float(environ.get(HIGH, profile.high or 0))
+    low = float(environ.get(LOW, profile.low or 0))
+    if not 0 <= high <= _MOST_RATIO:
+        raise RuntimeError(f"invalid high watermark ratio {high:g}")
+    if not 0 <= low <= (high or _MOST_RATIO):
+        raise RuntimeError(f"invalid low watermark ratio {low:g}")
+    return int(high * profile.total) if high else None, int(low * profile.total) if low else None
+
+
+def _share_limit(profile: Profile, environ: Mapping[str, str]) -> int | None:
+    """Return the limit of the one CUDA setting that caps: `per_process_memory_fraction`."""
+    text = next((environ[name] for name in _CUDA_SETTINGS if environ.get(name)), "")
+    limit = None
+    for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
+        if key == "per_process_memory_fraction":
+            limit = int(float(value) * profile.total)
+    return limit
+
+
+def _frozen_text(shortage: _Shortage) -> str:
+    return (
+        f"simulated {shortage.profile.name}: the host would freeze here instead of raising, with {_words(shortage.reserved)} held and "
+        f"{_words(shortage.requested)} more requested of {_words(shortage.free)}; give a budget, so that the allocator is capped before "
+        "it gets there."
+    )
+
+
+def _metal_text(shortage: _Shortage) -> str:
+    held = f"MPS allocated: {_words(shortage.reserved)}, other allocations: {_words(shortage.profile.context)}"
+    tried = f"Tried to allocate {_words(shortage.requested)} on shared pool."
+    if shortage.limit is None:
+        return f"MPS backend out of memory ({held}). {tried}"
+    return (
+        f"MPS backend out of memory ({held}, max allowed: {_words(shortage.limit)}). {tried} Use {HIGH}=0.0 to disable upper limit for "
+        "memory allocations (may cause system failure)."
+    )
+
+
+def _cuda_text(shortage: _Shortage) -> str:
+    rocm, reserved, allocated = shortage.profile.backend == "rocm", shortage.reserved, shortage.allocated
+    process = f"Including non-PyTorch memory, this process has {_words(shortage.driver)} memory in use. "
+    allowed = "" if shortage.limit is None else f"{_words(shortage.limit)} allowed; "
+    return (
+        f"{'HIP' if rocm else 'CUDA'} out of memory. Tried to allocate {_words(shortage.requested)}. GPU 0 has a total capacity of "
+        f"{_words(shortage.profile.total)} of which {_words(shortage.free)} is free. {'' if rocm else process}{allowed}"
+        f"Of the allocated memory {_words(allocated)} is allocated by PyTorch, and {_words(reserved - allocated)} is reserved "
+        "by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  {_MANUAL}"
+    )
 
 
 def _words(size: int) -> str:

@@ -154,12 +154,15 @@ def _described(
 
 
 def _by_groups(one: _Convolution, columns: int, *, shown: int) -> int:
-    """Return the bytes of torch's own kernel: the last group's input and columns, or all results again."""
+    """Return the bytes of torch's own kernel.
+
+    These are the last group's input and columns, or all results a second time.
+    """
     return columns if one.groups == 1 else max(columns + byte_count(one.source) // one.groups, shown)
 
 
 def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
-    """Return the blocks of the passes for the input's gradient: its copies, and before those its operands'."""
+    """Return the blocks of each pass for the input's gradient."""
     source = byte_count(one.source)
     if one.channels_last_inside and not one.transposed:
         return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]

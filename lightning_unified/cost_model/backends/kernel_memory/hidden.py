@@ -60,7 +60,10 @@ _CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"
 
 
 def _probabilities_are_tested(call: Call) -> int:
-    """Return the bytes of a boolean for each entry: all scores are compared to find fully masked rows."""
+    """Return the bytes of a boolean for each entry.
+
+    All scores are compared to find rows that are masked in full.
+    """
     return call.args[0].numel()
 
 
@@ -85,7 +88,10 @@ def _logistic_losses(call: Call) -> int:
 
 
 def _in_a_row(call: Call) -> int:
-    """Return the bytes of copies of non-contiguous operands: the input forward, gradient and input backward."""
+    """Return the bytes of copies of non-contiguous operands.
+
+    These are the input in the forward pass, gradient and input in the backward pass.
+    """
     tensors = [each for each in call.args[:2] if isinstance(each, Tensor)]
     return sum(byte_count(each) for each in tensors if not each.is_contiguous())
 
