@@ -97,4 +97,4 @@ class Alignment:
         verdict = (
             "no alignment of sizes pays" if self.multiple == 1 else f"sizes that are multiples of {self.multiple} pay"
         )
-        return f"on {self.device} {verdict}: times as long a row, by what its size is not: {figures} ({self.dtype})"
+        return f"on {self.device} {verdict}; time a row without each property, relative to with it: {figures} ({self.dtype})"

@@ -44,7 +44,7 @@ class Thrash:
         if self.traffic_bytes_per_s is not None:
             signs.append(f"{format_bytes(int(self.traffic_bytes_per_s))} a second go to swap or come back")
         if self.gap_bytes is not None:
-            signs.append(f"{format_bytes(self.gap_bytes)} are held beyond what tensors need")
+            signs.append(f"{format_bytes(self.gap_bytes)} are held beyond the need of tensors")
         return f"thrashing: steps take {self.seconds:.3g} s that took {self.usual_seconds:.3g} s, while {' and '.join(signs)}"
 
     def advice(self, backend: Backend) -> str:

@@ -129,7 +129,7 @@ class GpuReader:
             return Figure(None, "unknown: nvidia-smi lists no processes")
         held = [_number(memory) for owner, memory in rows if owner == uuid]
         if None in held:
-            return Figure(None, "unknown: nvidia-smi does not say what its processes hold")
+            return Figure(None, "unknown: nvidia-smi does not report the memory of its processes")
         return Figure(int(sum(count or 0 for count in held)) * MIB, "nvidia-smi, the sum over its processes")
 
     def _amd(self) -> list[DeviceUse]:
