@@ -1,4 +1,4 @@
-"""What a machine taught is kept between runs, raises predictions only, and can be looked at and deleted."""
+"""Calibrations are kept between runs, only raise peaks, and can be listed and deleted."""
 
 import json
 import logging

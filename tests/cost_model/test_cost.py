@@ -1,4 +1,4 @@
-"""A step lasts what its operations last: on a GPU beside the host, on a CPU after it."""
+"""The time of a step follows from its operations: overlapped on a GPU, added on a CPU."""
 
 import pytest
 from hypothesis import given

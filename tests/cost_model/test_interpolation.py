@@ -1,4 +1,4 @@
-"""A step of any size is what few traced sizes say of it, event by event."""
+"""A few traced sizes determine a step of any size, event by event."""
 
 from dataclasses import replace
 

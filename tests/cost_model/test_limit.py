@@ -1,4 +1,4 @@
-"""Whether a step fits where an allocator may take no more than so much."""
+"""Whether a step fits within a limit on reserved bytes."""
 
 import pytest
 

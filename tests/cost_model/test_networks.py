@@ -1,4 +1,4 @@
-"""What a module would take to generate: the network in it is found, and its shape fills the formula in."""
+"""Memory of a module's generation: its network is found and its shape read."""
 
 import lightning as L
 import pytest

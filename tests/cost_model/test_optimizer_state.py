@@ -1,4 +1,4 @@
-"""Bytes of optimizer state: before the first step by the optimizer's kind, after it as they are."""
+"""Bytes of optimizer state: by the optimizer's class before the first step, real ones after it."""
 
 import pytest
 import torch

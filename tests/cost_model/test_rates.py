@@ -1,4 +1,4 @@
-"""The speeds of a machine are measured where it is, tabled where it is not, and say which."""
+"""Speeds of a machine: measured if it is present, tabled if not, each with its source."""
 
 import json
 

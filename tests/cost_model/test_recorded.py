@@ -1,4 +1,7 @@
-"""The model of CUDA's allocator, and predictions, against what a GPU recorded: `benchmarks/record_allocations.py` made the files."""
+"""The model of CUDA's allocator and predictions, compared with recordings of a GPU.
+
+`benchmarks/record_allocations.py` made the recordings.
+"""
 
 import gzip
 import importlib

@@ -1,4 +1,4 @@
-"""Plans and predictions as a terminal, a Markdown page and a picture show them."""
+"""Plans and predictions on a terminal, as Markdown and as a picture."""
 
 import io
 import re

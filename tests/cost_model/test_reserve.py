@@ -1,4 +1,4 @@
-"""What an allocator takes of the machine for a step is found by replaying its storages."""
+"""Reserved memory of a step, by replaying its storages through an allocator model."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The plan that is chosen fits, is the fastest that does, and never gets slower with a larger budget."""
+"""The chosen plan fits, is the fastest that fits, and is never slower with a larger budget."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What a budget as written comes to."""
+"""Budgets as written, resolved to bytes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Caches are cleared when much is held for nothing, and never for more than their share of the time."""
+"""Caches are cleared if much is held unused, within their share of the time."""
 
 from dataclasses import replace
 

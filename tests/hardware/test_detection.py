@@ -1,4 +1,4 @@
-"""Which of the configured machines a machine is taken for."""
+"""Detection of the configured machines."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What GPUs are used for by all programs, as their drivers say it on machines that are not here."""
+"""Use of GPUs by all programs, as their drivers report it, on injected machines."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What each machine's pool reads as."""
+"""Readings of each machine's pool."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_a_discrete_card_counts_its_own_cached_blocks_as_available(machine):
 
 
 def test_gb10_takes_availability_from_the_host_not_from_the_driver(machine):
-    """The driver's free is MemFree, which one's own page cache eats: 41.52 where 115.7 GiB can be had."""
+    """The driver's free is MemFree, which excludes the page cache: 41.52 of 115.7 GiB available."""
     reading = read(sources=machine("gb10"))
 
     assert reading.pool == "unified"

@@ -1,4 +1,4 @@
-"""Every reader sees a simulated machine as it would see the real one, and says that it is simulated."""
+"""Readers see a simulated machine like a real one, and mark its figures as simulated."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""What watch sees and shows on machines that are not here, and which runs it takes for alive."""
+"""Output of watch on injected machines, and the runs it considers alive."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Two ways to name a precision, plugins and scalers of the user's own: kept, or refused, never overridden."""
+"""Several sources of a precision, user plugins and scalers: kept or refused, never overridden."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""From Trainer flag and strategy to what runs: what Lightning 2.6.6 makes of each way to ask, and what the unified strategy does."""
+"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and under unified."""
 
 import lightning as L
 import pytest

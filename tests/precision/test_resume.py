@@ -1,4 +1,4 @@
-"""A run that is resumed in the same precision goes on with its scale; in another it goes on all the same, and says so."""
+"""A resumed run keeps its scale in the same precision, and reports a change of precision."""
 
 import lightning as L
 import pytest

@@ -1,4 +1,4 @@
-"""What the gate takes from torch: autocast's types and tables, and what a scaler asks of the device. No Metal is needed to see it."""
+"""Facts about torch that the gate relies on: autocast's tables, and what a scaler needs."""
 
 from contextlib import contextmanager
 

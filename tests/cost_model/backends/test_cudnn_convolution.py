@@ -1,4 +1,7 @@
-"""Workspaces of cuDNN's convolutions, against what an H200 took under torch 2.11 and cuDNN 9.19: `benchmarks/record_convolutions.py`."""
+"""cuDNN's convolution workspaces, compared with an H200 (torch 2.11, cuDNN 9.19).
+
+`benchmarks/record_convolutions.py` made the recordings.
+"""
 
 import json
 from pathlib import Path
