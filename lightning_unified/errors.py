@@ -1,21 +1,21 @@
-"""The errors this package raises of its own, as one tree.
+"""The errors of this package, as one tree.
 
     LightningUnifiedError
-    ├── ConfigurationError     what was asked makes no sense; nothing was started      (exit code 2)
-    │   ├── BudgetError            a memory budget that cannot be
-    │   ├── HardwareError          hardware that is not here
-    │   ├── PrecisionError         a precision that this device, torch or scaler cannot give
-    │   └── SplitError             a batch or a module that cannot be cut into micro-batches
+    ├── ConfigurationError     the request is invalid; nothing was started             (exit code 2)
+    │   ├── BudgetError            a memory budget that is unreadable or unavailable
+    │   ├── HardwareError          hardware that is not present
+    │   ├── PrecisionError         a precision that this device, torch or scaler does not support
+    │   └── SplitError             a batch or a module that cannot be split into micro-batches
     └── RunError               the run failed                                          (exit code 1)
         ├── OutOfMemoryError       the smallest unit of work does not fit
         ├── HalfUpdatedError       memory ran out while the optimizer was writing weights
-        ├── RankError              another rank failed, is gone, or came to another point of the run
+        ├── RankError              another rank failed, is gone, or is at another point of the run
         ├── HostFrozenError        a simulated machine would hang here
         ├── GradientError          gradients were not finite for too long
-        ├── DryRunError         a step cannot be run without values, so that nothing can be told of it before it runs
+        ├── DryRunError            a dry run of the step is impossible, so its memory cannot be predicted
         └── CheckpointError        a checkpoint cannot be read or written
 
-A message says what was given, what is allowed and what to do.
+A message states what was given, what is allowed and what to do.
 """
 
 __all__ = [
@@ -37,31 +37,31 @@ __all__ = [
 
 
 class LightningUnifiedError(Exception):
-    """The root of the tree; `exit_code` is what the command line returns for it."""
+    """Root of the error tree; the command line returns its `exit_code`."""
 
     exit_code = 1
 
 
 class ConfigurationError(LightningUnifiedError, ValueError):
-    """What was asked makes no sense; nothing was started."""
+    """The request is invalid; nothing was started."""
 
     exit_code = 2
 
 
 class BudgetError(ConfigurationError):
-    """A memory budget that cannot be read or cannot be had."""
+    """A memory budget is unreadable or unavailable."""
 
 
 class HardwareError(ConfigurationError):
-    """Hardware was asked for that is not here."""
+    """The requested hardware is not present."""
 
 
 class PrecisionError(ConfigurationError):
-    """A precision that this device, torch version, optimizer or scaler cannot give."""
+    """This device, torch version, optimizer or scaler does not support the precision."""
 
 
 class SplitError(ConfigurationError):
-    """A batch or a module that cannot be cut into micro-batches."""
+    """A batch or a module cannot be split into micro-batches."""
 
 
 class RunError(LightningUnifiedError, RuntimeError):
@@ -69,19 +69,19 @@ class RunError(LightningUnifiedError, RuntimeError):
 
 
 class OutOfMemoryError(RunError):
-    """The smallest unit of work does not fit into the memory there is."""
+    """The smallest unit of work does not fit into memory."""
 
 
 class HalfUpdatedError(RunError):
-    """Memory ran out while the optimizer was writing weights, and no copy was kept to go back to."""
+    """Memory ran out while the optimizer was writing weights, and no copy exists to restore."""
 
 
 class RankError(RunError):
-    """Another rank failed, is gone, or came to another point of the run, so that this one cannot go on."""
+    """Another rank failed, is gone, or is at another point of the run, so this rank cannot continue."""
 
 
 class HostFrozenError(RunError):
-    """A simulated machine would hang here: it has one pool, no cap, and does not raise when the pool is used up."""
+    """A simulated machine would hang here: it has one pool, no cap, and no out-of-memory error."""
 
 
 class GradientError(RunError):
@@ -89,7 +89,7 @@ class GradientError(RunError):
 
 
 class DryRunError(RunError):
-    """A training step cannot be run without values; what it needs must be measured on the device."""
+    """A training step cannot run without values; its memory must be measured on the device."""
 
 
 class CheckpointError(RunError):

@@ -1,4 +1,4 @@
-"""How a module's batches may be split into micro-batches: the rules a module, or the strategy on its behalf, may declare.
+"""Rules by which a module's batches are split into micro-batches.
 
 A module whose loss is a mean over rows, or over scored labels, declares nothing. Any other module defines one hook:
 
@@ -23,7 +23,7 @@ MergeRule = NamedMerge | Callable[[list[Any], list[int]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """Where the rows of a batch are, for batches whose rows cannot be told from the outside.
+    """Rows of a batch, for batches whose rows cannot be inferred.
 
     Args:
         split: `split(batch, start, stop)` returns rows `start` to `stop` of `batch`, as a batch of the same kind.
@@ -40,14 +40,14 @@ class RowRules:
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse arguments of another type."""
+        """Raise for arguments of another type."""
         _require_callables(self, "split", "count")
         _require_names(self, "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRules:
-    """How results of micro-batches become the whole batch's, where the exactness check cannot find it out.
+    """How results of micro-batches merge, if the exactness check cannot infer it.
 
     A rule is one of the names below, or a function `merge(values, rows)` of the micro-batches' values and row counts.
 
@@ -60,8 +60,9 @@ class MergeRules:
     | `"equal"` | the value itself; it must be the same in every micro-batch |
 
     Args:
-        outputs: Rules for what the step returns, by path: keys or indices joined by dots; `""` is the returned value itself.
-        logs: Rules for what `self.log` is given, by the name logged.
+        outputs: Rules for the step's return value, by path: keys or indices joined by dots; `""` is the returned value
+            itself.
+        logs: Rules for values of `self.log`, by the name logged.
 
     Raises:
         ConfigurationError: If a rule is none of these.
@@ -71,7 +72,7 @@ class MergeRules:
     logs: Mapping[str, MergeRule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse rules that are not known."""
+        """Raise for unknown rules."""
         for group in ("outputs", "logs"):
             given = getattr(self, group)
             if not isinstance(given, Mapping):
@@ -86,24 +87,28 @@ class MergeRules:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRules:
-    """How one module's batches are split, for what the strategy cannot find out by itself. Every argument is optional.
+    """How one module's batches are split, as far as the strategy cannot infer it.
+
+    Every argument is optional.
 
     Args:
-        loss_weight: `loss_weight(batch)` returns the number of terms the loss of `batch` is a mean over, such as its scored tokens.
-            The exactness check finds rows and scored labels by itself.
-        loss_is_sum: Whether the losses of micro-batches add up to the whole batch's, because the step divides by totals that `prepare`
-            has put into the batch. Logged means then add up as well.
-        prepare: `prepare(batch)` runs once on the whole batch, before it is split, without gradients; the step gets what it returns.
-            For totals, advantages, masks and noise of the whole batch. Not run in validation, test and predict.
+        loss_weight: `loss_weight(batch)` returns the number of terms the loss of `batch` is a mean over, such as its scored
+            tokens. The exactness check infers rows and scored labels.
+        loss_is_sum: Whether the losses of micro-batches add up to the whole batch's, because the step divides by totals that
+            `prepare` has put into the batch. Logged means then add up as well.
+        prepare: `prepare(batch)` runs once on the whole batch, before the split and without gradients; the step gets its
+            result. Use it for totals, advantages, masks and noise of the whole batch. It does not run in validation, test and
+            predict.
         unit: Number of neighbouring rows that stay together, such as the completions of one prompt.
         splittable: Whether batches may be split at all. With `False` they run whole.
-        encoders: Names of submodules that treat each row by itself, as in `named_modules()`. `training_step` then runs once on the whole
-            batch, and these submodules in checkpointed chunks of rows: for a loss over pairs of rows, such as a contrastive one.
-        batch_norm: What to do with BatchNorm in train mode when a batch must be split: `"refuse"`, or `"micro"` to accept statistics of
-            each micro-batch. `None` leaves it to the strategy.
+        encoders: Names of submodules that treat each row by itself, as in `named_modules()`. Then `training_step` runs once
+            on the whole batch, and these submodules run in checkpointed chunks of rows. This serves losses over pairs of
+            rows, such as contrastive ones.
+        batch_norm: Behaviour of BatchNorm in train mode when a batch must be split: `"refuse"` raises, `"micro"` accepts
+            statistics of each micro-batch. `None` leaves it to the strategy.
         check: Whether the exactness check compares split and whole batches. `None` leaves it to the strategy.
-        rows: Where the rows of a batch are.
-        merge: How outputs and logs of micro-batches become the whole batch's.
+        rows: Rows of a batch, if they cannot be inferred.
+        merge: How outputs and logs of micro-batches merge into the whole batch's.
 
     Raises:
         ConfigurationError: If an argument has another type, or two of them contradict each other.
@@ -125,7 +130,7 @@ class MicroBatchRules:
     merge: MergeRules = field(default_factory=MergeRules)
 
     def __post_init__(self) -> None:
-        """Refuse arguments of another type, and pairs that contradict each other."""
+        """Raise for arguments of another type, and for pairs that contradict each other."""
         _require_callables(self, "loss_weight", "prepare")
         _require_names(self, "encoders")
         for name in ("loss_is_sum", "splittable"):

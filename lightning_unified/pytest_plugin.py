@@ -1,6 +1,9 @@
-"""Memory as a test: with `memory_budget("12GiB", device="m2-16gb")` a test fails when its module would need more than that.
+"""Memory as a test: the fixture `memory_budget` fails a test whose module needs too much.
 
-Installed with the package, and light: torch is imported by the tests that use it.
+    with memory_budget("12GiB", device="m2-16gb"):
+        ...
+
+The package installs this plugin. It is light: torch is imported only by tests that use it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +21,10 @@ __all__ = ["MemoryUsed", "memory_budget"]
 
 
 class MemoryUsed:
-    """What the block has used so far. Amounts are bytes.
+    """Memory used by the block so far. Amounts are bytes.
 
     Attributes:
-        budget_bytes: What it may use.
+        budget_bytes: Bytes the block may use.
     """
 
     def __init__(self, allocator: "SimulatedAllocator", budget_bytes: int) -> None:
@@ -30,34 +33,37 @@ class MemoryUsed:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lived at once: weights, gradients, optimizer state, activations, each rounded as the device rounds it."""
+        """Peak of live bytes: weights, gradients, optimizer state and activations.
+
+        Each tensor is rounded as the device rounds it.
+        """
         return self._allocator.peak
 
     @property
     def bytes(self) -> int:
-        """What lives now."""
+        """Live bytes now."""
         return self._allocator.allocated
 
 
 @pytest.fixture
 def memory_budget() -> Callable[..., AbstractContextManager[MemoryUsed]]:
-    """Give `memory_budget(budget, *, device, holding=())`, the context manager of `budgeted`."""
+    """Return `memory_budget(budget, *, device, holding=())`, the context manager `budgeted`."""
     return budgeted
 
 
 @contextmanager
 def budgeted(budget: str | int, *, device: str, holding: "Iterable[nn.Module | Tensor]" = ()) -> Iterator[MemoryUsed]:
-    """Run the block on the CPU, count as the simulated `device` would, and fail the test if the peak is above `budget`.
+    """Run the block on the CPU, count memory as on the simulated `device`, and fail above `budget`.
 
-    The device's own limits are not applied, so that the failure can name how much is really needed.
+    The device's own limits are not applied, so the failure can state the full need.
 
     Args:
         budget: As a strategy takes it: `"12GiB"`, `"60%"` of the device's pool, `"auto"`.
         device: A simulated machine, as in `"m2-16gb"`.
-        holding: Modules and tensors that are on the device when the block begins. Weights count from their first use anyway.
+        holding: Modules and tensors on the device when the block begins. Weights count from their first use in any case.
 
     Raises:
-        BudgetError: If the device has not so much.
+        BudgetError: If the device has less memory.
         HardwareError: If no machine has that name.
     """
     import torch
@@ -74,7 +80,7 @@ def budgeted(budget: str | int, *, device: str, holding: "Iterable[nn.Module | T
         yield used
     if live.elsewhere:
         pytest.fail(
-            f"memory_budget: the block ran on {', '.join(sorted(live.elsewhere))} too, where nothing is counted; run it on the CPU, as with "
+            f"memory_budget: the block also ran on {', '.join(sorted(live.elsewhere))}, where nothing is counted; run it on the CPU, as with "
             'Trainer(accelerator="cpu").',
             pytrace=False,
         )

@@ -1,4 +1,4 @@
-"""What a run says about itself while it runs: a small file in the user's state folder, which `watch` reads."""
+"""Status file of a running fit, in the user's state folder; `lightning-unified watch` reads it."""
 
 import json
 import logging
@@ -16,28 +16,28 @@ from typing import Any
 __all__ = ["STATE_VARIABLE", "RunFigures", "RunRecord", "RunStatus", "parse_record", "runs_directory"]
 
 STATE_VARIABLE = "LIGHTNING_UNIFIED_STATE_DIR"
-"""Environment variable that names the state folder, in place of the platform's own."""
+"""Environment variable that names the state folder, in place of the platform's default."""
 
 log = logging.getLogger("lightning_unified")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFigures:
-    """How a run stands after a batch. Unknown figures are None.
+    """State of a run after a batch. Unknown figures are None.
 
     Attributes:
-        directory: Where the run writes.
-        module: Class of the module that is trained.
+        directory: Directory the run writes to.
+        module: Class name of the module in training.
         device: As torch writes it, within that process: `"cuda:0"`, `"mps"`, `"cpu"`.
-        step: Optimizer steps done.
+        step: Number of optimizer steps done.
         effective_batch_size: Rows of the batch the optimizer sees.
         micro_batch_size: Rows that run at once.
-        allocated_bytes: Live tensors; on a CPU the resident bytes of the process.
-        reserved_bytes: What the allocator or the driver holds for the process.
-        peak_bytes: Most bytes in use since the fit began.
-        peak_source: Which counter says so.
-        budget_bytes: What the run may use.
-        recoveries: Steps that were repeated for lack of memory.
+        allocated_bytes: Bytes of live tensors; on a CPU the resident bytes of the process.
+        reserved_bytes: Bytes the allocator or the driver holds for the process.
+        peak_bytes: Peak of bytes in use since the fit began.
+        peak_source: Name of the counter of `peak_bytes`.
+        budget_bytes: Bytes the run may use.
+        recoveries: Number of steps repeated after an out-of-memory error.
     """
 
     directory: str | None
@@ -56,14 +56,14 @@ class RunFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """The content of the file.
+    """Content of the status file.
 
     Attributes:
-        pid: The process.
-        host: The machine it runs on: a home may be shared by several, whose pids mean nothing to each other.
-        started: When the fit began, ISO 8601 in UTC.
-        updated: When this was written, likewise.
-        figures: How the run stood then.
+        pid: Process id.
+        host: Machine of the process: several machines may share a home folder, and pids of different machines are unrelated.
+        started: Start of the fit, ISO 8601 in UTC.
+        updated: Time of writing, likewise.
+        figures: State of the run at that time.
     """
 
     pid: int
@@ -73,13 +73,13 @@ class RunRecord:
     figures: RunFigures
 
     def as_json(self) -> dict[str, Any]:
-        """Return one flat object, as it is written; unknown is null."""
+        """Return one flat object for JSON; unknown is null."""
         record = asdict(self)
         return {**record.pop("figures"), **record}
 
 
 def parse_record(text: str) -> RunRecord | None:
-    """Return the record that `text` holds, None if it holds none, or one of another version of this package."""
+    """Return the record in `text`; None if it holds none, or one of another version of this package."""
     try:
         flat = json.loads(text)
         own = {field.name: flat[field.name] for field in fields(RunRecord) if field.name != "figures"}
@@ -90,13 +90,13 @@ def parse_record(text: str) -> RunRecord | None:
 
 
 def runs_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return the folder of the files of this user's runs, None where there is no home to have one in.
+    """Return the folder of this user's status files; None if the user has no home folder.
 
-    `LIGHTNING_UNIFIED_STATE_DIR` goes before the platform's own: `$XDG_STATE_HOME` or `~/.local/state`, on macOS
-    `~/Library/Application Support`, on Windows `%LOCALAPPDATA%`.
+    `LIGHTNING_UNIFIED_STATE_DIR` takes precedence over the platform's default: `$XDG_STATE_HOME` or `~/.local/state`, on
+    macOS `~/Library/Application Support`, on Windows `%LOCALAPPDATA%`.
 
     Source:
-        XDG Base Directory Specification 0.8: relative paths are to be ignored.
+        XDG Base Directory Specification 0.8: relative paths are ignored.
     """
     given = environ.get(STATE_VARIABLE)
     if given:
@@ -112,11 +112,11 @@ def runs_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys
 
 
 class RunStatus:
-    """Keeps the file of one running process, and removes it at the end. Never fails a run: a disk that refuses is left alone.
+    """Writes the status file of one process and removes it at the end. It never fails a run.
 
     Args:
-        directory: The folder of the files; None writes nothing.
-        every_s: Least seconds between two writings. In between, telling costs one look at the clock.
+        directory: Folder of the files; None writes nothing.
+        every_s: Least seconds between two writes. In between, `tell` costs one look at the clock.
     """
 
     def __init__(self, directory: Path | None, *, every_s: float = 2.0) -> None:
@@ -128,7 +128,7 @@ class RunStatus:
         self._started = _now()
 
     def tell(self, figures: Callable[[], RunFigures]) -> None:
-        """Write what `figures` gives, if it is time to; it is not asked otherwise."""
+        """Write the result of `figures` if a write is due; otherwise do not call it."""
         now = time.monotonic()
         if self._path is None or now < self._next:
             return
@@ -136,11 +136,11 @@ class RunStatus:
         try:
             self._write(self._path, figures())
         except Exception as error:
-            log.debug("This run does not show in watch: %s: %s", type(error).__name__, error)
+            log.debug("`watch` will not list this run: %s: %s", type(error).__name__, error)
             self.end()
 
     def end(self) -> None:
-        """Remove the file; nothing is written any more."""
+        """Remove the file and stop writing."""
         path, self._path = self._path, None
         if path is None:
             return

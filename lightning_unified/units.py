@@ -1,4 +1,4 @@
-"""Bytes: the units they are counted in, read from and printed as."""
+"""Units of bytes: constants, parsing and formatting."""
 
 import re
 
@@ -15,10 +15,16 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that `text` names: `"28GiB"` (2**30 bytes each), `"28GB"` (10**9), `"512MiB"`, or a plain count.
+    """Parse an amount of memory into bytes.
+
+    The text is `"28GiB"` (2**30 bytes each), `"28GB"` (10**9), `"512MiB"`, or a plain count.
 
     Raises:
         BudgetError: If `text` is not a positive quantity in a known unit.
+
+    Example:
+        >>> parse_bytes("512MiB")
+        536870912
     """
     if isinstance(text, int) and not isinstance(text, bool):
         count = text
@@ -36,7 +42,12 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int | None) -> str:
-    """Return `count` bytes for people: `"1.50 GiB"`, `"12.0 MiB"`, `"unknown"` for None."""
+    """Format bytes for people: `"1.50 GiB"`, `"12.0 MiB"`, `"unknown"` for None.
+
+    Example:
+        >>> format_bytes(3 * 2**29)
+        '1.50 GiB'
+    """
     if count is None:
         return "unknown"
     for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

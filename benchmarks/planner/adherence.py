@@ -16,12 +16,20 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.planner.harness.limited import attempt, planned, told, unlimited
+from benchmarks.planner.harness.limited import attempt
+from benchmarks.planner.harness.limited import planned
+from benchmarks.planner.harness.limited import told
+from benchmarks.planner.harness.limited import unlimited
 from benchmarks.planner.harness.pool import Task
-from benchmarks.planner.harness.recording import Record, errors, measure, parser
-from benchmarks.planner.harness.tables import gib, percent, table
+from benchmarks.planner.harness.recording import Record
+from benchmarks.planner.harness.recording import errors
+from benchmarks.planner.harness.recording import measure
+from benchmarks.planner.harness.recording import parser
+from benchmarks.planner.harness.tables import gib
+from benchmarks.planner.harness.tables import percent
+from benchmarks.planner.harness.tables import table
 from benchmarks.planner.zoo.modules import MODULES
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {
@@ -51,7 +59,7 @@ class FewestParts:
     """
 
     def __init__(self, rows: int, *, chosen: int) -> None:
-        self._ways = [(len(cut), cut[0]) for cut in cuts(rows)]
+        self._ways = [(len(cut), cut[0]) for cut in even_splits(rows)]
         self._fits = next(index for index, (_, size) in enumerate(self._ways) if size <= chosen)
         self._fails = -1
         self._next = self._fits - 1

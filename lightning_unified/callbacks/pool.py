@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from lightning import Trainer
 
-from lightning_unified.hardware.pressure import Pressure, PressureReader
+from lightning_unified.hardware.pressure.reader import Pressure, PressureReader
 from lightning_unified.hardware.reading import Figure
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.hardware.sources import Sources

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lightning_unified.hardware.pressure import Pressure
+from lightning_unified.hardware.pressure.reader import Pressure
 from lightning_unified.hardware.reading import Figure
 
 __all__ = ["PressureTrace", "PressureWatch", "Verdict"]

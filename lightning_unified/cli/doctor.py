@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from lightning_unified.hardware import (
     resolve_budget,
 )
 from lightning_unified.hardware.simulated import PROFILES, SimulatedMachine
-from lightning_unified.hardware.sources import core_count
+from lightning_unified.hardware.sources import core_count, shipped_configuration
 from lightning_unified.units import format_bytes
 
 __all__ = ["Diagnosis", "Tier", "diagnose", "main", "read_tiers"]
@@ -152,22 +151,13 @@ def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path
 
 def read_tiers(conf: Path | None = None) -> dict[str, dict[str, Any]]:
     """Return the files of `conf/memory` by name, interpolations left as written; empty if there are none."""
-    folder = (conf or _conf_folder()) / "memory"
+    folder = (conf or shipped_configuration()) / "memory"
     tiers = {}
     for path in sorted(folder.glob("*.yaml")):
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if isinstance(content, dict):
             tiers[path.stem] = content
     return tiers
-
-
-def _conf_folder() -> Path:
-    """Return the shipped configuration: the package's, or beside the package in a checkout that is not installed."""
-    try:
-        shipped = import_module("lightning_unified.conf")
-        return Path(next(iter(shipped.__path__)))
-    except ModuleNotFoundError:
-        return Path(__file__).resolve().parents[2] / "conf"
 
 
 def _tiers(files: dict[str, dict[str, Any]], reading: Reading) -> dict[str, Tier]:

@@ -1,4 +1,4 @@
-"""Floor 2: what a run will need, and the plan that follows from it."""
+"""Layer 2: predict the bytes and seconds of a training step, and search for a plan."""
 
 from lightning_unified.cost_model.memory.static import describe_bytes, describe_shortage, metal_heap_bytes, static_bytes
 from lightning_unified.cost_model.plan import Plan

@@ -1,22 +1,27 @@
-"""The ways in which a batch can be cut into even micro-batches."""
+"""List the even splits of a batch into micro-batches."""
 
-__all__ = ["cuts"]
+__all__ = ["even_splits"]
 
 
-def cuts(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -> list[tuple[int, ...]]:
-    """Return the rows of each micro-batch for every way to cut a batch that has another largest part, the fewest parts first.
+def even_splits(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -> list[tuple[int, ...]]:
+    """Return every even split of a batch as the rows of its micro-batches, fewest micro-batches first.
 
-    The step cuts a batch into as few parts as a limit allows, as even as can be; so limits that give equally many parts are one
-    way. There are at most about 2 * sqrt(rows / unit) of them.
+    The step splits a batch into as few micro-batches as a limit on their rows allows, and as evenly as possible. Limits that
+    give the same number of micro-batches give the same split. So there are at most about 2 * sqrt(rows / unit) splits.
 
     Args:
-        rows: Of the whole batch.
-        unit: Rows that stay together. A batch that is no multiple of it runs whole.
-        least: Rows that every micro-batch needs.
-        most: The largest micro-batch allowed; the smallest there is is returned if all are larger. None allows any.
+        rows: Number of rows of the whole batch.
+        unit: Number of neighbouring rows that stay together. A batch whose rows are no multiple of `unit` runs whole.
+        least: Least number of rows of a micro-batch.
+        most: Largest micro-batch allowed, in rows. If every split exceeds it, the split with the smallest micro-batches is
+            returned. None allows any.
 
     Raises:
         ValueError: If a number of rows is not positive.
+
+    Example:
+        >>> even_splits(10, most=4)
+        [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1, 1, 1)]
     """
     if min(rows, unit, least, 1 if most is None else most) < 1:
         raise ValueError(f"rows={rows}, unit={unit}, least={least}, most={most}: give positive numbers of rows.")
@@ -29,4 +34,4 @@ def cuts(rows: int, *, unit: int = 1, least: int = 1, most: int | None = None) -
         if parts > most_parts:
             break
         found.append(tuple(unit * (units // parts + (index < units % parts)) for index in range(parts)))
-    return [cut for cut in found if most is None or cut[0] <= most] or found[-1:]
+    return [split for split in found if most is None or split[0] <= most] or found[-1:]

@@ -1,4 +1,4 @@
-"""The plan of a run: what was decided before the first step, and why."""
+"""The plan of a run: the memory decisions taken before the first step, each with its reason."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,20 +12,21 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run does about memory; the one place where a planner's decisions arrive.
+    """Memory decisions of one run. Every planner writes them into this record.
 
     Attributes:
-        micro_batch_size: Rows that go through forward and backward at once; None runs each batch whole.
-        recompute: Whether activations are recomputed in the backward pass; None leaves the module as it is.
+        micro_batch_size: Rows that run forward and backward at once; None runs each batch whole.
+        recompute: Whether activation checkpointing is on; None leaves the module as it is.
         precision: Lightning's name of the precision, such as `"bf16-mixed"`.
-        budget_bytes: What this run may use.
-        recomputed: What is, in words: `"6 of 12 blocks"`; empty where that is not told.
-        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None where the optimizer is as it was built.
-        loss_chunk: Rows of logits at once; None where the module computes its loss as it does.
-        prediction: What a step is predicted to take; None when nothing was predicted.
-        predicted_peak_bytes: What the device's counter will show then, with what the process held before; None as for `prediction`.
-        alternatives: What else was looked at, what fits first.
-        reasons: Why, for each choice, in words.
+        budget_bytes: Bytes this run may use.
+        recomputed: Modules under activation checkpointing, in words: `"6 of 12 blocks"`; empty if unknown.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the optimizer as it was built.
+        loss_chunk: Rows of logits computed at once; None leaves the module's own loss.
+        prediction: Predicted memory and time of a step; None if nothing was predicted.
+        predicted_peak_bytes: Predicted reading of the device's peak counter, including bytes the process held before; None
+            without a prediction.
+        alternatives: Other plans the search compared, fitting ones first.
+        reasons: Reason of each decision, by attribute name.
     """
 
     micro_batch_size: int | None

@@ -1,4 +1,4 @@
-"""What a step is predicted to take, before it runs."""
+"""The predicted memory and time of a step, before it runs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,23 +11,24 @@ __all__ = ["Prediction"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The peak of one step, and where it comes from.
+    """Predicted peak of one step, with the categories and the instant it consists of.
 
     Attributes:
-        peak_bytes: The most that tensors take at once, workspaces of libraries included, as `max_memory_allocated` counts it.
-        reserved_bytes: The most that the allocator takes of the device for them; on a CPU what the process grows by.
-        categories: `peak_bytes` at its instant, by what it is for.
-        confidence: `"high"`, `"medium"` (values were made up that decide no shape) or `"low"` (not to be trusted; probe).
-        seconds: What the step is predicted to last; None where nothing is known of the device's speed.
-        instant: Where in the step the peak is, in words: phase, module and operation.
-        instants: The peak of each place, in the order of the step: in words, bytes.
-        rows: Of the micro-batch it is predicted for.
-        parts: Micro-batches in the step.
-        planning_seconds: What the prediction took.
-        notes: What was assumed, and what could not be seen.
-        validation: What the validation step is predicted to take in the middle of such a fit; None where that was not asked.
-        generation_bytes: What tensors take at the fullest of what is generated before the step, by formula, with gradients and
-            optimizer state beside it; 0 where nothing is.
+        peak_bytes: Peak of live tensor bytes, library workspaces included; comparable with `max_memory_allocated`.
+        reserved_bytes: Peak of bytes that the allocator reserves on the device; on a CPU the growth of the process.
+        categories: `peak_bytes` by category at the instant of the peak.
+        confidence: `"high"`, `"medium"` (made-up values decided no shape) or `"low"` (a made-up value can decide a shape; run
+            a batch-size probe instead).
+        seconds: Predicted seconds of the step; None if the device's speed is unknown.
+        instant: Place of the peak in the step, in words: phase, module and operation.
+        instants: Peak of each place in the order of the step, as pairs of words and bytes.
+        rows: Rows of the micro-batch the prediction is for.
+        parts: Number of micro-batches in the step.
+        planning_seconds: Seconds the prediction took.
+        notes: Assumptions, and effects the dry run cannot see.
+        validation: Prediction of a validation step in the middle of the same fit; None if not requested.
+        generation_bytes: Peak of the generation that precedes the step, by formula, with gradients and optimizer state beside
+            it; 0 without generation.
     """
 
     peak_bytes: int
@@ -46,7 +47,7 @@ class Prediction:
 
     @property
     def step_bytes(self) -> int:
-        """The most that the device must give at any instant of a step: while it generates, or from then on."""
+        """Peak of the whole step: the larger of generation and of the step itself."""
         return max(self.reserved_bytes, self.generation_bytes)
 
     def to_dict(self) -> dict[str, Any]:

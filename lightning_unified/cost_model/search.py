@@ -1,13 +1,25 @@
-"""The plan of least predicted step time that fits into a budget."""
+"""Search for the plan of least predicted step time within a budget.
+
+The search takes options (settings of the memory options) and, for each, splits of the batch from few micro-batches to many.
+It keeps the first split that fits, because fewer micro-batches are never slower: each adds launches and costs that do not
+depend on its rows. Three bounds keep it from tracing options that cannot win:
+
+- A peak of live bytes above the budget excludes a split without a replay of the allocator, which never reserves less.
+- A lower bound of the step time (`Option.least_seconds`) excludes an option that is slower than a plan that fits.
+- An option that recomputes less and fits in as many micro-batches excludes one that recomputes more.
+
+The set of splits and their figures do not depend on the budget. A larger budget only admits more of them, and so never gives
+a slower plan.
+"""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.cost_model.even_splits import cuts
-from lightning_unified.cost_model.options import Candidate, Choice, Option, Sizes, what_would_fit
+from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, what_would_fit
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.rates import Alignment, Rates
-from lightning_unified.cost_model.rates.cost import cut_seconds
+from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.units import format_bytes
 
@@ -29,30 +41,28 @@ def search(
     alignment: Alignment | None = None,
     own: Option | None = None,
 ) -> Choice:
-    """Return the plan that is predicted to take least time within the budget.
+    """Return the plan of least predicted step time within the budget.
 
-    Every option is cut into as few micro-batches as fit: fewer are never slower, as each costs its launches and what does not
-    depend on its rows anew. So an option whose fewest do not fit and would be slower than another's is not cut at all, and one is not
-    cut into as many parts as another that does less and fits so. One that is known to be slower is not asked for a trace. Where sizes of some multiple are measurably faster, the fewest micro-batches of such a size that fit
-    are looked at too. Which ways of cutting there are, and what each takes and lasts, does not depend on the budget; a larger budget
-    only adds ways, and so never gives a slower plan.
+    Each option is split into as few micro-batches as fit. If sizes of some multiple are measurably faster, the fewest
+    micro-batches of such a size are considered too.
 
     Args:
         options: Settings to choose from, the user's own first unless `own` is given.
-        budget_bytes: What the run may use.
-        reserve: The bytes that a step takes of the machine, calibrated or not; never less than the lines' `peak_bytes`.
-        rows: Of the whole batch.
-        rates: Of the machine.
-        unit: Rows that stay together (`MicroBatchRules.unit`); `rows` where a batch cannot be cut.
-        least: Rows that every micro-batch needs.
-        most: The largest micro-batch that the user allows; None allows any.
-        alignment: What aligned sizes gain on the machine; None looks at no alignment.
-        own: The user's own among the options, where that is not the first.
+        budget_bytes: Bytes the run may use.
+        reserve: Function that returns the bytes a step reserves, calibrated or not; never less than `peak_bytes` of its
+            traces.
+        rows: Number of rows of the whole batch.
+        rates: Speeds of the machine.
+        unit: Rows that stay together (`MicroBatchRules.unit`); `rows` for a batch that cannot be split.
+        least: Least number of rows of a micro-batch.
+        most: Largest micro-batch that the user allows; None allows any.
+        alignment: Gain of aligned sizes on the machine; None considers no alignment.
+        own: The user's own option, if it is not the first.
 
     Raises:
         ValueError: If there is no option, or a number of rows is not positive.
     """
-    ways = cuts(rows, unit=unit, least=least, most=most)
+    splits = even_splits(rows, unit=unit, least=least, most=most)
     measure = _Measure(budget_bytes=budget_bytes, reserve=reserve, rates=rates, alignment=alignment)
     fitting: list[tuple[Option, Candidate]] = []
     short: list[Candidate] = []
@@ -60,21 +70,21 @@ def search(
     asked: dict[int, Option] = {}
     for option in options:
         first = first or option
-        multiple = multiple or measure.rows_that_align(first, ways)
-        if option.way is not None:
-            asked[id(option.lines)] = option
+        multiple = multiple or measure.rows_that_align(first, splits)
+        if option.split is not None:
+            asked[id(option.traces)] = option
             if measure.is_late(option, fitting):
                 break
-        left = _ways_left(option, ways, fitting, multiple=multiple)
+        left = _splits_left(option, splits, fitting, multiple=multiple)
         if not left or (fitting and measure.is_beaten(option, left, by=min(plan.seconds for _, plan in fitting))):
             continue
         plans = measure.best_plans(option, left, multiple=multiple)
-        if not plans and left == ways:
-            plans = [measure.smallest(option, ways, multiple=multiple)]
+        if not plans and left == splits:
+            plans = [measure.smallest(option, splits, multiple=multiple)]
         fitting += [(option, plan) for plan in plans if plan.fits]
         short += [plan for plan in plans if not plan.fits]
     if not fitting:
-        short += [measure.smallest(option, ways, multiple=multiple or 1) for option in asked.values()]
+        short += [measure.smallest(option, splits, multiple=multiple or 1) for option in asked.values()]
     if first is None:
         raise ValueError("a search needs at least one option; give the user's own settings as one.")
     short.sort(key=lambda plan: plan.reserved_bytes)
@@ -82,125 +92,133 @@ def search(
         return Choice(best=None, alternatives=tuple(short), reason=_refusal(short, budget_bytes))
     fitting.sort(key=lambda pair: (pair[1].seconds, pair[0].changes, pair[1].parts))
     best, *others = [plan for _, plan in fitting]
-    whole = _peak(first, ways[0])
-    reason = _reason(best, others, budget_bytes=budget_bytes, own_bytes=whole, own=first, ways=ways)
+    whole = _peak(first, splits[0])
+    reason = _reason(best, others, budget_bytes=budget_bytes, own_bytes=whole, own=first, splits=splits)
     return Choice(best=best, alternatives=(*others, *short), reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measure:
+    """Prices of options at the splits of one batch: bytes reserved and seconds."""
+
     budget_bytes: int
     reserve: Callable[[Trace], int]
     rates: Rates
     alignment: Alignment | None
 
-    def best_plans(self, option: Option, ways: list[tuple[int, ...]], *, multiple: int) -> list[Candidate]:
-        """Return the way with fewest parts that fits, and if that is not aligned the aligned one; nothing if none fits.
+    def best_plans(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> list[Candidate]:
+        """Return the fitting plan with fewest micro-batches, and the fewest aligned ones.
 
-        What lives is quick to tell, and whatever the allocator adds it is never less: only where that fits is the allocator asked.
+        Live bytes are quick to compute, and the allocator never reserves less. So the allocator is replayed only if the live
+        bytes fit.
         """
         found: list[Candidate] = []
-        for way in ways:
-            aligned = _is_aligned(way, multiple)
-            if (found and not aligned) or _peak(option, way) > self.budget_bytes:
+        for split in splits:
+            aligned = _is_aligned(split, multiple)
+            if (found and not aligned) or _peak(option, split) > self.budget_bytes:
                 continue
-            plan = self._plan(option, way)
+            plan = self._plan(option, split)
             if plan.fits:
-                found.append(self._timed(plan, option, way, aligned=aligned))
+                found.append(self._timed(plan, option, split, aligned=aligned))
                 if aligned:
                     break
         return found
 
     def is_late(self, option: Option, fitting: list[tuple[Option, Candidate]]) -> bool:
-        """Return whether an option, and with it all that come after it, is slower than a plan that fits."""
-        if option.way is None or option.least_seconds is None or not fitting:
+        """Return whether an option, and all after it, are slower than a plan that fits."""
+        if option.split is None or option.least_seconds is None or not fitting:
             return False
-        return option.least_seconds(len(option.way)) > min(plan.seconds for _, plan in fitting) * _EQUAL
+        return option.least_seconds(len(option.split)) > min(plan.seconds for _, plan in fitting) * _EQUAL
 
-    def smallest(self, option: Option, ways: list[tuple[int, ...]], *, multiple: int) -> Candidate:
-        """Return the way with the smallest parts."""
-        way = ways[-1]
-        return self._timed(self._plan(option, way), option, way, aligned=_is_aligned(way, multiple))
+    def smallest(self, option: Option, splits: list[tuple[int, ...]], *, multiple: int) -> Candidate:
+        """Return the plan with the smallest micro-batches."""
+        split = splits[-1]
+        return self._timed(self._plan(option, split), option, split, aligned=_is_aligned(split, multiple))
 
-    def is_beaten(self, option: Option, ways: list[tuple[int, ...]], *, by: float) -> bool:
-        """Return whether an option's fewest parts do not fit, and would last longer than `by` if they did: more parts only last longer.
+    def is_beaten(self, option: Option, splits: list[tuple[int, ...]], *, by: float) -> bool:
+        """Return whether an option's fewest micro-batches neither fit nor would beat `by` seconds.
 
-        What is left unasked then is most of what there is to ask of an option: how it is cut.
+        More micro-batches are only slower. This excludes an option before its further splits are traced, which is most of the
+        work.
         """
-        fewest = ways[0]
-        is_known = option.least_seconds is None  # else what it takes at least may be all that is known, and enough
-        if len(ways) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
+        fewest = splits[0]
+        is_known = option.least_seconds is None  # otherwise the peak may be a lower bound only, and enough
+        if len(splits) == 1 or (not is_known and _peak(option, fewest) > self.budget_bytes):
             return False
         if self._seconds(option, fewest, self.rates) <= by * _EQUAL:
             return False
         return _peak(option, fewest) > self.budget_bytes or not self._plan(option, fewest).fits
 
-    def rows_that_align(self, option: Option, ways: list[tuple[int, ...]]) -> int:
-        """Return the multiple of rows that pays: a row of the batch is as many rows of a product as it is long."""
+    def rows_that_align(self, option: Option, splits: list[tuple[int, ...]]) -> int:
+        """Return the multiple of rows that gains speed.
+
+        A row of the batch is `length` rows of a matrix product.
+        """
         if self.alignment is None or self.alignment.multiple == 1:
             return 1
-        length = option.lines.at(ways[0][0], parts=len(ways[0])).length or 1
+        length = option.traces.at(splits[0][0], parts=len(splits[0])).length or 1
         return self.alignment.multiple // math.gcd(self.alignment.multiple, length)
 
-    def _plan(self, option: Option, way: tuple[int, ...]) -> Candidate:
-        """Return a plan that is not timed yet."""
-        reserved = self.reserve(option.lines.at(way[0], parts=len(way)))
+    def _plan(self, option: Option, split: tuple[int, ...]) -> Candidate:
+        """Return a plan without its time."""
+        reserved = self.reserve(option.traces.at(split[0], parts=len(split)))
         return Candidate(
-            micro_batch_size=way[0],
-            parts=len(way),
+            micro_batch_size=split[0],
+            parts=len(split),
             recompute=option.recompute,
             precision=option.precision,
             optimizer_kernel=option.optimizer_kernel,
             loss_chunk=option.loss_chunk,
-            peak_bytes=_peak(option, way),
+            peak_bytes=_peak(option, split),
             reserved_bytes=reserved,
             seconds=float("inf"),
             fits=reserved <= self.budget_bytes,
         )
 
-    def _timed(self, plan: Candidate, option: Option, way: tuple[int, ...], *, aligned: bool) -> Candidate:
+    def _timed(self, plan: Candidate, option: Option, split: tuple[int, ...], *, aligned: bool) -> Candidate:
         rates = self.rates if aligned or self.alignment is None else self.rates.slowed(self.alignment.gain)
-        return replace(plan, seconds=self._seconds(option, way, rates))
+        return replace(plan, seconds=self._seconds(option, split, rates))
 
     @staticmethod
-    def _seconds(option: Option, way: tuple[int, ...], rates: Rates) -> float:
-        least = 0.0 if option.least_seconds is None else option.least_seconds(len(way))
+    def _seconds(option: Option, split: tuple[int, ...], rates: Rates) -> float:
+        least = 0.0 if option.least_seconds is None else option.least_seconds(len(split))
         found = [
-            cut_seconds(lambda rows, parts, lines=lines: lines.at(rows, parts=parts), way, rates)
-            for lines in (option.lines, option.no_faster_than)
-            if lines is not None
+            split_seconds(lambda rows, parts, traces=traces: traces.at(rows, parts=parts), split, rates)
+            for traces in (option.traces, option.no_faster_than)
+            if traces is not None
         ]
         return max(*found, least)
 
 
-def _peak(option: Option, way: tuple[int, ...]) -> int:
-    return option.lines.peak_bytes(way[0], parts=len(way))
+def _peak(option: Option, split: tuple[int, ...]) -> int:
+    return option.traces.peak_bytes(split[0], parts=len(split))
 
 
-def _is_aligned(way: tuple[int, ...], multiple: int) -> bool:
-    return all(rows % multiple == 0 for rows in way)
+def _is_aligned(split: tuple[int, ...], multiple: int) -> bool:
+    return all(rows % multiple == 0 for rows in split)
 
 
-def _ways_left(
-    option: Option, ways: list[tuple[int, ...]], fitting: list[tuple[Option, Candidate]], *, multiple: int
+def _splits_left(
+    option: Option, splits: list[tuple[int, ...]], fitting: list[tuple[Option, Candidate]], *, multiple: int
 ) -> list[tuple[int, ...]]:
-    """Return the ways by which an option could be faster than the plans that fit, or is worth telling beside them.
+    """Return the splits with which an option could beat the plans that fit.
 
-    One that runs more again, and is elsewhere as an option that fits in so many parts or no faster, is slower in as many parts, or in
-    more: not asked for, if it is only asked for what can win. Neither is one that fits in fewer parts, but in aligned ones.
+    An option that recomputes more than a fitting option, and is otherwise equal or slower, is slower in as many micro-batches
+    or more. If the option is only searched while it can win, those splits are left out. Splits with more micro-batches than a
+    fitting one of the same option are left out too, unless they are aligned and that one is not.
     """
-    fewest = len(ways[-1]) + 1
+    fewest = len(splits[-1]) + 1
     for by, plan in fitting:
         memory_options = (option.precision, option.optimizer_kernel) == (by.precision, by.optimizer_kernel)
         more = by.loss_chunk == option.loss_chunk and by.again < option.again
-        same = memory_options and (more or (option.no_faster_than is by.lines and by.again <= option.again))
-        way = next(way for way in ways if len(way) == plan.parts)
-        if same and (plan.parts == 1 or (option.way is not None and _is_aligned(way, multiple))):
+        same = memory_options and (more or (option.no_faster_than is by.traces and by.again <= option.again))
+        split = next(split for split in splits if len(split) == plan.parts)
+        if same and (plan.parts == 1 or (option.split is not None and _is_aligned(split, multiple))):
             fewest = min(fewest, plan.parts)
-        if option.way is not None and option.lines is by.lines:
-            gains = _is_aligned(option.way, multiple) and not _is_aligned(way, multiple)
+        if option.split is not None and option.traces is by.traces:
+            gains = _is_aligned(option.split, multiple) and not _is_aligned(split, multiple)
             fewest = fewest if gains else min(fewest, plan.parts)
-    return [way for way in ways if len(way) < fewest and option.way in (None, way)]
+    return [split for split in splits if len(split) < fewest and option.split in (None, split)]
 
 
 def _refusal(short: list[Candidate], budget_bytes: int) -> str:
@@ -215,7 +233,7 @@ def _reason(
     budget_bytes: int,
     own_bytes: int,
     own: Option,
-    ways: list[tuple[int, ...]],
+    splits: list[tuple[int, ...]],
 ) -> str:
     text = (
         f"{best.describe()}: {_time(best.seconds)} a step predicted, {format_bytes(best.reserved_bytes)} of "
@@ -225,7 +243,7 @@ def _reason(
         text += f"; next, {others[0].describe()}: {_time(others[0].seconds)}"
     if own_bytes > budget_bytes:
         text += (
-            f"; {'the whole batch' if len(ways[0]) == 1 else f'{ways[0][0]} rows'} at once, recomputed: {own.recompute}, "
+            f"; {'the whole batch' if len(splits[0]) == 1 else f'{splits[0][0]} rows'} at once, recomputed: {own.recompute}, "
             f"would take {format_bytes(own_bytes)} or more"
         )
     return text

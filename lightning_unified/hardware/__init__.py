@@ -1,20 +1,26 @@
-"""F1: what the machine has and can do. Nothing here imports torch until something is read."""
+"""Layer 1: memory and capabilities of the machine. Nothing here imports torch before a reading."""
 
-from lightning_unified.hardware.budget import TIERS, Budget, divide_budget, parse_spec, resolve_budget
-from lightning_unified.hardware.caches import CachePolicy, ShapeWatch, idle_bytes
+from lightning_unified.hardware.budget import (
+    Budget,
+    BudgetFollower,
+    divide_budget,
+    fixed_tiers,
+    parse_spec,
+    resolve_budget,
+)
 from lightning_unified.hardware.capabilities import Capability, capabilities, capability
 from lightning_unified.hardware.detection import HARDWARE, describe, detect, require
 from lightning_unified.hardware.environment.mps import mps_allocator_initialized
 from lightning_unified.hardware.environment.variables import Finding, lint_environment
-from lightning_unified.hardware.following import BudgetFollower
-from lightning_unified.hardware.pressure import Pressure, PressureReader
+from lightning_unified.hardware.pressure.caches import CachePolicy, ShapeWatch, idle_bytes
+from lightning_unified.hardware.pressure.reader import Pressure, PressureReader
+from lightning_unified.hardware.pressure.thrash import Thrash, ThrashDetector
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.readers.gpus import DeviceUse, GpuReader
 from lightning_unified.hardware.readers.peak import read_peak, reset_peak
 from lightning_unified.hardware.reading import Figure, Reading
-from lightning_unified.hardware.settings import HardwareSettings, host_threads
+from lightning_unified.hardware.run_settings import HardwareSettings, host_threads
 from lightning_unified.hardware.sources import Sources
-from lightning_unified.hardware.thrash import Thrash, ThrashDetector
 from lightning_unified.hardware.watermarks import (
     Cap,
     Watermarks,
@@ -26,7 +32,6 @@ from lightning_unified.hardware.watermarks import (
 
 __all__ = [
     "HARDWARE",
-    "TIERS",
     "Budget",
     "BudgetFollower",
     "CachePolicy",
@@ -51,6 +56,7 @@ __all__ = [
     "describe",
     "detect",
     "divide_budget",
+    "fixed_tiers",
     "host_threads",
     "idle_bytes",
     "lint_environment",

@@ -1,40 +1,54 @@
-"""The bytes a run may use, out of what a user wrote and what the pool says."""
+"""Resolve a memory budget: the bytes a run may use, from a text and a reading of the pool.
+
+| text | bytes |
+|---|---|
+| `auto` | available bytes plus those this process holds, less a reserve for everything else |
+| `28GiB`, `30GB`, a count | as written; an amount above the pool is an error |
+| `60%` | a share of the pool's total |
+| `leave 6GiB` | available bytes plus those this process holds, less the amount; read again during the run |
+
+A budget is never clamped silently: a run tuned for one budget must not start with another.
+"""
 
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median_low
 from types import MappingProxyType
 from typing import Literal
 
 from lightning_unified.errors import BudgetError
 from lightning_unified.hardware.reading import Reading
+from lightning_unified.hardware.sources import read_text, shipped_configuration
 from lightning_unified.units import GIB, MIB, format_bytes, parse_bytes
 
 __all__ = [
-    "TIERS",
     "Budget",
+    "BudgetFollower",
     "Spec",
     "divide_budget",
+    "fixed_tiers",
     "follow_budget",
     "parse_spec",
     "resolve_budget",
     "unified_reserve",
 ]
 
-TIERS: Mapping[str, int] = MappingProxyType(
-    {"debug": 4 * GIB, "small": 8 * GIB, "medium": 16 * GIB, "large": 28 * GIB, "optimal": 32 * GIB}
-)
-"""The fixed tiers' budgets, so that an error can name one where no configuration was read."""
-
 _EXAMPLES = "write auto, 28GiB, 60% (of the pool) or leave 6GiB (for everything else)"
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+_SHIPPED_BUDGET = re.compile(r"^  budget: (\S+)$", re.MULTILINE)
 _LEAVE = re.compile(r"\s*leave\s+(.+?)\s*", re.IGNORECASE)
 
-# Judgement, after unified-memory practice: on one pool the system, the loader and the page cache need their part too.
+# Judgement, after unified-memory practice: on one pool the system, the loader and the page cache need memory too.
 _RESERVE_FLOOR, _RESERVE_SHARE = 4 * GIB, 0.10
 _DEDICATED_RESERVE_SHARE = 0.05
 _METAL_SHARE, _METAL_HOST_SHARE = 0.95, 0.15
+
+_EVERY_S = 2.0
+_HYSTERESIS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +56,11 @@ class Budget:
     """Bytes this run may use.
 
     Attributes:
-        bytes: The amount, own live bytes included.
-        spec: What was asked for, as written.
-        reason: How the amount came about, for people.
-        follows_others: Whether other programs' use changes it, so that it is resolved again while a run goes on.
-        sharers: Processes of the run that draw on the same pool, of which this is one's part.
+        bytes: The amount, including bytes this process already holds.
+        spec: The budget as written.
+        reason: Derivation of the amount, for people.
+        follows_others: Whether the amount follows other programs' use and is resolved again during the run.
+        sharers: Number of processes of the run on the same pool; this budget is one process's part.
     """
 
     bytes: int
@@ -58,18 +72,32 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """A budget as written: `amount` is bytes for "bytes" and "leave", a share in 0..1 for "share", 0 for "auto"."""
+    """A parsed budget.
+
+    `amount` is bytes for "bytes" and "leave", a share in 0..1 for "share", 0 for "auto".
+    """
 
     kind: Literal["auto", "bytes", "share", "leave"]
     amount: float
     text: str
 
 
+@cache
+def fixed_tiers() -> Mapping[str, int]:
+    """Return the bytes of each shipped memory tier that states an amount.
+
+    `conf/memory/*.yaml` is the one list of tiers.
+    """
+    texts = {path.stem: read_text(path) or "" for path in sorted((shipped_configuration() / "memory").glob("*.yaml"))}
+    specs = {name: found.group(1) for name, text in texts.items() if (found := _SHIPPED_BUDGET.search(text))}
+    return MappingProxyType({name: parse_bytes(spec) for name, spec in specs.items() if spec != "auto"})
+
+
 def parse_spec(spec: str | int) -> Spec:
-    """Return the parts of a budget as written, before any pool is known.
+    """Parse a budget as written, without a pool.
 
     Raises:
-        BudgetError: If the text is none of the four forms, or names less than a MiB (a forgotten unit).
+        BudgetError: If the text has none of the four forms, or names less than a MiB (a forgotten unit).
     """
     text = str(spec).strip()
     if isinstance(spec, bool) or not isinstance(spec, (str, int)) or not text:
@@ -93,19 +121,19 @@ def parse_spec(spec: str | int) -> Spec:
     return Spec(kind="leave" if leave else "bytes", amount=amount, text=text)
 
 
-def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] = TIERS) -> Budget:
+def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] | None = None) -> Budget:
     """Return the bytes a run may use on the pool of `reading`.
 
-    Never clamped: what cannot be had is an error that names what can, because a run that was tuned for one budget and
-    silently got another is worse than one that did not start.
+    The result is never clamped: a run that was tuned for one budget and silently got another is worse than one that did not
+    start. An unavailable amount is an error that names the available one.
 
     Args:
         spec: `"auto"`, an amount (`"28GiB"` or a count), `"60%"` of the pool, `"leave 6GiB"` for everything else.
-        reading: The pool, as read just now.
-        tiers: Named budgets in bytes, to name the largest that fits.
+        reading: A fresh reading of the pool.
+        tiers: Named budgets in bytes, to name the largest that fits; None for `fixed_tiers()`.
 
     Raises:
-        BudgetError: If the text is none of these, the pool is smaller, or a figure that the text needs is unknown.
+        BudgetError: If the text has none of these forms, the pool is smaller, or a figure the text needs is unknown.
     """
     parsed = parse_spec(spec)
     if parsed.kind == "auto":
@@ -125,19 +153,21 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
         return Budget(bytes=amount, spec=parsed.text, reason=f"{parsed.text} of {what}", follows_others=False)
     amount = int(parsed.amount)
     if total is not None and amount > total:
-        raise BudgetError(f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, tiers)}.")
+        raise BudgetError(
+            f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, fixed_tiers() if tiers is None else tiers)}."
+        )
     return Budget(bytes=amount, spec=parsed.text, reason=_stated(amount, reading, what), follows_others=False)
 
 
 def divide_budget(budget: Budget, reading: Reading, *, sharers: int) -> Budget:
-    """Return one process's part of `budget`, where `sharers` processes of one run draw on the same pool.
+    """Return one process's part of `budget`, for `sharers` processes on the same pool.
 
-    An amount is divided. Of what can be had besides what this process holds already, each gets an equal part.
+    A stated amount is divided evenly. Of other budgets, each process keeps what it holds and gets an equal part of the rest.
 
     Args:
-        budget: As resolved by this process.
-        reading: What it was resolved from.
-        sharers: How many processes, this one among them.
+        budget: Budget resolved by this process.
+        reading: Reading it was resolved from.
+        sharers: Number of processes, this one included.
     """
     if sharers == 1:
         return budget
@@ -148,14 +178,14 @@ def divide_budget(budget: Budget, reading: Reading, *, sharers: int) -> Budget:
 
 
 def unified_reserve(ram: int) -> int:
-    """Return the bytes of a unified pool that `"auto"` leaves to everything else: 10 % of RAM, at least 4 GiB."""
+    """Return the bytes of a unified pool that `"auto"` reserves: 10 % of RAM, at least 4 GiB."""
     return max(_RESERVE_FLOOR, math.ceil(_RESERVE_SHARE * ram))
 
 
 def _auto(reading: Reading) -> Budget:
-    """Take what is free and what this process holds already, less a reserve that never exceeds half of it.
+    """Return what is available and held, less a reserve that never exceeds half of it.
 
-    The half is for small machines: with 3 GiB to be had, a reserve of 4 GiB would leave nothing to train with.
+    The half serves small machines: with 3 GiB available, a reserve of 4 GiB would leave nothing to train with.
     """
     reach, total = _reach(reading, "auto"), reading.total.bytes
     if reading.pool == "dedicated":
@@ -169,13 +199,16 @@ def _auto(reading: Reading) -> Budget:
     if reserve > reach // 2:
         reserve = reach // 2
         why = f"the usual reserve is more than half of it, so half ({format_bytes(reserve)}) stays for everything else"
-    have = f"{format_bytes(reach)} can be had ({_sources(reading)})"
+    have = f"{format_bytes(reach)} is available ({_sources(reading)})"
     return Budget(bytes=reach - reserve, spec="auto", reason=f"{have}; {why}", follows_others=False)
 
 
 def _auto_metal(reading: Reading, reach: int) -> Budget:
-    """Take Metal's working set as the measure: its 1.7-fold default limit lies beyond RAM on every Mac."""
-    bounds = {f"what can be had now ({_sources(reading)})": reach}
+    """Return a budget bounded by Metal's recommended working set.
+
+    Metal's default limit, 1.7 times the working set, exceeds the RAM of every Mac.
+    """
+    bounds = {f"the memory available now ({_sources(reading)})": reach}
     if reading.total.bytes is not None:
         bounds["95 % of Metal's recommended working set"] = math.floor(_METAL_SHARE * reading.total.bytes)
     if reading.host.bytes is not None:
@@ -190,21 +223,22 @@ def _leave(parsed: Spec, reading: Reading) -> Budget:
     reach, leave = _reach(reading, parsed.text), int(parsed.amount)
     if leave >= reach:
         raise BudgetError(
-            f"'{parsed.text}' leaves nothing to train with: {format_bytes(reach)} can be had on {reading.device} "
+            f"'{parsed.text}' leaves nothing to train with: {format_bytes(reach)} is available on {reading.device} "
             f"({_sources(reading)}); leave less than that, or close other programs."
         )
     return _leaving(parsed.text, leave, reach, reading)
 
 
 def _leaving(spec: str, leave: int, reach: int, reading: Reading) -> Budget:
-    reason = f"{format_bytes(reach)} can be had ({_sources(reading)}), less {format_bytes(leave)} for everything else; read again while running"
+    reason = f"{format_bytes(reach)} is available ({_sources(reading)}), less {format_bytes(leave)} for everything else; read again while running"
     return Budget(bytes=max(reach - leave, MIB), spec=spec, reason=reason, follows_others=True)
 
 
 def follow_budget(budget: Budget, reading: Reading) -> Budget:
-    """Return what a budget that follows other programs comes to by a fresh reading; itself where that cannot be said.
+    """Return a `leave` budget resolved from a fresh reading; other budgets stay as they are.
 
-    While a run goes on it is never refused: where nothing is left, the least there is (1 MiB) makes it take as little as it can.
+    A reading without the available bytes changes nothing. A running fit is never refused: if nothing is left, the least
+    budget (1 MiB) makes it use as little as it can.
     """
     parsed = parse_spec(budget.spec)
     if parsed.kind != "leave" or reading.available.bytes is None:
@@ -215,7 +249,7 @@ def follow_budget(budget: Budget, reading: Reading) -> Budget:
 
 
 def _reach(reading: Reading, spec: str) -> int:
-    """Return what this process could hold altogether now: available plus own live bytes, never more than the pool."""
+    """Return what this process could hold now: available plus own live bytes, at most the pool."""
     if reading.available.bytes is None:
         raise BudgetError(
             f"a budget of {spec!r} needs what is available on {reading.device} ({reading.available.source}); "
@@ -242,7 +276,7 @@ def _stated(amount: int, reading: Reading, what: str) -> str:
     available, held = reading.available.bytes, reading.allocated.bytes or 0
     if available is not None and amount > available + held:
         return (
-            f"as written, of {what}; only {format_bytes(available + held)} of it can be had now "
+            f"as written, of {what}; only {format_bytes(available + held)} of it is available now "
             f"({reading.available.source}), the rest is in use by other programs"
         )
     return f"as written, of {what}"
@@ -254,3 +288,36 @@ def _what_fits(total: int, tiers: Mapping[str, int]) -> str:
         return f"no fixed tier fits; use memory=auto, or an amount up to {format_bytes(total)}"
     name = max(fitting, key=lambda tier: fitting[tier])
     return f"the largest tier that fits is memory={name} ({format_bytes(fitting[name])}), the largest amount {format_bytes(total)}"
+
+
+class BudgetFollower:
+    """Resolves a `leave` budget again every two seconds, and reports changes of 5 % or more.
+
+    A change needs two readings in a row in the same direction; the one nearer to the current budget is taken. So a program
+    that starts and ends quickly changes nothing.
+
+    Args:
+        budget: Budget as resolved at the start.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, budget: Budget, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget = budget
+        self._clock = clock
+        self._read_at = clock()
+        self._before = budget
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a new reading; costs one look at the clock."""
+        return self.budget.follows_others and self._clock() - self._read_at >= _EVERY_S
+
+    def follow(self, reading: Reading) -> bool:
+        """Take a reading; return whether `budget` changed."""
+        self._read_at = self._clock()
+        before, self._before = self._before, follow_budget(self.budget, reading)
+        nearest = median_low([self.budget.bytes, before.bytes, self._before.bytes])
+        if abs(nearest - self.budget.bytes) < _HYSTERESIS * self.budget.bytes:
+            return False
+        self.budget = before if nearest == before.bytes else self._before
+        return True

@@ -1,4 +1,4 @@
-"""What a device can do in training, each answer with its reason and, where it matters, its torch version gate."""
+"""Training capabilities of a device, each with its reason and, if relevant, its torch version."""
 
 import re
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ _NO_KERNEL_LIST = "unknown: this torch has no list of the devices with {} kernel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capability:
-    """One thing a device can or cannot do.
+    """One capability of a device.
 
     Attributes:
         name: Fixed name, for programs.
         value: True or False, or a word: `"native"`, `"emulated"`, `"none"`.
-        reason: Why, for people; names the torch version where one decides.
+        reason: Reason, for people; names the torch version if one decides.
     """
 
     name: str
@@ -51,14 +51,14 @@ def capability(name: str, known: Iterable[Capability]) -> bool | str:
 
 
 def capabilities(device: "str | torch.device | Reading", *, sources: Sources | None = None) -> list[Capability]:
-    """Return what `device` can do, always the same names in the same order.
+    """Return the capabilities of `device`, always the same names in the same order.
 
     Args:
-        device: A device, or its reading where one is at hand already.
+        device: A device, or an existing reading of it.
         sources: Default this machine.
 
     Raises:
-        HardwareError: If the device is not here.
+        HardwareError: If the device is not present.
     """
     sources = sources or Sources.live()
     reading = device if isinstance(device, Reading) else read(device, sources=sources)
@@ -166,7 +166,7 @@ def _autocast(reading: Reading) -> Capability:
 
 
 def _scaler(reading: Reading, sources: Sources) -> Capability:
-    """Say which device name a loss scaler takes, and with what restriction (rule R3)."""
+    """Return the device name of a loss scaler, and its restrictions (rule R3)."""
     if reading.backend == "cpu":
         return _say("scaler", "none", "16-mixed becomes bf16-mixed on a CPU, which needs no scaler")
     if reading.backend != "mps":
@@ -272,7 +272,10 @@ def _flash(reading: Reading, sources: Sources) -> Capability:
 
 
 def _probe_flash(reading: Reading, sources: Sources) -> Capability:
-    """ROCm and XPU: ask torch whether its build holds the kernel; whether it covers the chip is not known before a run."""
+    """Query whether a ROCm or XPU build of torch contains the flash kernel.
+
+    Whether the kernel covers the chip is unknown before a run.
+    """
     name = "flash_attention_training"
     if reading.backend == "rocm":
         probe: Any = getattr(sources.torch.backends.cuda, "is_flash_attention_available", None)

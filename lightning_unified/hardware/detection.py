@@ -1,4 +1,4 @@
-"""Which of the configured machines this one is, and a refusal that says what is here."""
+"""Find the `conf/hardware` name of this machine, and refuse hardware that is not present."""
 
 import difflib
 
@@ -16,7 +16,7 @@ HARDWARE = ("auto", "cpu", "cuda", "rocm", "mps", "dgx_spark", "jetson", "strix_
 
 
 def detect(sources: Sources | None = None) -> str:
-    """Return the `conf/hardware` name that fits this machine: `"cpu"` where nothing else trains.
+    """Return the `conf/hardware` name of this machine: `"cpu"` if no accelerator can train.
 
     An Intel GPU gives `"cpu"`: it can be read, but Lightning 2.6 has no accelerator for it.
     """
@@ -26,17 +26,17 @@ def detect(sources: Sources | None = None) -> str:
 
 
 def require(hardware: str, sources: Sources | None = None) -> None:
-    """Refuse hardware that is not here.
+    """Raise if the requested hardware is not present.
 
     `cuda` covers DGX Spark and Jetson, and `rocm` Strix Halo: these are narrower names for the same backend.
 
     Raises:
-        HardwareError: If the name is unknown, or the machine is another.
+        HardwareError: If the name is unknown, or the machine differs.
     """
     sources = sources or Sources.live()
     if hardware == "xpu":
         raise HardwareError(
-            f"hardware=xpu was asked for; Lightning 2.6 has no accelerator for Intel GPUs, they can only be read "
+            f"hardware=xpu cannot train: Lightning 2.6 has no accelerator for Intel GPUs, which can only be read "
             f"(doctor --device xpu); this machine has: {describe(sources)}; use hardware=cpu or hardware=auto."
         )
     if hardware not in HARDWARE:
@@ -50,11 +50,11 @@ def require(hardware: str, sources: Sources | None = None) -> None:
     if hardware not in {found, broader}:
         choice = "hardware=auto" if found == "cpu" else f"hardware={found}, hardware=cpu or hardware=auto"
         choice = f"hardware=cpu or {choice}" if found == "cpu" else choice
-        raise HardwareError(f"hardware={hardware} was asked for; this machine has: {describe(sources)}; use {choice}.")
+        raise HardwareError(f"hardware={hardware} is not present; this machine has: {describe(sources)}; use {choice}.")
 
 
 def describe(sources: Sources | None = None) -> str:
-    """Return the machine in a line: `"cpu (AMD EPYC, 2 cores, 23.5 GiB)"`, accelerators first."""
+    """Return the machine in one line, accelerators first: `"cpu (AMD EPYC, 2 cores, 23.5 GiB)"`."""
     sources = sources or Sources.live()
     parts = []
     for kind in backends_here(sources):

@@ -1,4 +1,4 @@
-"""The record of what a memory pool says: total, available, allocated, reserved and peak, each with its source."""
+"""Record of a memory pool: its bytes in total, available, allocated, reserved, and at the peak."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Backend = Literal["cpu", "cuda", "rocm", "mps", "xpu"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number of bytes and where it came from; None bytes means unknown, and `source` then says why."""
+    """Bytes and their source; None bytes means unknown, and `source` says why."""
 
     bytes: int | None
     source: str
@@ -21,19 +21,19 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What a pool says now. All figures are bytes (GiB = 2**30).
+    """State of a pool now. All figures are bytes (GiB = 2**30).
 
     Attributes:
-        device: As torch writes it: `"cpu"`, `"cuda:0"`, `"mps"`.
-        backend: Which software stack drives the device.
+        device: Device as torch writes it: `"cpu"`, `"cuda:0"`, `"mps"`.
+        backend: Software stack that drives the device.
         name: The device's own name, for people.
         pool: `"dedicated"` (its own memory) or `"unified"` (shared with the host and with other programs).
-        total: What the device can use at most: VRAM, RAM within the cgroup limit, Metal's recommended working set.
-        available: What could be allocated now, own cached blocks included, own live bytes not.
-        allocated: Live tensors; on the CPU the resident bytes of the process.
-        reserved: What the allocator or the driver holds for this process; None on the CPU, which caches nothing itself.
+        total: Most bytes the device can use: VRAM, RAM within the cgroup limit, Metal's recommended working set.
+        available: Bytes that could be allocated now, own cached blocks included, own live bytes excluded.
+        allocated: Bytes of live tensors; on the CPU the resident bytes of the process.
+        reserved: Bytes the allocator or the driver holds for this process; None on the CPU, which caches nothing itself.
         peak: Highest `allocated` since the process or its counter began.
-        host: RAM of the machine, the bound of a unified pool whose `total` is smaller (Metal's working set).
+        host: RAM of the machine: the bound of a unified pool whose `total` is smaller (Metal's working set).
     """
 
     device: str
@@ -49,7 +49,7 @@ class Reading:
 
 
 def figure(source: str, call: Callable[[], int]) -> Figure:
-    """Return what `call` gives as a `Figure`; a call that fails gives an unknown one, with the reason as its source."""
+    """Return the result of `call` as a `Figure`; an unknown one with the reason if it fails."""
     try:
         return Figure(int(call()), source)
     except Exception as error:
@@ -58,7 +58,7 @@ def figure(source: str, call: Callable[[], int]) -> Figure:
 
 
 def choose_index(index: int | None, *, kind: str, module: object) -> int:
-    """Return the device index to read: the one asked for, checked, or the current one.
+    """Return the device index to read: the requested one, checked, or the current one.
 
     Raises:
         HardwareError: If there are fewer devices.
@@ -66,5 +66,5 @@ def choose_index(index: int | None, *, kind: str, module: object) -> int:
     count = int(module.device_count())  # pyright: ignore[reportAttributeAccessIssue]
     chosen = int(module.current_device()) if index is None else index  # pyright: ignore[reportAttributeAccessIssue]
     if not 0 <= chosen < count:
-        raise HardwareError(f"device '{kind}:{chosen}' is not here; the indices are 0 to {count - 1}.")
+        raise HardwareError(f"device '{kind}:{chosen}' is not present; the indices are 0 to {count - 1}.")
     return chosen

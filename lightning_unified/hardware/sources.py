@@ -1,7 +1,8 @@
-"""Everything hardware/ reads from outside the program, gathered in one injectable record."""
+"""Everything the hardware package reads from outside the program, as one injectable record."""
 
 import ctypes
 import functools
+import importlib
 import importlib.util
 import os
 import platform
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Sources", "core_count", "meminfo", "read_text", "torch_version"]
+__all__ = ["Sources", "core_count", "meminfo", "read_text", "shipped_configuration", "torch_version"]
 
 _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
-_HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour, and its size in integers of 4 bytes
+_HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour and its size, in 4-byte integers
 
 
 def _no_sysctl(_name: str) -> int | str | None:
@@ -41,25 +42,26 @@ def _no_program(_command: Sequence[str], _timeout_s: float) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Where figures come from; a test or a simulated machine puts its own in the place of each.
+    """Sources of all hardware figures; tests and simulated machines inject their own.
 
-    The defaults of the callables know nothing, so that a machine made by hand never reads the one it runs on.
+    The defaults of the callables return nothing, so a hand-made record never reads the machine it runs on.
 
     Attributes:
-        torch: The torch module, or a namespace with the parts of it that a reader calls.
-        proc: Root of procfs; a folder that does not exist means there is none.
+        torch: The torch module, or a namespace with the parts a reader calls.
+        proc: Root of procfs; a missing folder means there is none.
         sys: Root of sysfs, with the cgroup mount under `fs/cgroup`.
-        sysctl: Value of a macOS sysctl by name, None where there is no such name.
-        vm_info: macOS's `vm_statistics64` as the kernel writes it, None where there is none; `readers/mach.py` reads it.
-        environ: Environment variables; the watermarks are written into it where it is mutable.
+        sysctl: Returns the value of a macOS sysctl by name, None for an unknown name.
+        vm_info: Returns macOS's `vm_statistics64` as the kernel writes it, None elsewhere; `host/mach.py` parses it.
+        environ: Environment variables; the watermarks are written into it if it is mutable.
         platform: As `sys.platform`: `"linux"`, `"darwin"`, `"win32"`.
         machine: As `platform.machine()`: `"x86_64"`, `"arm64"`, `"aarch64"`.
-        affinity: Number of cores the process may run on, None if unknown.
-        max_resident: Highest resident bytes of the process, None if unknown.
-        which: Path of a program, None if it is not installed.
-        has_module: Whether a Python module could be imported.
-        run: What a program (command, most seconds to wait) wrote to standard output; None where it is absent, failed or did not answer.
-        simulated: The name of the simulated machine these are the sources of; None for a real one.
+        affinity: Returns the number of cores the process may run on, None if unknown.
+        max_resident: Returns the highest resident bytes of the process, None if unknown.
+        which: Returns the path of a program, None if it is not installed.
+        has_module: Returns whether a Python module could be imported.
+        run: Runs a program (command, timeout in seconds) and returns its standard output; None if it is absent, fails or
+            hangs.
+        simulated: Name of the simulated machine behind these sources; None for a real one.
     """
 
     torch: Any
@@ -79,14 +81,17 @@ class Sources:
 
     @classmethod
     def live(cls) -> "Sources":
-        """Return the sources of the machine this runs on. Imports torch, which constructs no allocator."""
+        """Return the sources of this machine. Imports torch, which constructs no allocator."""
         import torch
 
         return replace(cls.without_torch(), torch=torch)
 
     @classmethod
     def without_torch(cls) -> "Sources":
-        """Return the sources of the machine this runs on but for torch (None): enough for the host, its pressure and `GpuReader`."""
+        """Return the sources of this machine without torch.
+
+        They suffice for the host, its pressure and `GpuReader`.
+        """
         return cls(
             torch=None,
             proc=Path("/proc"),
@@ -105,15 +110,26 @@ class Sources:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file of procfs or sysfs, None if it is absent or refuses to be read."""
+    """Return the text of a file of procfs or sysfs, None if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
         return None
 
 
+def shipped_configuration() -> Path:
+    """Return the folder of the shipped YAML files.
+
+    It is the package's own, or `conf` beside the package in a checkout that is not installed.
+    """
+    try:
+        return Path(next(iter(importlib.import_module("lightning_unified.conf").__path__)))
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parents[2] / "conf"
+
+
 def meminfo(sources: Sources) -> dict[str, int]:
-    """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty where there is no procfs."""
+    """Return `/proc/meminfo` in bytes (its "kB" are KiB); empty without procfs."""
     figures = {}
     for line in (read_text(sources.proc / "meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -142,7 +158,11 @@ def core_count(sources: Sources) -> int | None:
 
 
 class _Programs:
-    """Runs programs that may hang: one that sits in the kernel can be neither killed nor waited for, so it is left, and not asked again."""
+    """Runs programs with a timeout.
+
+    A program that hangs in the kernel can be neither killed nor waited for. It is left alone and not started again until it
+    ends.
+    """
 
     def __init__(self) -> None:
         self._hung: dict[str, subprocess.Popen[str]] = {}
@@ -187,7 +207,7 @@ def _max_resident() -> int | None:
 
 
 def _sysctl_by_name(name: str) -> int | str | None:
-    """Return a sysctl's integer (4 or 8 bytes) or text; None where the platform or the name is unknown."""
+    """Return a sysctl's integer (4 or 8 bytes) or text; None if platform or name is unknown."""
     if sys.platform != "darwin":
         return None
     query = ctypes.CDLL(None).sysctlbyname
@@ -204,14 +224,17 @@ def _sysctl_by_name(name: str) -> int | str | None:
 
 @functools.cache
 def _mach_host() -> int:
-    """Return the port of this machine; each call of `mach_host_self` would hold one more reference to it."""
+    """Return the port of this machine.
+
+    It is cached, because each `mach_host_self` call holds one more reference to it.
+    """
     ask = ctypes.CDLL(None).mach_host_self
     ask.restype = ctypes.c_uint32
     return ask()
 
 
 def _vm_info() -> bytes | None:
-    """Return `host_statistics64(HOST_VM_INFO64)`; None off macOS and where the kernel gives less than the counters need."""
+    """Return `host_statistics64(HOST_VM_INFO64)`; None off macOS or if the answer is too short."""
     if sys.platform != "darwin":
         return None
     buffer = ctypes.create_string_buffer(4 * _HOST_VM_INFO64_COUNT)

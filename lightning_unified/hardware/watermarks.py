@@ -1,4 +1,4 @@
-"""Holding an allocator to a budget: the hard cap and the mark below it where caches are cleared."""
+"""Hold an allocator to a budget: a hard cap, and a lower mark at which caches are cleared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Cap", "Watermarks", "cap_allocator", "prepare_allocators", "set_mps_environment", "watermarks"]
 
-# The fractions this process handed over, by module and device: torch gives back what stands, not who set it. The module is held, so
-# that its id is never another's.
+# Fractions this process set, by module and device: torch returns the current fraction, not who set it. The module is kept alive, so
+# that no other object gets its id.
 _HANDED_OVER: dict[tuple[int, int], tuple[Any, float]] = {}
-_SAME = 1e-3  # torch keeps the bytes, and divides again when it is asked for the fraction
+_SAME = 1e-3  # torch stores bytes and divides again when it returns the fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watermarks:
-    """Bytes: `high` is the cap handed to the allocator, `low` where caches are cleared."""
+    """Bytes: `high` is the allocator's cap, `low` the mark at which caches are cleared."""
 
     high: int
     low: int
 
 
 def watermarks(budget: Budget, reading: Reading, environ: Mapping[str, str]) -> Watermarks:
-    """Return the marks for a budget: the budget itself and 85 % of it; on MPS a user's own ratios instead.
+    """Return the watermarks of a budget: the budget and 85 % of it; on MPS the user's own ratios.
 
     Args:
-        budget: What the run may use.
-        reading: Its pool; on MPS the ratios' denominator is `total`, Metal's recommended working set.
-        environ: Where a user's own watermark ratios would stand.
+        budget: Bytes the run may use.
+        reading: Reading of its pool; on MPS the ratios are shares of `total`, Metal's recommended working set.
+        environ: Environment with a user's own watermark ratios, if any.
     """
     high, low = budget.bytes, int(LOW_SHARE * budget.bytes)
     if reading.backend != "mps" or reading.total.bytes is None:
@@ -59,14 +59,16 @@ def watermarks(budget: Budget, reading: Reading, environ: Mapping[str, str]) -> 
 
 
 def prepare_allocators(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
-    """Write what torch's allocators read once, when they are made; call it before anything is asked of an accelerator (R4).
+    """Write the environment variables that torch's allocators read once, on construction.
+
+    Order contract (R4): call it before anything queries an accelerator.
 
     Returns:
-        What was done, for the accelerator that is here.
+        The cap written for the accelerator of this machine.
 
     Raises:
         BudgetError: If the budget cannot be read.
-        ConfigurationError: If your own settings are ones that torch refuses.
+        ConfigurationError: If the user's own settings are ones that torch refuses.
     """
     sources = sources or Sources.live()
     metal, cuda = set_mps_environment(spec, sources=sources), set_cuda_environment(spec, sources=sources)
@@ -74,14 +76,15 @@ def prepare_allocators(spec: str | int = "auto", *, sources: Sources | None = No
 
 
 def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sources | None = None) -> Cap:
-    """Tell the allocator of `device` not to go beyond the budget, so that it raises before the machine suffers.
+    """Cap the allocator of `device` at the budget, so that it raises before the machine suffers.
 
-    The denominators differ: Metal's recommended working set on MPS, `props.total_memory` elsewhere, also on an APU
-    whose pool is larger than that. The cap covers torch's caching allocator, not the context, library workspaces made
-    outside it, or host memory.
+    The cap is a fraction. Its denominator is Metal's recommended working set on MPS, and `props.total_memory` elsewhere, also
+    on an APU whose pool is larger than that. The cap covers torch's caching allocator; it does not cover the context, library
+    workspaces outside the allocator, or host memory.
 
     Returns:
-        What was done. Nothing, and why, on the CPU, above the denominator, or where a user's own MPS ratio or lower fraction stands.
+        The cap. It is not applied on the CPU, above the denominator, or if a user's own MPS ratio or lower fraction is set;
+        `reason` says so.
     """
     sources = sources or Sources.live()
     kind, _, index = str(device).partition(":")
@@ -92,7 +95,7 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
             applied=False,
             fraction=None,
             bytes=None,
-            reason=f"{kind} has no allocator to cap; the plan and the monitor hold the budget",
+            reason=f"{kind} has no allocator to cap; the plan and the monitor enforce the budget",
         )
     module: Any = getattr(sources.torch, kind)
     if not hasattr(module, "set_per_process_memory_fraction"):
@@ -119,7 +122,7 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
 
 
 def _users_fraction(module: Any, index: int, environ: Mapping[str, str]) -> float | None:
-    """Return the fraction that somebody else has set, in this process or its environment; None if nobody did."""
+    """Return the fraction set by the user, in this process or its environment; None if there is none."""
     ask = getattr(module, "get_per_process_memory_fraction", None)
     if ask is None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
 from lightning_unified.cost_model.prediction import Prediction
@@ -94,7 +94,7 @@ class Planner:
         self._sizes: dict[Setting, TracedSizes] = {}
         self._settings: dict[tuple[Any, ...], Setting] = {}
         self._begun = time.monotonic()
-        self._ways = cuts(self.rows, unit=self._unit, least=least, most=most)
+        self._ways = even_splits(self.rows, unit=self._unit, least=least, most=most)
 
     def predict(self, setting: Setting, *, micro_batch_size: int | None = None) -> Prediction:
         """Return what a step takes under `setting`, traced at exactly that size.
@@ -211,7 +211,7 @@ class Planner:
             _, index, way = heapq.heappop(waiting)
             if index > 1 and time.monotonic() - self._begun > _LONGEST:
                 continue
-            yield replace(options[index], way=self._ways[way])
+            yield replace(options[index], split=self._ways[way])
             if way + 1 < len(self._ways):
                 heapq.heappush(waiting, (least[index](len(self._ways[way + 1])), index, way + 1))
 
@@ -224,7 +224,7 @@ class Planner:
     ) -> Option:
         own = None if bounds is None or bounds.own == setting else bounds.own
         option = Option(
-            lines=self._of(setting, bounds=bounds),
+            traces=self._of(setting, bounds=bounds),
             recompute="none" if setting.recompute is None else str(setting.recompute),
             again=setting.again,
             precision=setting.precision,

@@ -5,10 +5,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_unified.cost_model.backends import with_workspaces
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.trace.interpolation import Lines, MisalignedError, fit
+from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError, interpolate
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
 
 __all__ = ["TracedSizes"]
@@ -52,11 +52,11 @@ class TracedSizes:
     ) -> None:
         self._trace, self._least, self._holds_batch = trace_step, least, holds_batch
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
-        self._second = {cut[0]: cut[1] for cut in cuts(rows, unit=unit) if len(cut) > 1}
+        self._second = {cut[0]: cut[1] for cut in even_splits(rows, unit=unit) if len(cut) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int, int], Trace] = {}
         self._peaks: dict[tuple[int, int], int] = {}
-        self._lines: dict[int, Lines | None] = {}
+        self._lines: dict[int, Interpolation | None] = {}
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
         """Return the trace of a step of micro-batches of `rows`; of more than two parts, two are told.
@@ -121,20 +121,20 @@ class TracedSizes:
             return self._by_itself(rows, parts)
         return self._complete(lines.at(rows, parts=parts), rows=rows * parts)
 
-    def _lines_at(self, rows: int, parts: int) -> Lines | None:
+    def _lines_at(self, rows: int, parts: int) -> Interpolation | None:
         """Return the lines that a size lies on; None for one that is traced by itself."""
         whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
         uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
         few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
         return None if whole or small or uneven or few else self._lines_of(parts)
 
-    def _lines_of(self, parts: int) -> Lines | None:
+    def _lines_of(self, parts: int) -> Interpolation | None:
         if parts not in self._lines:
             self._lines[parts] = None
             if self._rows >= _FEW * self._unit:
                 sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
-                    self._lines[parts] = fit([self._traced(size, parts, size) for size in sizes])
+                    self._lines[parts] = interpolate([self._traced(size, parts, size) for size in sizes])
         return self._lines[parts]
 
     def _by_itself(self, rows: int, parts: int) -> Trace:

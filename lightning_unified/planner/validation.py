@@ -10,7 +10,7 @@ import lightning as L
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.summary import summarise
@@ -103,7 +103,7 @@ def foresee_validation(
         row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(batch)) // rows,
         workspaces=workspaces,
     )
-    ways = cuts(rows, unit=unit, most=most)
+    ways = even_splits(rows, unit=unit, most=most)
 
     def goes_through(trace: Trace) -> bool:
         return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=mmap_threshold)

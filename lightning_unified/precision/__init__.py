@@ -1,4 +1,9 @@
-"""Floor 3: the precision gate and its plugins."""
+"""Layer 2b: choose the precision of a run, build its plugin, and verify it before the first step.
+
+The precision of a run is resolved once, by `resolve_precision`, from three inputs: the strategy's `precision` (Hydra:
+`hardware.precision`, which `memory.precision` refers to), the Trainer's own plugin or flag, and the platform. `gate.py` holds
+the names and the rules.
+"""
 
 from lightning_unified.precision.float16 import float16_warnings
 from lightning_unified.precision.gate import Platform, PrecisionChoice, choose_precision, full_name, platform_of

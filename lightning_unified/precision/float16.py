@@ -1,4 +1,4 @@
-"""What float16 does in silence, in words: nothing here is refused, for it may be meant."""
+"""Warn about effects of float16 that show no error. Nothing is refused: each may be intended."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,29 +15,29 @@ from lightning_unified.precision.verify import unscales_itself
 
 __all__ = ["float16_warnings"]
 
-_NAMED = 2  # layers and parameters that a warning names; the rest is counted
+_NAMED = 2  # number of layers or parameters a warning names; the others are counted
 _WITHOUT_RULE = (
-    (nn.BCELoss, "CUDA's refuses it, for its logarithms overflow; use nn.BCEWithLogitsLoss"),
-    (nn.RMSNorm, "CUDA's runs it in float32 since torch 2.13; use bf16-mixed, or convert its input to float32"),
+    (nn.BCELoss, "autocast on CUDA refuses it, because its logarithms overflow; use nn.BCEWithLogitsLoss"),
+    (
+        nn.RMSNorm,
+        "autocast on CUDA runs it in float32 since torch 2.13; use bf16-mixed, or convert its input to float32",
+    ),
 )
 
 
 def float16_warnings(
     module: L.LightningModule, plugin: stock.Precision, *, device_type: str, optimizers: Iterable[Optimizer]
 ) -> Iterator[str]:
-    """Tell what the run is about to do in float16 that its user may not know of.
+    """Yield warnings about float16 effects of the run, each with a remedy.
 
     Args:
-        module: In the precision it trains in.
-        plugin: What runs.
-        device_type: Where.
-        optimizers: All of the run.
-
-    Yields:
-        Warnings, each with what to do instead.
+        module: Module in the precision it trains in.
+        plugin: Precision plugin of the run.
+        device_type: Device type of the run.
+        optimizers: All optimizers of the run.
 
     Source:
-        Autocast's tables of operators for MPS and CUDA, torch 2.13. Layers are seen, calls of `torch.nn.functional` are not.
+        Autocast's tables of operators for MPS and CUDA, torch 2.13. Layers are seen; calls of `torch.nn.functional` are not.
     """
     scaler = live_scaler(plugin)
     halves = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype == torch.float16]
@@ -49,7 +49,7 @@ def float16_warnings(
     fused = any(unscales_itself(optimizer) for optimizer in optimizers)
     if fused and scaler is not None and is_overridden("configure_gradient_clipping", module):
         yield (
-            f"{type(module).__name__}.configure_gradient_clipping will see gradients that are still multiplied by the scale, for a "
+            f"{type(module).__name__}.configure_gradient_clipping will see gradients still multiplied by the scale, because a "
             "fused optimizer unscales inside its step. Use fused=False if it clips."
         )
     if device_type == "mps" and plugin_precision(plugin) == "16-mixed":

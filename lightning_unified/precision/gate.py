@@ -1,4 +1,4 @@
-"""Which precision may run where, by device, torch version and scaler: the rules, without Lightning."""
+"""Rules of precision by device, torch version and scaler, without Lightning."""
 
 import difflib
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """What the rules ask of a machine.
+    """Properties of a machine that the rules depend on.
 
     Attributes:
         backend: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"` or `"xpu"`.
@@ -42,13 +42,13 @@ class Platform:
 
     @property
     def device_type(self) -> str:
-        """What torch calls the device, and a scaler and autocast for it."""
+        """Torch's name of the device, as scaler and autocast take it."""
         return "cuda" if self.backend == "rocm" else self.backend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionChoice:
-    """A precision and why it was chosen; `scaler` says whether a gradient scaler must be live."""
+    """A precision and its reason; `scaler` says whether a gradient scaler must be live."""
 
     precision: str
     scaler: bool
@@ -56,7 +56,7 @@ class PrecisionChoice:
 
 
 def platform_of(device: "torch.device", *, sources: Sources | None = None) -> Platform:
-    """Return what the rules ask of the machine that `device` is in; on MPS this constructs Metal's allocator."""
+    """Return the platform of `device`; on MPS this constructs Metal's allocator."""
     sources = sources or Sources.live()
     rocm = device.type == "cuda" and sources.torch.version.hip is not None
     return Platform(
@@ -67,10 +67,14 @@ def platform_of(device: "torch.device", *, sources: Sources | None = None) -> Pl
 
 
 def full_name(requested: str) -> str:
-    """Return Lightning's full name of the precision `requested`, `"auto"` or `"trainer"`.
+    """Return Lightning's full name of a precision, `"auto"` or `"trainer"`.
 
     Raises:
-        PrecisionError: If there is none of that name.
+        PrecisionError: If the name is unknown.
+
+    Example:
+        >>> full_name("bf16")
+        'bf16-mixed'
     """
     name = _ALIASES.get(str(requested), str(requested))
     if name not in _CHOICES:
@@ -81,18 +85,18 @@ def full_name(requested: str) -> str:
 
 
 def choose_precision(requested: str, *, platform: Platform) -> PrecisionChoice:
-    """Return the precision to run, by rule R3: what the device, the scaler and the torch version can really do.
+    """Return the precision to run, by rule R3: the one that device, scaler and torch version support.
 
     Args:
         requested: Lightning's name of a precision, or `"auto"`.
-        platform: Where.
+        platform: Platform of the run.
 
     Raises:
-        PrecisionError: If `requested` is unknown, or known to compute something else here than its name says.
+        PrecisionError: If `requested` is unknown, or would compute something else on this platform than its name says.
 
     Source:
-        torch 2.13 `torch/amp/grad_scaler.py`; pytorch issues 142397, 150255 (scaler on MPS from 2.8), 139390 (bfloat16 autocast on MPS
-        from 2.6).
+        torch 2.13 `torch/amp/grad_scaler.py`; pytorch issues 142397, 150255 (scaler on MPS since 2.8), 139390 (bfloat16
+        autocast on MPS since 2.6).
     """
     name, backend = full_name(requested), platform.backend
     if name == "auto":

@@ -1,4 +1,4 @@
-"""Lightning's mixed precision with a gradient scaler that is live or absent, and whose state outlives a change of precision."""
+"""Lightning's mixed precision with a gradient scaler that is either live or absent."""
 
 from typing import Any
 
@@ -17,15 +17,21 @@ _KEYS = ("MixedPrecision", "native_amp_scaling_state")  # the second is what Lig
 
 
 class MixedPrecision(stock.MixedPrecision):
-    """Runs 16-mixed or bf16-mixed, and never float16 with a scaler that does nothing.
+    """Runs 16-mixed or bf16-mixed, and refuses float16 with a disabled scaler.
 
-    It bears the name of Lightning's own because Lightning files a plugin's state in the checkpoint under the name of its class
-    (2.6.6, checkpoint_connector.py): so a run of either goes on under the other with the scale that it had.
+    Deviations from Lightning's `MixedPrecision` (2.6.6):
+
+    1. A disabled gradient scaler raises, because small float16 gradients would become zero.
+    2. A fused optimizer forbids gradient clipping only with a scaler; Lightning refuses it without one as well (amp.py).
+    3. A missing or empty scaler state in a checkpoint is reported instead of ignored.
+
+    The class has the name of Lightning's own, because Lightning stores a plugin's state in the checkpoint under its class
+    name (checkpoint_connector.py). So a run of either class resumes under the other with its scale.
 
     Args:
         precision: `"16-mixed"` or `"bf16-mixed"`.
-        device_type: Where autocast runs.
-        scaler: For 16-mixed; default a new one.
+        device_type: Device type of autocast.
+        scaler: Gradient scaler for 16-mixed; default a new one.
 
     Raises:
         PrecisionError: If 16-mixed would run with a disabled scaler.
@@ -48,38 +54,44 @@ class MixedPrecision(stock.MixedPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip; only with a scaler does a fused optimizer forbid it, and Lightning 2.6.6 refuses it without one as well (amp.py)."""
+        """Clip gradients, also with a fused optimizer if there is no scaler."""
         plugin = stock.MixedPrecision if self.scaler is not None else stock.Precision
         plugin.clip_gradients(self, optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say what becomes of the scaler when a run is resumed in another precision; Lightning calls this before it loads our state."""
+        """Report what happens to the scaler when a run resumes in another precision.
+
+        Lightning calls this before it loads the plugin's state.
+        """
         noted = any(checkpoint.get(key) for key in _KEYS)
         if noted and self.scaler is None:
             rank_zero_info(
-                f"The checkpoint was made in 16-mixed; {self.precision} needs no gradient scaler, and its state is left."
+                f"The checkpoint was made in 16-mixed; {self.precision} needs no gradient scaler, and the scaler's state is ignored."
             )
         if self.scaler is not None and not noted:
             rank_zero_warn(
                 "The checkpoint holds no gradient-scaler state (it was made in another precision); the scaler starts anew "
-                f"at {self.scaler.get_scale():g}, and may skip the first steps until it has found its scale."
+                f"at {self.scaler.get_scale():g} and may skip the first steps until it finds its scale."
             )
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scaler; an empty state, which torch refuses, leaves it as it is."""
+        """Restore the scaler; an empty state, which torch refuses, changes nothing."""
         if state_dict:
             super().load_state_dict(state_dict)
 
 
 def live_scaler(plugin: stock.Precision) -> torch.amp.GradScaler | None:
-    """Return the gradient scaler that `plugin` scales with, None where it has none or a disabled one."""
+    """Return the gradient scaler of `plugin`, None if it has none or a disabled one."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def gradient_scale(plugin: stock.Precision) -> float:
-    """Return by what the gradients under `plugin` are multiplied until the optimizer steps; reads one number from the device."""
+    """Return the factor on gradients under `plugin` before the optimizer step.
+
+    It reads one number from the device.
+    """
     scaler = live_scaler(plugin)
     return 1.0 if scaler is None else float(scaler.get_scale())

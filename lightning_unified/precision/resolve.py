@@ -1,4 +1,4 @@
-"""From what the Trainer was told and what the strategy was told to the one plugin that runs."""
+"""Resolve the precisions given to Trainer and strategy into the one plugin that runs."""
 
 from dataclasses import replace
 
@@ -15,25 +15,25 @@ _STOCK = (stock.Precision, stock.MixedPrecision, stock.HalfPrecision, stock.Doub
 
 
 def plugin_precision(plugin: stock.Precision | None) -> str:
-    """Return Lightning's name of what `plugin` runs."""
+    """Return Lightning's name of the precision `plugin` runs."""
     return str(getattr(plugin, "precision", "32-true"))
 
 
 def resolve_precision(
     given: stock.Precision | None, *, asked: str, platform: Platform
 ) -> tuple[PrecisionChoice, stock.Precision]:
-    """Return what runs and the plugin for it, built for the device that is really used.
+    """Return the precision of the run, and its plugin built for the device in use.
 
-    Lightning 2.6.6 builds its plugin from the accelerator *flag* (accelerator_connector.py), and takes "cuda" where that is an object:
-    autocast and scaler are then disabled on every other device, and the module trains in float32.
+    Lightning 2.6.6 builds its plugin from the accelerator *flag* (accelerator_connector.py) and assumes "cuda" if the flag is
+    an object. Then autocast and scaler are disabled on every other device, and the module trains in float32.
 
     Args:
-        given: The plugin that the Trainer hands over: made from its flag, the user's own, or one that the strategy carried.
-        asked: What the strategy itself was given; `"trainer"` leaves it to the Trainer.
-        platform: Where it will run.
+        given: The Trainer's plugin: made from its flag, the user's own, or one that the strategy carried.
+        asked: The strategy's own precision; `"trainer"` leaves it to the Trainer.
+        platform: Platform of the run.
 
     Raises:
-        PrecisionError: If the two contradict each other, or the platform cannot give what is asked.
+        PrecisionError: If the two contradict each other, or the platform cannot run the requested precision.
     """
     asked, flag = full_name(asked), plugin_precision(given)
     own = given is not None and type(given) not in _STOCK
@@ -53,18 +53,18 @@ def resolve_precision(
 def resolve_simulated(
     given: stock.Precision | None, *, asked: str, simulated: Platform, here: Platform
 ) -> tuple[PrecisionChoice, stock.Precision]:
-    """Return what the simulated platform would run, as far as the CPU that is `here` can, and the plugin for that.
+    """Return the precision of the simulated platform, as far as this CPU can run it, and its plugin.
 
     Float16 becomes bfloat16, which takes as many bytes: a CPU has no gradient scaler in Lightning.
 
     Args:
         given: As for `resolve_precision`.
         asked: As for `resolve_precision`.
-        simulated: The platform that is not here.
+        simulated: The simulated platform.
         here: This CPU.
 
     Raises:
-        PrecisionError: If the simulated platform cannot give what is asked.
+        PrecisionError: If the simulated platform cannot run the requested precision.
     """
     asked, flag = full_name(asked), plugin_precision(given)
     follows = asked == "trainer" or (asked == "auto" and flag != "32-true")
@@ -82,7 +82,10 @@ def resolve_simulated(
 
 
 def _followed(given: stock.Precision | None, flag: str, platform: Platform) -> PrecisionChoice:
-    """Return the choice that follows the Trainer; a live scaler for a CPU, which only a user makes, is enough for float16 there."""
+    """Return the choice that follows the Trainer.
+
+    A live scaler for a CPU, which only a user makes, permits float16 there.
+    """
     scaler = live_scaler(given) if given is not None else None
     if platform.backend == "cpu" and flag == "16-mixed" and scaler is not None and scaler._device == "cpu":
         return PrecisionChoice(precision=flag, scaler=True, reason="")
@@ -90,16 +93,16 @@ def _followed(given: stock.Precision | None, flag: str, platform: Platform) -> P
 
 
 def build_plugin(choice: PrecisionChoice, *, device_type: str, given: stock.Precision | None = None) -> stock.Precision:
-    """Return the plugin for `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …).
+    """Return the plugin of `choice` on a device of `device_type` (`"cpu"`, `"cuda"`, `"mps"`, …).
 
     Args:
-        choice: What to run.
-        device_type: Where.
-        given: The plugin that this one takes the place of. A gradient scaler of its is kept if it is live here, for it may be the
-            user's own, with settings of its own.
+        choice: Precision to run.
+        device_type: Device type of the run.
+        given: Plugin to replace. Its gradient scaler is kept if it is live on this device, because it may be the user's own
+            with other settings.
 
     Raises:
-        PrecisionError: If `given` was made for this very device with a scaler that is disabled, or is for another one.
+        PrecisionError: If `given` was made for this device with a scaler that is disabled, or is for another device.
     """
     if choice.precision in ("16-mixed", "bf16-mixed"):
         scaler = None

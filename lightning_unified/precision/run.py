@@ -1,4 +1,4 @@
-"""The last look at precision, when Trainer, module and optimizers are there and nothing has run yet."""
+"""Verify the precision of a run once Trainer, module and optimizers exist and nothing has run."""
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -13,10 +13,12 @@ __all__ = ["verify_run"]
 
 
 def verify_run(trainer: L.Trainer) -> None:
-    """Refuse what would fail in the first step or compute something else in silence; warn of what float16 may do.
+    """Raise if the precision would fail in the first step, or compute something else silently.
+
+    Effects of float16 that may be intended are warned about.
 
     Args:
-        trainer: Its strategy has been set up.
+        trainer: Trainer whose strategy has been set up.
 
     Raises:
         PrecisionError: If the Trainer's flag was ignored, or as `verify_plugin` says.
@@ -31,9 +33,9 @@ def verify_run(trainer: L.Trainer) -> None:
 
 
 def _refuse_ignored_flag(trainer: L.Trainer) -> None:
-    """Raise if a plugin that the strategy carried has kept Lightning from looking at `Trainer(precision=…)`.
+    """Raise if a plugin carried by the strategy made Lightning ignore `Trainer(precision=…)`.
 
-    A flag of 32-true cannot be told from none.
+    A flag of 32-true is indistinguishable from no flag.
 
     Source:
         lightning/pytorch/trainer/connectors/accelerator_connector.py, `_check_config_and_set_final_flags` (2.6.6).

@@ -1,4 +1,4 @@
-"""Whether a plugin does what its name says, and its scaler gets on with the optimizers: known before the first step."""
+"""Verify before the first step that a plugin does what its name says and suits the optimizers."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ def verify_plugin(
     clips: bool,
     sources: Sources | None = None,
 ) -> None:
-    """Check that the plugin does what its name says (rule R2), and that a gradient scaler gets on with the optimizers (R3).
+    """Raise unless the plugin does what its name says (R2) and its scaler suits the optimizers (R3).
 
     Args:
-        plugin: What runs.
-        device_type: Where the module is.
-        optimizers: All of the run.
+        plugin: Precision plugin of the run.
+        device_type: Device type of the module.
+        optimizers: All optimizers of the run.
         clips: Whether the Trainer clips gradients.
-        sources: For torch's version; default this machine.
+        sources: Sources of torch's version; default this machine.
 
     Raises:
-        PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live scaler, or
-            if an optimizer, or the type of its parameters, cannot be used under a scaler: torch and Lightning refuse that in the
-            middle of the first step, or on MPS before torch 2.13 not at all.
+        PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live
+            scaler, or if an optimizer, or the dtype of its parameters, is unusable under a scaler. torch and Lightning raise
+            for these in the middle of the first step, or on MPS before torch 2.13 not at all.
     """
     if isinstance(plugin, stock.MixedPrecision):
         _verify_autocast(plugin, device_type)
@@ -49,7 +49,7 @@ def verify_plugin(
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Return whether `optimizer` divides gradients by the scale inside its step, as torch's fused ones do."""
+    """Return whether `optimizer` unscales gradients inside its step, as torch's fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -60,7 +60,7 @@ def _verify_autocast(plugin: stock.MixedPrecision, device_type: str) -> None:
             "without saying so. Pass the accelerator as a string, not as an object, or give the precision to the strategy."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says what it disables; what follows says what to do
+        warnings.simplefilter("ignore")  # torch warns that it disables autocast; the error below says what to do
         context = plugin.autocast_context_manager()
     if not context._enabled:
         raise PrecisionError(
@@ -80,7 +80,7 @@ def _verify_autocast(plugin: stock.MixedPrecision, device_type: str) -> None:
 
 
 def _verify_under_scaler(optimizer: Optimizer, *, clips: bool, sound: bool) -> None:
-    """Refuse what goes wrong with a scaler; `sound` is whether this device's scaling kernels are."""
+    """Raise for combinations that fail with a scaler; `sound` is whether its kernels are correct."""
     name, fused = type(optimizer).__name__, unscales_itself(optimizer)
     dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if isinstance(optimizer, LBFGS):

@@ -440,7 +440,7 @@ def test_a_starved_process_saves_and_ends_by_itself(tmp_path):
     step = torch.load(tmp_path / "last.ckpt")["global_step"]
 
     assert done.returncode == 0, done.stderr
-    assert f"step={step} memory pressure: only 100.00 MiB of 16.00 GiB can be had (MemAvailable)" in done.stdout
+    assert f"step={step} memory pressure: only 100.00 MiB of 16.00 GiB is available (MemAvailable)" in done.stdout
     assert actions(tmp_path)[-1] == f"stopped at step {step}, state in {tmp_path / 'last.ckpt'}"
 
 

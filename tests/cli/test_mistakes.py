@@ -14,7 +14,7 @@ TINY = ("hardware=cpu", "data=builtin", "model.heads=2", "model.layers=1", "trai
 MISTAKES = {
     "hardware that is not here": (
         ["hardware=mps", "memory=large"],
-        r"hardware=mps was asked for; this machine has.*hardware=cpu or hardware=auto",
+        r"hardware=mps is not present; this machine has.*hardware=cpu or hardware=auto",
     ),
     "a misspelt choice": (["memory=larg"], r"memory=larg: there is no such choice; did you mean large\?"),
     "a misspelt choice in a sweep": (

@@ -1,4 +1,4 @@
-"""Steps made by hand: a small network of blocks whose storages grow with rows and length as real ones do."""
+"""Handmade steps: a small network of blocks whose storages grow with rows and length."""
 
 import pytest
 

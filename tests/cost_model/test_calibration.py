@@ -1,4 +1,4 @@
-"""What a machine taught is kept between runs, raises predictions only, and can be looked at and deleted."""
+"""Calibrations are kept between runs, only raise peaks, and can be listed and deleted."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def learn(calibration, *ratios, kind=KIND, seconds=()):
 
 
 def test_nothing_is_corrected_before_anything_was_measured(kept):
-    assert (kept().rates, kept().peak_factor(KIND), kept().median_peak_ratio(KIND)) == (None, 1.0, None)
+    assert (kept().rates, kept().peak_factor(KIND)) == (None, 1.0)
     assert kept().step_factor() == 1.0
 
 
@@ -94,12 +94,6 @@ def test_old_measurements_are_forgotten(kept):
     learn(calibration, 1.2, *[1.01] * 16)
 
     assert calibration.peak_factor(KIND) == pytest.approx(1.01)
-
-
-def test_the_reported_ratio_is_the_median(kept):
-    learn(kept(), 0.9, 1.0, 1.3)
-
-    assert kept().median_peak_ratio(KIND) == pytest.approx(1.0)
 
 
 def test_times_are_corrected_by_one_factor_for_the_machine(kept):
@@ -176,9 +170,7 @@ def test_calibrations_can_be_listed_and_deleted(kept, tmp_path):
     learn(kept("attic"), 1.1)
 
     assert calibrated_machines(folder) == ["attic", "box"]
-    assert kept("attic").clear()
-    assert not kept("attic").clear()
-    assert clear_calibrations(folder) == ["box"]
+    assert clear_calibrations(folder) == ["attic", "box"]
     assert calibrated_machines(folder) == []
 
 

@@ -1,4 +1,4 @@
-"""What generation takes by formula is what its tensors really take."""
+"""The generation formula equals the bytes of real tensors."""
 
 import pytest
 import torch

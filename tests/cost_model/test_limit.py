@@ -1,9 +1,9 @@
-"""Whether a step fits where an allocator may take no more than so much."""
+"""Whether a step fits within a limit on reserved bytes."""
 
 import pytest
 
 from lightning_unified.cost_model.memory.limit import fits_within
-from lightning_unified.cost_model.memory.reserve import held
+from lightning_unified.cost_model.memory.reserve import allocator_peak
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.units import MIB
 
@@ -19,7 +19,7 @@ def step():
 
 
 def test_a_step_fits_within_what_it_takes_and_not_within_less_than_lives(step):
-    found = held(step)
+    found = allocator_peak(step)
 
     assert (found.allocated, found.reserved) == (190 * MIB, 230 * MIB)
     assert fits_within(step, found.reserved)
@@ -46,7 +46,7 @@ def test_nothing_fits_within_nothing(step):
     assert not fits_within(step, 0)
 
 
-def test_blocks_that_are_mapped_one_by_one_are_there_for_others_once_they_are_given_back():
+def test_memory_of_single_mappings_is_available_again_once_freed():
     events = [Take(0, MIB, "weights"), Work("mm", "forward")]
     events += [Take(1, 100 * 1024, "activations"), Take(2, 64 * 1024, "activations"), Give(1)]
     events += [Take(3, 120 * 1024, "activations"), Give(2), Give(3)]

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state: before the first step by the optimizer's kind, after it as they are."""
+"""Bytes of optimizer state: by the optimizer's class before the first step, real ones after it."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Codes(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_states_of_8_bits_count_as_what_they_keep_and_an_unknown_optimizer_nothing_before_its_first_step():
+def test_8_bit_state_counts_its_parts_and_unknown_optimizers_count_0_before_a_step():
     class Other(torch.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {})

@@ -1,4 +1,4 @@
-"""The peak of a step is the most that lives at once, with what it is for and where it is."""
+"""The peak of live bytes, with its categories and its place in the step."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

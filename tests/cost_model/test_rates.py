@@ -1,4 +1,4 @@
-"""The speeds of a machine are measured where it is, tabled where it is not, and say which."""
+"""Speeds of a machine: measured if it is present, tabled if not, each with its source."""
 
 import json
 
@@ -163,6 +163,6 @@ def test_what_alignment_gave_is_said_in_numbers():
     )
 
     assert alignment.describe() == (
-        "on NVIDIA H200 sizes that are multiples of 8 pay: times as long a row, by what its size is not: no multiple of 8 1.52, "
+        "on NVIDIA H200 sizes that are multiples of 8 pay; time a row without each property, relative to with it: no multiple of 8 1.52, "
         "no multiple of 64 1.01, no power of two 1.00 (bfloat16)"
     )

@@ -1,4 +1,7 @@
-"""The model of CUDA's allocator, and predictions, against what a GPU recorded: `benchmarks/cost_model/record_allocations.py` made the files."""
+"""The model of CUDA's allocator and predictions, compared with recordings of a GPU.
+
+`benchmarks/cost_model/record_allocations.py` made the recordings.
+"""
 
 import gzip
 import json

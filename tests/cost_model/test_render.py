@@ -1,4 +1,4 @@
-"""Plans and predictions as a terminal, a Markdown page and a picture show them."""
+"""Plans and predictions on a terminal, as Markdown and as a picture."""
 
 import io
 import re
@@ -83,16 +83,17 @@ def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
 
 
 @pytest.mark.parametrize(
-    ("level", "words"), [("high", "nothing was made up"), ("medium", "decide no shape"), ("low", "probe before")]
+    ("level", "words"),
+    [("high", "no value was made up"), ("medium", "decide no shape"), ("low", "batch-size probe before")],
 )
 def test_a_confidence_says_what_it_means(level, words):
     assert words in line_of(text_of(prediction(confidence=level)), "confidence")
 
 
-def test_categories_come_in_the_order_of_a_step_and_those_that_take_nothing_are_left_out():
+def test_categories_come_in_step_order_without_empty_ones():
     names = [row[0] for row in categories_table(prediction()).rows]
 
-    assert names == ["weights", "activations", "peak of tensors", "taken by the allocator"]
+    assert names == ["weights", "activations", "peak of tensors", "reserved by the allocator"]
 
 
 def test_the_bars_of_categories_are_stacked_and_end_at_the_peak():
@@ -105,7 +106,7 @@ def test_the_bars_of_categories_are_stacked_and_end_at_the_peak():
 def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
     table = categories_table(prediction(validation=prediction(reserved_bytes=10 * GIB)), budget_bytes=8 * GIB)
 
-    assert [row[0] for row in table.rows[-3:]] == ["taken by the allocator", "validation step", "budget"]
+    assert [row[0] for row in table.rows[-3:]] == ["reserved by the allocator", "validation step", "budget"]
     assert table.bars.spans[-3:] == ((0, 0.5), (0, 1.0), (0, 0.8))
 
 
@@ -135,7 +136,7 @@ def test_a_bar_is_as_long_as_its_share_and_marks_are_seen_beside_it():
     assert bar.endswith(" ┊      ┊")
 
 
-def test_of_many_places_the_highest_of_each_phase_and_of_all_are_shown_in_the_order_of_the_step():
+def test_the_highest_places_of_each_phase_and_overall_are_shown_in_step_order():
     forward = [(f"forward of {at}", (at * 7 % 20 + 10) * MIB) for at in range(20)]
     table = instants_table(prediction(instants=(("before the step", MIB), *forward, ("optimizer step", 2 * MIB))))
     first, *shown, last = [row[0] for row in table.rows]
@@ -148,7 +149,7 @@ def test_of_many_places_the_highest_of_each_phase_and_of_all_are_shown_in_the_or
 
 def test_alternatives_are_ranked_fastest_first_and_the_chosen_one_is_pointed_at():
     others = (weighed(8, reserved=10 * GIB, seconds=0.1, fits=False), weighed(2), weighed(4, seconds=0.25))
-    lines = text_of(plan(prediction=prediction(), alternatives=others)).partition("What was weighed")[2].splitlines()
+    lines = text_of(plan(prediction=prediction(), alternatives=others)).partition("Alternatives")[2].splitlines()
     rows = [line.split()[: 3 + line.startswith("→")] for line in lines if " × " in line]
 
     assert rows == [["→", "4", "×", "8"], ["2", "×", "16"], ["8", "×", "4"]]
@@ -172,7 +173,7 @@ def test_a_plan_that_does_not_fit_says_so_first_and_shows_what_it_would_take():
 
     assert not does_fit(refused)
     assert re.match(r"verdict +does not fit +1 row needs 5 GiB", text.splitlines()[1])
-    assert "What it would take" in text and "no, 4.00 GiB over" in text and "→" not in text
+    assert "Memory each plan needs" in text and "no, 4.00 GiB over" in text and "→" not in text
     assert "the whole batch at once" not in text
 
 
@@ -189,7 +190,7 @@ def test_what_fits_where_names_each_machine_or_why_not():
     text = text_of(chosen, machines=machines)
 
     assert re.search(r"m2-16gb +mps, unified +8.00 GiB +yes +4 × 8 +all +bf16-mixed +4.00 GiB +5.00 GiB +250 ms", text)
-    assert re.search(r"m1-8gb .* no .*the smallest step takes 5.00 GiB", text)
+    assert re.search(r"m1-8gb .* no .*the smallest step needs 5.00 GiB", text)
     assert re.search(r"rtx +cuda, dedicated +unknown +no +no such precision", text)
 
 
@@ -211,7 +212,7 @@ def test_markdown_has_a_head_a_list_and_a_table_for_each_part():
         "# Net on m2-16gb",
         "## Peak by category",
         "## Peak by place, in the order of the step",
-        "## What was weighed",
+        "## Alternatives",
     ]
     assert "| activations | 3.00 GiB | 75 % |" in page
 
@@ -250,7 +251,7 @@ def test_a_picture_is_drawn_of(shown, tmp_path):
 
 
 def test_a_picture_without_a_prediction_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="made without a prediction, so there is nothing to draw"):
+    with pytest.raises(ConfigurationError, match="has no prediction, so there is nothing to draw"):
         to_png(plan(), tmp_path / "plan.png")
 
 

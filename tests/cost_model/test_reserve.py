@@ -1,4 +1,4 @@
-"""What an allocator takes of the machine for a step is found by replaying its storages."""
+"""Reserved memory of a step, by replaying its storages through an allocator model."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.memory.reserve import held, replay, reserved_bytes
+from lightning_unified.cost_model.memory.reserve import allocator_peak, replay, reserved_bytes
 from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
@@ -61,14 +61,14 @@ def test_what_is_reserved_is_no_less_than_what_lives(made, backend, rows):
 @given(rows=st.integers(1, 500), expandable=st.booleans())
 def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows, expandable):
     trace = made(rows=rows)
-    found = held(trace, expandable_segments=expandable)
+    found = allocator_peak(trace, expandable_segments=expandable)
     assert found.reserved >= found.allocated >= peak(trace).bytes
     assert sum(found.categories.values()) == found.allocated
 
 
 def test_segments_that_grow_are_split_to_what_is_asked_for(made):
     trace = made(rows=200)
-    assert held(trace, expandable_segments=True).allocated == peak(trace).bytes
+    assert allocator_peak(trace, expandable_segments=True).allocated == peak(trace).bytes
 
 
 def test_an_unknown_backend_is_refused(made):
@@ -84,7 +84,7 @@ def test_the_gradients_of_a_step_become_those_of_the_step_before():
         Work("a", "backward"),
         Take(1, 8 * MIB, "gradients"),
     ]
-    assert held(Trace(events=tuple(events), rows=2, backend="mps")).allocated == 8 * MIB
+    assert allocator_peak(Trace(events=tuple(events), rows=2, backend="mps")).allocated == 8 * MIB
 
 
 def test_optimizer_state_is_taken_out_of_what_the_first_step_left():
@@ -117,7 +117,7 @@ def test_a_workspace_is_taken_by_the_operation_that_first_needs_it():
 
 def test_a_block_of_the_large_pool_keeps_a_rest_below_one_mebibyte():
     events = [Take(0, 20 * MIB, "logits"), Give(0), Take(1, 19 * MIB + 512, "logits"), Give(1)]
-    found = held(step_of(*events, Take(2, 20 * MIB - 512, "logits"), Give(2)))
+    found = allocator_peak(step_of(*events, Take(2, 20 * MIB - 512, "logits"), Give(2)))
     assert (found.allocated, found.reserved) == (20 * MIB, 20 * MIB)
 
 
@@ -261,7 +261,7 @@ def test_a_record_with_mapped_segments_is_replayed_with_segments_that_grow():
 
 def test_a_summary_joins_peak_allocator_and_places(made):
     found = summarise(made(rows=64), seconds=1.5, planning_seconds=0.25)
-    assert found.peak_bytes == held(made(rows=64)).allocated
+    assert found.peak_bytes == allocator_peak(made(rows=64)).allocated
     assert found.reserved_bytes == reserved_bytes(made(rows=64))
     assert sum(found.categories.values()) == found.peak_bytes
     assert (found.rows, found.parts, found.seconds, found.planning_seconds) == (64, 1, 1.5, 0.25)

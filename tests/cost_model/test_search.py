@@ -1,4 +1,4 @@
-"""The plan that is chosen fits, is the fastest that does, and never gets slower with a larger budget."""
+"""The chosen plan fits, is the fastest that fits, and is never slower with a larger budget."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import cuts
+from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.rates import Alignment
-from lightning_unified.cost_model.rates.cost import cut_seconds
+from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit
-from tests.support.made_traces import MadeLines, rates, reserve
+from tests.support.made_traces import MadeTraces, rates, reserve
 
 GFLOP = 10**9
 
@@ -19,9 +19,9 @@ GFLOP = 10**9
 def recomputing(share, *, per_row=100, again=0.5):
     """An option that keeps less and computes `share` of the forward pass again."""
     extra = ((0, int(share * GFLOP), 0, int(share * 10**6)),) if share else ()
-    lines = MadeLines(per_row=per_row, works=((0, GFLOP, 0, 10**6), *extra))
+    traces = MadeTraces(per_row=per_row, works=((0, GFLOP, 0, 10**6), *extra))
     return Option(
-        lines=lines, recompute="all" if share else "none", again=again if share else 0.0, changes=int(share > 0)
+        traces=traces, recompute="all" if share else "none", again=again if share else 0.0, changes=int(share > 0)
     )
 
 
@@ -39,7 +39,7 @@ def test_options_that_the_whole_batch_outdoes_are_not_traced():
     slower = recomputing(1, per_row=20)
     find([recomputing(0), slower], 10**9)
 
-    assert slower.lines.asked == []
+    assert slower.traces.asked == []
 
 
 def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
@@ -47,7 +47,7 @@ def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
     choice = find([recomputing(0), slower], 1000 + 100 * 8)
 
     assert (choice.best.parts, choice.best.recompute) == (2, "none")
-    assert set(slower.lines.asked) == {(16, 1)}
+    assert set(slower.traces.asked) == {(16, 1)}
 
 
 def test_the_micro_batch_is_the_largest_that_fits():
@@ -65,10 +65,10 @@ def test_what_the_allocator_takes_decides_and_not_what_lives():
 
 
 def test_the_whole_batch_lives_beside_its_parts():
-    lines = [Option(lines=MadeLines(batch_row=100))]
+    options = [Option(traces=MadeTraces(batch_row=100))]
 
-    assert find(lines, 1000 + 100 * 16 + 100 * 4).best.micro_batch_size == 4
-    assert find(lines, 1000 + 100 * 16).best is None
+    assert find(options, 1000 + 100 * 16 + 100 * 4).best.micro_batch_size == 4
+    assert find(options, 1000 + 100 * 16).best is None
 
 
 def test_cutting_wins_where_launches_cost_less_than_recomputation():
@@ -81,9 +81,9 @@ def test_cutting_wins_where_launches_cost_less_than_recomputation():
 
 def test_recomputation_wins_where_each_part_costs_much():
     costly = ((20 * GFLOP, GFLOP, 0, 10**6),)
-    plain = Option(lines=MadeLines(works=costly))
+    plain = Option(traces=MadeTraces(works=costly))
     saving = Option(
-        lines=MadeLines(per_row=20, works=(*costly, (0, GFLOP // 2, 0, 0))), recompute="all", again=1.0, changes=1
+        traces=MadeTraces(per_row=20, works=(*costly, (0, GFLOP // 2, 0, 0))), recompute="all", again=1.0, changes=1
     )
     choice = find([plain, saving], 1000 + 100 * 8)
 
@@ -91,15 +91,15 @@ def test_recomputation_wins_where_each_part_costs_much():
 
 
 def test_of_equal_plans_the_one_that_changes_less_of_what_the_user_set_is_chosen():
-    kept = Option(lines=MadeLines(), changes=0)
-    changed = Option(lines=MadeLines(), optimizer_kernel="foreach", changes=1)
+    kept = Option(traces=MadeTraces(), changes=0)
+    changed = Option(traces=MadeTraces(), optimizer_kernel="foreach", changes=1)
 
     assert find([changed, kept], 10**9).best.optimizer_kernel is None
 
 
 def test_a_faster_kernel_of_the_optimizer_is_chosen():
-    own = Option(lines=MadeLines(optimizer=(0, 10**9)))
-    fused = Option(lines=MadeLines(optimizer=(0, 10**8)), optimizer_kernel="fused", changes=1)
+    own = Option(traces=MadeTraces(optimizer=(0, 10**9)))
+    fused = Option(traces=MadeTraces(optimizer=(0, 10**8)), optimizer_kernel="fused", changes=1)
 
     assert find([own, fused], 10**9).best.optimizer_kernel == "fused"
 
@@ -158,24 +158,24 @@ def aligned(multiple, gain):
 
 
 def test_an_aligned_size_is_taken_where_it_is_measurably_faster():
-    lines = [Option(lines=MadeLines())]
+    options = [Option(traces=MadeTraces())]
     budget = 1000 + 100 * 40
 
-    assert find(lines, budget, rows=96).best.micro_batch_size == 32
-    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.5)).best.micro_batch_size == 32
-    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(1, 1.0)).best.micro_batch_size == 48
+    assert find(options, budget, rows=96).best.micro_batch_size == 32
+    assert find(options, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.5)).best.micro_batch_size == 32
+    assert find(options, 1000 + 100 * 50, rows=96, alignment=aligned(1, 1.0)).best.micro_batch_size == 48
 
 
 def test_a_small_gain_of_alignment_does_not_pay_for_another_part():
-    costly = [Option(lines=MadeLines(works=((20 * GFLOP, GFLOP, 0, 10**6),)))]
+    costly = [Option(traces=MadeTraces(works=((20 * GFLOP, GFLOP, 0, 10**6),)))]
 
     assert find(costly, 1000 + 100 * 50, rows=96, alignment=aligned(32, 1.01)).best.micro_batch_size == 48
 
 
 def test_rows_of_an_aligned_length_are_aligned_in_any_number():
-    lines = [Option(lines=MadeLines(length=128))]
+    options = [Option(traces=MadeTraces(length=128))]
 
-    assert find(lines, 1000 + 100 * 50, rows=96, alignment=aligned(64, 1.5)).best.micro_batch_size == 48
+    assert find(options, 1000 + 100 * 50, rows=96, alignment=aligned(64, 1.5)).best.micro_batch_size == 48
 
 
 class Least(NamedTuple):
@@ -191,8 +191,8 @@ class Least(NamedTuple):
 works = st.tuples(st.integers(0, 10**10), st.integers(0, 10**10), st.integers(0, 10**9), st.integers(0, 10**9))
 made_options = st.builds(
     Option,
-    lines=st.builds(
-        MadeLines,
+    traces=st.builds(
+        MadeTraces,
         fixed=st.integers(0, 10**6),
         per_row=st.integers(0, 10**5),
         batch_row=st.integers(0, 10**5),
@@ -233,9 +233,9 @@ def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets,
 @given(option=made_options, rows=st.integers(1, 70), budget=st.integers(1, 10**7))
 def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
     found = [
-        cut_seconds(lambda rows, parts: option.lines.at(rows, parts=parts), way, rates())
-        for way in cuts(rows)
-        if option.lines.peak_bytes(way[0], parts=len(way)) <= budget
+        split_seconds(lambda rows, parts: option.traces.at(rows, parts=parts), split, rates())
+        for split in even_splits(rows)
+        if option.traces.peak_bytes(split[0], parts=len(split)) <= budget
     ]
     best = find([option], budget, rows=rows).best
 
@@ -255,10 +255,10 @@ def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, bud
     floor=st.sampled_from([None, Least(1e-9)]),
 )
 def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, budget, align, floor):
-    plain = replace(option.lines)
+    plain = replace(option.traces)
     saving = replace(plain, per_row=int(keeps * plain.per_row), works=(*plain.works, extra))
-    own = replace(option, lines=plain)
-    other = replace(option, lines=saving, recompute="all", again=1.0, least_seconds=option.least_seconds or floor)
+    own = replace(option, traces=plain)
+    other = replace(option, traces=saving, recompute="all", again=1.0, least_seconds=option.least_seconds or floor)
     alone = [find([one], budget, rows=rows, alignment=align).best for one in (own, other)]
     both = find([own, other], budget, rows=rows, alignment=align).best
 
@@ -280,8 +280,8 @@ def test_asked_one_way_to_cut_at_a_time_by_what_they_take_at_least_the_same_is_f
     options, rows, unit, budget, align
 ):
     options = [replace(option, least_seconds=option.least_seconds or Least(0)) for option in options]
-    each = [replace(option, way=way) for option in options for way in cuts(rows, unit=unit)]
-    each.sort(key=lambda option: option.least_seconds(len(option.way)))
+    each = [replace(option, split=split) for option in options for split in even_splits(rows, unit=unit)]
+    each.sort(key=lambda option: option.least_seconds(len(option.split)))
     full, quick = (
         find(asked, budget, rows=rows, unit=unit, alignment=align, own=options[0]) for asked in (options, each)
     )
@@ -297,8 +297,9 @@ def test_asked_one_way_to_cut_at_a_time_by_what_they_take_at_least_the_same_is_f
 
 def test_what_comes_after_a_plan_that_is_faster_is_not_traced():
     quick, slow = (
-        replace(recomputing(0), least_seconds=least, way=way) for least, way in ((Least(0), (16,)), (Least(9), (8, 8)))
+        replace(recomputing(0), least_seconds=least, split=split)
+        for least, split in ((Least(0), (16,)), (Least(9), (8, 8)))
     )
     find([quick, slow], 10**9)
 
-    assert slow.lines.asked == []
+    assert slow.traces.asked == []

@@ -1,4 +1,4 @@
-"""Machines nobody here owns, as the sources a reader would find on them; figures from unified-memory field reports."""
+"""Machines that are not present, as injected sources; figures from field reports."""
 
 from dataclasses import replace
 from pathlib import Path

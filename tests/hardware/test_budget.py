@@ -1,4 +1,4 @@
-"""What a budget as written comes to."""
+"""Budgets as written, resolved to bytes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified.errors import BudgetError
-from lightning_unified.hardware import TIERS, Figure, Reading, read, resolve_budget
+from lightning_unified.hardware import Figure, Reading, fixed_tiers, read, resolve_budget
 from lightning_unified.hardware.budget import divide_budget, follow_budget, unified_reserve
 
 GIB, MIB = 2**30, 2**20
@@ -93,7 +93,7 @@ def test_an_amount_above_what_is_free_is_taken_and_the_reason_says_so():
     budget = resolve_budget("16GiB", pool(total=24 * GIB, available=3 * GIB))
 
     assert budget.bytes == 16 * GIB
-    assert "only 3.00 GiB of it can be had now" in budget.reason
+    assert "only 3.00 GiB of it is available now" in budget.reason
 
 
 def test_an_amount_as_large_as_the_pool_is_accepted():
@@ -139,7 +139,7 @@ def test_leave_follows_other_programs_and_counts_own_bytes_as_had():
 
 
 def test_leaving_more_than_there_is_names_what_there_is():
-    with pytest.raises(BudgetError, match=r"'leave 30GiB' leaves nothing to train with: 20\.00 GiB can be had"):
+    with pytest.raises(BudgetError, match=r"'leave 30GiB' leaves nothing to train with: 20\.00 GiB is available"):
         resolve_budget("leave 30GiB", pool(total=32 * GIB, available=20 * GIB))
 
 
@@ -202,7 +202,7 @@ def test_auto_on_an_eight_gib_mac_takes_what_the_host_has_not_what_metal_allows(
     budget = resolve_budget("auto", read(sources=machine("m1")))
 
     assert budget.bytes == pytest.approx(3.5 * GIB, abs=16384)
-    assert "can be had now" in budget.reason
+    assert "memory available now" in budget.reason
 
 
 def test_auto_on_an_idle_mac_keeps_within_metals_working_set(machine):
@@ -217,13 +217,14 @@ def test_auto_on_an_idle_eight_gib_mac_leaves_the_system_four():
     assert resolve_budget("auto", pool(total=6 * GIB, available=6 * GIB, backend="mps", host=8 * GIB)).bytes == 4 * GIB
 
 
-def test_the_named_tiers_are_the_ones_the_configuration_ships():
-    from lightning_unified.cli.doctor import read_tiers
-    from lightning_unified.units import parse_bytes
-
-    shipped = {name: content["memory"]["budget"] for name, content in read_tiers().items() if name != "auto"}
-
-    assert {name: parse_bytes(spec) for name, spec in shipped.items()} == dict(TIERS)
+def test_the_fixed_tiers_are_read_from_the_shipped_configuration():
+    assert fixed_tiers() == {
+        "debug": 4 * GIB,
+        "small": 8 * GIB,
+        "medium": 16 * GIB,
+        "large": 28 * GIB,
+        "optimal": 32 * GIB,
+    }
 
 
 def test_processes_on_one_pool_get_a_part_of_an_amount_each():

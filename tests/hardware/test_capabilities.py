@@ -1,4 +1,4 @@
-"""What each machine is said to be able to do, and since which torch."""
+"""Capabilities of each machine, and their torch versions."""
 
 import pytest
 

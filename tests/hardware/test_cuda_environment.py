@@ -1,4 +1,4 @@
-"""A board whose GPU draws on the host's memory gets its cap before CUDA is up, and what the user wrote stays."""
+"""A one-pool board gets its cap before CUDA starts, and the user's own settings stay."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which of the configured machines a machine is taken for."""
+"""Detection of the configured machines."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_the_wider_name_of_a_narrow_machine_may_be_asked_for(machine, name, hard
 )
 def test_another_machines_name_is_refused(machine, name, hardware):
     with pytest.raises(
-        HardwareError, match=f"hardware={hardware} was asked for; this machine has: .*; use hardware={EXPECTED[name]}"
+        HardwareError, match=f"hardware={hardware} is not present; this machine has: .*; use hardware={EXPECTED[name]}"
     ):
         require(hardware, machine(name))
 
@@ -61,7 +61,7 @@ def test_hardware_absent_from_a_cpu_machine_is_refused_in_one_clear_line(machine
         require("mps", sources)
 
     assert str(caught.value) == (
-        "hardware=mps was asked for; this machine has: cpu (Test CPU, 8 cores, 32.0 GiB); use hardware=cpu or hardware=auto."
+        "hardware=mps is not present; this machine has: cpu (Test CPU, 8 cores, 32.0 GiB); use hardware=cpu or hardware=auto."
     )
 
 

@@ -1,4 +1,4 @@
-"""What doctor prints, on this machine and on others."""
+"""Output of doctor, on this machine and on others."""
 
 import json
 import subprocess

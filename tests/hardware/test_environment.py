@@ -1,4 +1,4 @@
-"""What is said about environment variables before one of them ends a run."""
+"""Findings about environment variables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A `leave` budget follows what other programs take and give back, and nothing else."""
+"""A `leave` budget follows memory that other programs take and free, and nothing else."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""macOS's page counters: read out of the kernel's own layout, and judged. Made-up machines; nothing here ran on a Mac."""
+"""macOS's page counters: parsed from the kernel's layout, and judged. Not run on a Mac."""
 
 import ctypes
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The peak is read cheaply and can be set back, where the machine allows it."""
+"""The peak is cheap to read, and resets if the machine allows it."""
 
 import dataclasses
 import mmap

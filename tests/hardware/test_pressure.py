@@ -1,4 +1,4 @@
-"""The system's verdict on memory, from each machine's own sources, and nothing made up where there are none."""
+"""Memory pressure from each machine's own sources; unknown without sources."""
 
 import mmap
 from dataclasses import replace
@@ -175,7 +175,7 @@ def test_a_clock_that_stands_still_gives_no_rate(machine):
 
 
 def on_one_pool(machine, *, available, free, blocks=None):
-    """The level of a GB10 of 119.7 GiB; GiB that can be had, are free, and are free in blocks of 2 MiB, where blocks are listed."""
+    """The level of a GB10 of 119.7 GiB; GiB available, free, and free in blocks of 2 MiB if blocks are listed."""
     sources = machine("gb10")
     figures = {"MemTotal": 119.7, "MemAvailable": available, "MemFree": free}
     write(sources.proc, "meminfo", "".join(f"{name}: {int(count * 2**20)} kB\n" for name, count in figures.items()))

@@ -1,4 +1,4 @@
-"""What each machine's pool reads as."""
+"""Readings of each machine's pool."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_a_discrete_card_counts_its_own_cached_blocks_as_available(machine):
 
 
 def test_gb10_takes_availability_from_the_host_not_from_the_driver(machine):
-    """The driver's free is MemFree, which one's own page cache eats: 41.52 where 115.7 GiB can be had."""
+    """The driver's free is MemFree, which excludes the page cache: 41.52 of 115.7 GiB available."""
     reading = read(sources=machine("gb10"))
 
     assert reading.pool == "unified"
@@ -258,13 +258,13 @@ def test_a_driver_that_fails_leaves_a_reason_instead_of_a_figure(machine):
 
 @pytest.mark.parametrize("device", ["cuda", "mps", "xpu", "cuda:0"])
 def test_a_device_that_is_not_here_is_refused_with_what_is(machine, device):
-    with pytest.raises(HardwareError, match=f"device '{device}' is not here; this machine has cpu"):
+    with pytest.raises(HardwareError, match=f"device '{device}' is not present; this machine has cpu"):
         read(device, sources=machine("cgroup_v1"))
 
 
 def test_an_index_beyond_the_devices_is_refused_with_the_range(machine):
     assert read("cuda:0", sources=machine("rtx4090")).device == "cuda:0"
-    with pytest.raises(HardwareError, match="'cuda:3' is not here; the indices are 0 to 0"):
+    with pytest.raises(HardwareError, match="'cuda:3' is not present; the indices are 0 to 0"):
         read("cuda:3", sources=machine("rtx4090"))
 
 

@@ -1,4 +1,4 @@
-"""Where CUDA's driver puts segments, as a GPU's recordings showed it."""
+"""Addresses of CUDA's segments, compared with recordings of a GPU."""
 
 from lightning_unified.hardware.allocators.addresses import Addresses
 from lightning_unified.units import MIB

@@ -1,4 +1,4 @@
-"""A simulated allocator counts what lives, rounds as its backend does, and stops in the backend's own words."""
+"""A simulated allocator counts, rounds and raises as its backend does."""
 
 import pytest
 import torch

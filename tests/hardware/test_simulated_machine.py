@@ -1,4 +1,4 @@
-"""Every reader sees a simulated machine as it would see the real one, and says that it is simulated."""
+"""Readers see a simulated machine like a real one, and mark its figures as simulated."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ def test_the_machines_are_those_of_the_documentation():
 
 
 def test_an_unknown_machine_is_refused_with_the_nearest():
-    with pytest.raises(HardwareError, match=r"simulate=m2-16 is not a machine that is known; did you mean m2-16gb\?"):
+    with pytest.raises(HardwareError, match=r"simulate=m2-16 is not a known machine; did you mean m2-16gb\?"):
         profile("m2-16")
 
 
@@ -141,7 +141,7 @@ def test_a_budget_caps_the_simulated_allocator(machine):
 def test_the_machine_is_the_hardware_its_profile_names(machine):
     assert detect(machine.sources) == machine.profile.hardware
     require(machine.profile.hardware, machine.sources)
-    with pytest.raises(HardwareError, match=r"was asked for; this machine has: .*simulated"):
+    with pytest.raises(HardwareError, match=r"is not present; this machine has: .*simulated"):
         require("cuda" if machine.profile.backend != "cuda" else "mps", machine.sources)
 
 

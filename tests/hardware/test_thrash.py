@@ -1,4 +1,4 @@
-"""Thrashing is named when steps are slow and memory moves, and never for one of the two alone."""
+"""Thrashing is reported for slow steps with memory traffic, never for one of the two alone."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What watch sees and shows on machines that are not here, and which runs it takes for alive."""
+"""Output of watch on injected machines, and the runs it considers alive."""
 
 import io
 import json
@@ -153,7 +153,7 @@ def test_pressure_and_its_reason_stand_in_the_view(sources):
     tight = sources("rtx4090")
     (tight.proc / "meminfo").write_text("MemTotal: 67108864 kB\nMemFree: 1000 kB\nMemAvailable: 2097152 kB\n")
 
-    assert "warn: only 2.00 GiB of 64.00 GiB can be had (MemAvailable)" in text_of(look(tight), 120)
+    assert "warn: only 2.00 GiB of 64.00 GiB is available (MemAvailable)" in text_of(look(tight), 120)
 
 
 def test_swap_is_what_the_system_says(sources):

@@ -1,4 +1,4 @@
-"""How allocators are held to a budget."""
+"""Caps and watermarks of allocators."""
 
 import pytest
 

@@ -33,7 +33,7 @@ def sizes_of(*, aligned):
 
 def found(sizes, budget, reserve=reserved_bytes):
     rates = Rates(name="", flops={"float32": 1e9}, bandwidth=1e9, launch=1e-5, kernel=1e-6, part=0.0, sources={})
-    return search([Option(lines=sizes)], budget_bytes=budget, reserve=reserve, rows=ROWS, rates=rates).best
+    return search([Option(traces=sizes)], budget_bytes=budget, reserve=reserve, rows=ROWS, rates=rates).best
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -1,4 +1,4 @@
-"""A Mac that nobody here owns, as far as a Trainer asks before it trains."""
+"""A simulated Mac, as far as a Trainer examines it before training."""
 
 import platform
 

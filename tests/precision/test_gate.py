@@ -1,4 +1,4 @@
-"""Rule R3: which precision runs on which device with which torch, and which needs a gradient scaler."""
+"""Rule R3: which precision runs on which device and torch, and which needs a scaler."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""From Trainer flag and strategy to what runs: what Lightning 2.6.6 makes of each way to ask, and what the unified strategy does."""
+"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and under unified."""
 
 import lightning as L
 import pytest
@@ -50,7 +50,7 @@ def test_the_accelerator_as_an_object_is_repaired(mac, trainer, precision, expec
     assert seen(trainer("unified", accelerator=MPSAccelerator(), precision=precision)) == ("mps", "mps", *expected)
 
 
-def test_a_strategy_that_carries_an_accelerator_object_trains_in_float32_under_lightning_alone(mac, trainer):
+def test_a_strategy_with_an_accelerator_object_trains_in_float32_under_lightning(mac, trainer):
     mac()
     carrying = SingleDeviceStrategy("mps", accelerator=MPSAccelerator())
 
@@ -124,14 +124,14 @@ def test_a_module_and_its_autocast_on_two_devices_are_refused_before_the_first_s
         made.fit(BoringModel())
 
 
-def test_a_plugin_that_the_strategy_carries_silences_the_trainers_flag_under_lightning_alone(mac, trainer):
+def test_a_plugin_carried_by_the_strategy_silences_the_flag_under_lightning(mac, trainer):
     mac()
     carrying = SingleDeviceStrategy("mps", precision_plugin=stock.MixedPrecision("16-mixed", "mps"))
 
     assert trainer(carrying, precision="bf16-mixed").precision == "16-mixed"
 
 
-def test_a_plugin_that_the_strategy_carries_and_another_flag_are_refused_before_the_first_step(trainer):
+def test_a_plugin_carried_by_the_strategy_and_another_flag_are_refused(trainer):
     carrying = UnifiedStrategy()
     carrying.precision_plugin = stock.MixedPrecision("bf16-mixed", "cpu")
     made = trainer(carrying, accelerator="cpu", precision="64-true")

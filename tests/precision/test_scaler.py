@@ -1,4 +1,4 @@
-"""Runs with a live gradient scaler: the same as Lightning's own, recovered as if undisturbed, and watched when it only skips."""
+"""Runs with a live gradient scaler equal Lightning's own, and recover without a trace."""
 
 import lightning as L
 import pytest

@@ -236,7 +236,7 @@ def test_clipping_of_ones_own_under_a_scaler_with_a_fused_optimizer_is_warned_of
     module, plugin = Clips(), MixedPrecision("16-mixed", device_type="cpu")
     (text,) = warned(module, plugin, "cpu", adam_of(module, fused=True))
 
-    assert "Clips.configure_gradient_clipping will see gradients that are still multiplied" in text
+    assert "Clips.configure_gradient_clipping will see gradients still multiplied" in text
     assert warned(module, plugin, "cpu") == []
 
 

@@ -184,7 +184,7 @@ def test_prepare_that_does_not_fit_is_named():
 
     with pytest.raises(
         OutOfMemoryError,
-        match="what prepare makes of the whole batch does not fit: memory ran out in prepare with cleared",
+        match="the result of prepare on the whole batch does not fit: memory ran out in prepare even with cleared",
     ):
         train(Never)
 

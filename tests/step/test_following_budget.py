@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, monkeypatch, *, device="cuda:0", peak=8.0):
         self.available, self.allocated, self.reserved, self.peak = 24.0, 2.0, 8.0, peak
         self.caps, self.released, self.device = [], 0, device
-        monkeypatch.setattr("lightning_unified.hardware.following._EVERY_S", 0)
+        monkeypatch.setattr("lightning_unified.hardware.budget._EVERY_S", 0)
         monkeypatch.setattr(budget_watch, "read", lambda _: self.reading())
         monkeypatch.setattr(budget_watch, "read_peak", lambda _: self.reading().peak)
         monkeypatch.setattr(budget_watch, "reset_peak", lambda _: self.reset())
@@ -66,7 +66,7 @@ def test_a_fall_lowers_the_cap_and_gives_caches_back_at_once(monkeypatch):
     said = [watch.follow(), watch.follow()]
 
     assert said[0] is None
-    assert said[1].startswith("the budget fell from 20.00 GiB to 10.00 GiB: 16.00 GiB can be had")
+    assert said[1].startswith("the budget fell from 20.00 GiB to 10.00 GiB: 16.00 GiB is available")
     assert (machine.caps, machine.released, watch.bytes) == ([20, 10], 1, 10 * GIB)
     assert watch.overrun() is None
 

@@ -223,7 +223,7 @@ def test_a_batch_without_rows_that_does_not_fit_is_said_to_be_uncuttable():
         def loader(self):
             return torch.utils.data.DataLoader([{"scale": 1.0}], batch_size=None)
 
-    with pytest.raises(OutOfMemoryError, match="the activations of a batch that cannot be cut do not fit"):
+    with pytest.raises(OutOfMemoryError, match="the activations of a batch that cannot be split do not fit"):
         run(Scalar)
 
 

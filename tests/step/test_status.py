@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_is_one_debug_line_and_no_more(tmp_path, clock, 
         for clock[0] in (100.0, 110.0, 120.0):
             status.tell(lambda: FIGURES)
 
-    assert [record.levelname for record in caplog.records if "does not show in watch" in record.message] == ["DEBUG"]
+    assert [record.levelname for record in caplog.records if "will not list this run" in record.message] == ["DEBUG"]
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, clock, monkeypatch):

@@ -247,7 +247,7 @@ def test_validation_runs_on_the_simulated_machine_too():
 
 
 def test_a_leave_budget_follows_the_simulated_machines_other_programs(monkeypatch):
-    monkeypatch.setattr("lightning_unified.hardware.following._EVERY_S", 0)
+    monkeypatch.setattr("lightning_unified.hardware.budget._EVERY_S", 0)
 
     class Others(L.Callback):
         def on_train_batch_end(self, trainer, *args):

@@ -19,8 +19,8 @@ def rates(*, flops=1e12, bandwidth=1e11, launch=1e-5, kernel=2e-6, part=0.0):
 
 
 @dataclass
-class MadeLines:
-    """A step whose every operation is affine in the rows, as the lines of a real one are.
+class MadeTraces:
+    """A step whose every operation is affine in the rows, as in a real step.
 
     `works` are (flops fixed, flops a row, bytes fixed, bytes a row), run in the forward and in the backward pass.
     """

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.recovery.campaign.training import write_past_limit
 from lightning_unified.callbacks import PressureGuard, checkpoint
 from lightning_unified.hardware import Figure, Pressure
-from lightning_unified.hardware.pressure import Level
+from lightning_unified.hardware.pressure.reader import Level
 
 __all__ = ["SAVE_POINTS", "STEP_POINTS", "STRIKES", "TEXTS", "Disturbance", "Fault", "Felt", "raise_out_of_memory"]
 

@@ -1,6 +1,15 @@
-"""What each backend does with memory that the fake CPU tensors of a dry run do not show."""
+"""Make a dry run on fake CPU tensors behave as another backend would.
 
-from lightning_unified.cost_model.backends.hidden import Hidden, hidden_bytes
+The dry run executes on fake CPU tensors, whose memory differs from the target's in four ways:
+
+- kernels: attention, dropout, recurrent layers and normalisation save other tensors for backward (`target.py` and the files
+  it imports);
+- autocast casts other operations (`autocast.py`);
+- kernels allocate temporaries inside (`kernel_memory/`);
+- matrix libraries keep workspaces, and sums take buffers (`workspaces.py`, `reductions.py`).
+"""
+
+from lightning_unified.cost_model.backends.kernel_memory.hidden import Hidden, hidden_bytes
 from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
 from lightning_unified.cost_model.backends.target import BACKENDS, mimic
 from lightning_unified.cost_model.backends.workspaces import with_workspaces

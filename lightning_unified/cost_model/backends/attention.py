@@ -1,16 +1,18 @@
-"""Scaled dot-product attention as the target's dispatcher would run it, so that autograd keeps what the target keeps.
+"""Run scaled dot-product attention as the target's dispatcher does.
 
-With B rows, H heads, Sq queries, Sk keys and E entries a head, beside queries, keys, values and output the kernels keep:
+Autograd then saves the tensors it would save on the target. With B rows, H heads, Sq queries, Sk keys and E entries a head,
+the kernels save queries, keys, values, output and:
 
-- cuDNN (half precision on Hopper and Blackwell, masks too): the log-sum-exp of each query, 4·B·H·Sq bytes; output and gradients lie in
-  memory as queries, keys and values do;
-- flash: the same log-sum-exp;
-- efficient (float32; a mask elsewhere): the same, with Sq rounded up to 32;
-- math (grouped heads in float32, heads of unequal or unaligned size, inputs that are not 4-D, MPS in training): the probabilities,
-  B·H·Sq·Sk entries in float32 for half-precision inputs, and with dropout a second such tensor and its mask.
+| kernel | chosen for | saved in addition |
+|---|---|---|
+| cuDNN | half precision on Hopper and Blackwell, masks too | log-sum-exp of each query, 4·B·H·Sq bytes; output and gradients have the memory layout of queries, keys and values |
+| flash | half precision without a mask | the same log-sum-exp |
+| efficient | float32; a mask elsewhere | the same, with Sq rounded up to 32 |
+| math | grouped heads in float32, heads of unequal or unaligned size, inputs that are not 4-D, MPS in training | probabilities, B·H·Sq·Sk entries, in float32 for half-precision inputs; with dropout a second such tensor and its mask |
 
-Source: the conditions of `select_sdp_backend` and its filters in torch's `transformers/cuda/sdp_utils.cpp` and `transformers/attention.cpp`.
-An H200's allocations under torch 2.11 show cuDNN in half precision with and without a mask, and math for grouped heads in float32.
+Source: the conditions of `select_sdp_backend` and its filters in torch's `transformers/cuda/sdp_utils.cpp` and
+`transformers/attention.cpp`. An H200's allocations under torch 2.11 confirm cuDNN in half precision with and without a mask,
+and math for grouped heads in float32.
 """
 
 import math
@@ -29,16 +31,18 @@ __all__ = ["cuda_attention", "mps_attention", "rocm_attention"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
-_CUDNN_FIRST = (9, 10)  # generations on which torch prefers cuDNN
+_CUDNN_FIRST = (9, 10)  # compute capabilities (major) on which torch prefers cuDNN
 _LARGEST_CUDNN_HEAD = {9: 256}
-_HEAD_MULTIPLE = 8  # flash: heads are padded to it; cuDNN: heads are multiples of it
-_BIAS_MULTIPLE = 16  # efficient: the mask's last dimension is padded to it
-_ALIGNMENT_BYTES = 16  # efficient: of a head's entries
+_HEAD_MULTIPLE = 8  # flash pads heads to this multiple; cuDNN requires it
+_BIAS_MULTIPLE = 16  # the efficient kernel pads the mask's last dimension to this multiple
+_ALIGNMENT_BYTES = 16  # alignment of a head's entries for the efficient kernel
 _DENSE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
+    """Arguments of one attention call."""
+
     query: Tensor
     key: Tensor
     value: Tensor
@@ -54,7 +58,7 @@ class _Call:
 
 
 def cuda_attention(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention as CUDA does: cuDNN on GPUs that prefer it, else flash, else efficient, else math."""
+    """Run attention as CUDA does: cuDNN on GPUs that prefer it, else flash, efficient or math."""
     call = _bind(*args, **kwargs)
     return _cudnn(call) if _cudnn_runs(call) else rocm_attention(plain, *args, **kwargs)
 
@@ -70,7 +74,7 @@ def rocm_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
 
 
 def mps_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Run attention as MPS does: a kernel of its own without gradients or dropout, else math."""
+    """Run attention as MPS does: its own kernel without gradients and dropout, else math."""
     call = _bind(*args, **kwargs)
     rest = (call.mask, call.dropout, call.causal)
     if call.trains or call.dropout > 0 or call.query.dim() != _DENSE:
@@ -186,14 +190,14 @@ def _efficient(call: _Call) -> Tensor:
 
 
 def _additive(call: _Call) -> Tensor | None:
-    """Return the mask as what is added to the scores, in the queries' dtype."""
+    """Return the mask as a bias added to the scores, in the queries' dtype."""
     if call.mask is None or call.mask.dtype is not torch.bool:
         return call.mask
     return torch.where(call.mask, 0.0, -math.inf).to(call.query.dtype)
 
 
 def _bias(call: _Call) -> Tensor | None:
-    """Return what is added to the scores, its rows padded, as a view for each head of each row."""
+    """Return the bias added to the scores, its rows padded, expanded to each head of each row."""
     bias = _additive(call)
     if bias is None:
         return None
@@ -212,7 +216,10 @@ def _repeated(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _math(call: _Call) -> Tensor:
-    """Take the steps of torch's math attention, the mask added in place and the dropout with a mask of booleans, as on a GPU."""
+    """Take the steps of torch's math attention on a GPU.
+
+    The mask is added in place, and dropout saves a mask of booleans.
+    """
     query, half = call.query, call.query.dtype in _LOW
     root = math.sqrt(_scale(call))
     query = (query.float() if half else query) * root

@@ -1,11 +1,12 @@
-"""Autocast on fake CPU tensors with the lists of the target.
+"""Apply the target's autocast lists to fake CPU tensors.
 
-`torch.autocast` on a CPU lowers and raises other operations than on CUDA or MPS: layer normalisation, softmax, powers and sums run in
-float32 there and in half precision here. CPU autocast is kept, with its cache of lowered weights; only where the lists differ is the
-operation cast here, before CPU autocast sees it.
+`torch.autocast` on a CPU lowers and raises other operations than on CUDA or MPS. Layer normalisation, softmax, powers and
+sums run in float32 there and in half precision on a CPU. CPU autocast stays active, with its cache of lowered weights. Only
+operations on which the lists differ are cast here, before CPU autocast sees them.
 
-Which operations a backend's autocast knows is asked of torch's dispatcher, so that a release that moves one is followed; how it casts
-them is the table below. Source: `autocast_mode.h` and `autocast_mode.cpp` of torch, and its documentation of autocast.
+torch's dispatcher says which operations the target's autocast knows, so a release that changes the lists is followed. The
+tables below say how each is cast. Source: `autocast_mode.h` and `autocast_mode.cpp` of torch, and its documentation of
+autocast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ _RAISED = [
     "upsample_trilinear3d",
     "upsample_bicubic2d",
 ]
-_RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read in half precision, summed in float32
+_RAISED_INSIDE = ("sum", "linalg_vector_norm", "linalg_matrix_norm")  # read half precision, sum in float32
 _SOFTMAX = ("softmax", "log_softmax")
 _PROMOTED = (
     "addcdiv",
@@ -117,7 +118,7 @@ _KEYS = {"cuda": "AutocastCUDA", "rocm": "AutocastCUDA", "mps": "AutocastMPS"}
 
 
 def casts_of(backend: str) -> Mapping[str, Cast]:
-    """Return what to do about each operation that the backend's autocast casts otherwise than the CPU's, by the operation's name.
+    """Return the casts on which the target's autocast differs from the CPU's, by operation.
 
     Args:
         backend: `"cuda"`, `"rocm"` or `"mps"`.
@@ -189,7 +190,7 @@ def _promoted(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _softmax(name: str, *, halves: tuple[torch.dtype, ...]) -> Cast:
-    """Return a cast to float32; the kernels of `halves` read the half precision themselves, without a copy."""
+    """Return a cast to float32; kernels of the dtypes in `halves` read half precision without a copy."""
     fused = getattr(torch, f"_{name}")
 
     def cast(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,10 +208,10 @@ def _cross_entropy(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Cast as happens inside: log-softmax is asked for the precision of the logits, only what is made of its result is raised.
+    """Cast inside cross entropy: log-softmax keeps the logits' precision, its results are raised.
 
     Source:
-        torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's own allocations under bfloat16 show it
+        torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's allocations under bfloat16 confirm it
         (tests/cost_model/recorded/gpt_fixed.json.gz).
     """
 

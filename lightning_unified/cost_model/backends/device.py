@@ -1,4 +1,4 @@
-"""What kernels choose by: the generation of a GPU and its number of multiprocessors; an H200's where none is here."""
+"""Properties of the GPU on which kernels depend; those of an H200 if no GPU is present."""
 
 import torch
 

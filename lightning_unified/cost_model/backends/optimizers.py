@@ -1,8 +1,9 @@
-"""The kernel an optimizer chooses by itself, as it would on the target.
+"""Let optimizers of fake parameters choose the kernel they would choose on the target.
 
-An optimizer that is told neither `foreach` nor `fused` updates all parameters at once on CUDA (with one more copy of them as temporaries)
-and one after the other on a CPU and on MPS. It asks for the device and for the class of each parameter, and fake parameters have neither.
-Source: `_default_to_fused_or_foreach` in torch's `optim/optimizer.py`, and the lists in `utils/_foreach_utils.py`.
+An optimizer with neither `foreach` nor `fused` set updates all parameters at once on CUDA, with one more copy of them as
+temporaries, and one after the other on a CPU and on MPS. It decides by the device and class of each parameter, and fake
+parameters have other ones. Source: `_default_to_fused_or_foreach` in torch's `optim/optimizer.py`, and the lists in
+`utils/_foreach_utils.py`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ _FOREACH = ("cuda", "rocm")
 
 @contextmanager
 def optimizer_kernels(backend: str) -> Iterator[None]:
-    """Let optimizers of fake parameters choose as on the backend, whatever device those are on."""
+    """Make optimizers choose their kernel as on `backend`, whatever device the parameters are on."""
     devices = ["cuda", "cpu"] if backend in _FOREACH else []
     classes = [*optimizers._foreach_supported_types, FakeTensor]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A module's or class's attribute replaced for a while."""
+"""Replace an attribute of a module or class for the duration of a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ __all__ = ["replaced"]
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` and, at the end, to what it was."""
+    """Set `owner.name` to `value` inside the block, and restore it afterwards."""
     former = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,16 +1,21 @@
-"""LSTM, GRU and RNN as one kernel, the way cuDNN and MPS run them.
+"""Run LSTM, GRU and RNN as the single kernels of cuDNN and MPS do.
 
-On CUDA all layers are one call that keeps a reserve for the backward pass, in entries a position of a row, a unit of `hidden_size` and a
-direction, for L layers: LSTM 6·L - 1, GRU 7·L - 1 and plain RNN 2·L - 1. The first two were solved from the reserves that NVIDIA's cuDNN
-printed for a 4-layer network of 320 units (736,000,000 and 864,000,000 bytes for the same batch, pytorch issue 2895; they fit 25,000
-positions exactly); the last is judgement by the same rule (gates, states, and outputs between layers). Dropout between layers adds one bit an entry. In its workspace
-the kernel takes about the weights and twice the gates of one layer: within 6 % of two LSTMs that an H200 was recorded with under
-torch 2.11 (109.5 MiB for 6,400 positions, 512 units and 2 layers; 351.5 MiB for 8,192, 1024 and 3). The same recordings show what is
-copied: the kernel reads and writes a row of positions after the other, and all weights' gradients are one block. ROCm's MIOpen is taken
-to be alike: judgement.
+On CUDA one call runs all layers and saves a reserve for the backward pass. For L layers the reserve holds, for each position
+of a row, unit of `hidden_size` and direction:
 
-MPS has one kernel for LSTM only, which keeps gates, cells and outputs: 6·L, from torch's `mps/operations/RnnOps.mm`. Elsewhere torch
-runs a chain of smaller operations on the fake tensors, as it does on the target. Not run on hardware.
+| layer | entries | source |
+|---|---|---|
+| LSTM | 6·L - 1 | solved from the 736,000,000 bytes that NVIDIA's cuDNN printed for 4 layers of 320 units (pytorch issue 2895; exact for 25,000 positions) |
+| GRU | 7·L - 1 | likewise, 864,000,000 bytes for the same batch |
+| plain RNN | 2·L - 1 | judgement by the same rule: gates, states, and outputs between layers |
+
+Dropout between layers adds one bit an entry. The kernel's workspace holds about the weights and twice the gates of one layer.
+That is within 6 % of two LSTMs recorded on an H200 under torch 2.11: 109.5 MiB for 6,400 positions, 512 units and 2 layers;
+351.5 MiB for 8,192, 1024 and 3. The same recordings show the copies: the kernel reads and writes the rows position by
+position, and all weights' gradients are one block. ROCm's MIOpen is taken to behave alike: judgement.
+
+MPS has one kernel for LSTM only, which saves gates, cells and outputs: 6·L, from torch's `mps/operations/RnnOps.mm`. Other
+layers run as a chain of smaller operations on the fake tensors, as on the target. Not run on hardware.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +42,7 @@ Rule = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Of a call: of its output, of a state, and of what it keeps and takes; and whether its batch comes before its positions."""
+    """Shapes of a call's output and states, and the bytes it saves and allocates."""
 
     output: tuple[int, ...]
     batch_first: bool
@@ -49,12 +54,12 @@ class _Sizes:
 
 
 def cuda_recurrences() -> dict[str, Rule]:
-    """Return how each recurrence runs, by the name of torch's function."""
+    """Return the rule of each recurrence, by the name of torch's function."""
     return {name: _rule(name, _ENTRIES[name], gates=_GATES[name], cast=True) for name in _ENTRIES}
 
 
 def mps_recurrences() -> dict[str, Rule]:
-    """Return how LSTM runs; the others are chains of operations there too."""
+    """Return the rule of LSTM; the other recurrences are chains of operations on MPS too."""
     return {"lstm": _rule("lstm", lambda layers: 6 * layers, gates=0, cast=False)}
 
 
@@ -106,7 +111,7 @@ def _lowered(
 
 
 class _Recurrence(torch.autograd.Function):
-    """Takes and keeps what the kernel takes and keeps; its values are empty."""
+    """Allocates and saves the kernel's tensors; their values are empty."""
 
     @staticmethod
     @override
@@ -158,7 +163,7 @@ def _pass_to_weights(call: _Sizes, source: Tensor, weights: Sequence[Tensor]) ->
 
 
 def _by_positions(tensor: Tensor, call: _Sizes) -> Tensor:
-    """Return the tensor with its positions first, a copy where it does not lie so."""
+    """Return the tensor with positions first; a copy unless it is contiguous that way."""
     return (tensor.transpose(0, 1) if call.batch_first else tensor).contiguous()
 
 

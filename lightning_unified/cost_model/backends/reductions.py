@@ -1,11 +1,12 @@
-"""Buffers of sums over rows: a CUDA kernel that sums few columns of many rows has blocks share a column, and they meet in memory.
+"""Buffers of CUDA sums: a kernel that sums few columns of many rows lets blocks share a column.
 
-Such is the gradient of every bias and of every weight that is broadcast. A thread's partial sums are float32 whatever is summed. The sizes
-follow from rows, columns and the number of multiprocessors, in steps and up to a limit (132 MiB on an H200), so they are worked out for the
-trace of the size that is asked for, not laid on lines.
+The blocks that share a column exchange their partial sums in device memory. Examples are the gradients of biases and of
+broadcast weights. Partial sums are float32 for every input dtype. The size follows from rows, columns and number of
+multiprocessors, in steps and up to a limit (132 MiB on an H200). It is no sum of monomials, so it is computed for the
+requested size instead of interpolated.
 
-Source: `setReduceConfig` and `global_memory_size` in torch's `native/cuda/Reduce.cuh`; equal to the byte with an H200's allocations under
-torch 2.11. ROCm's is the same but for its constants, which are not followed.
+Source: `setReduceConfig` and `global_memory_size` in torch's `native/cuda/Reduce.cuh`; equal to the byte with an H200's
+allocations under torch 2.11. ROCm's code differs in constants, which are not modelled.
 """
 
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ _ENTRY_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT = 4
 _THREADS, _WARP, _MOST_AT_ONCE = 512, 32, 4
 _THREADS_A_MULTIPROCESSOR = 2048
-_FEWEST, _MOST = 16, 256  # values a thread
+_FEWEST, _MOST = 16, 256  # values summed by one thread
 
 
 def with_sums(trace: Trace) -> Trace:
-    """Return the trace with what its sums take after their result and give back at once.
+    """Return the trace with the buffers of its sums: taken after the result and given back at once.
 
     Args:
-        trace: Of a step; one of another backend than CUDA or ROCm is returned as it is.
+        trace: Trace of a step; one of another backend than CUDA or ROCm is returned unchanged.
     """
     if trace.backend not in ("cuda", "rocm"):
         return trace
@@ -49,7 +50,10 @@ def _with_buffers(events: tuple[Event, ...]) -> Iterator[Event]:
 
 
 def _buffer(work: Work) -> int:
-    """Return the buffer of a sum, which counts as many operations as it has entries and moves these and its results; else 0."""
+    """Return the bytes of a sum's buffer, 0 for another operation.
+
+    A sum counts one flop an entry, and moves its entries and results.
+    """
     result = _ENTRY_BYTES.get(work.dtype)
     if result is None or not work.flops or work.op not in _SUMS:
         return 0
@@ -61,7 +65,10 @@ def _buffer(work: Work) -> int:
 
 
 def sum_bytes(rows: int, columns: int) -> int:
-    """Return the bytes in which blocks meet that sum `rows` rows of `columns` entries each; 0 where every column is one block's."""
+    """Return the bytes of the buffer of a sum over `rows` rows of `columns` entries each.
+
+    It is 0 if one block sums each column.
+    """
     at_once = next(count for count in (_MOST_AT_ONCE, 2, 1) if columns % count == 0)
     threads = _THREADS // at_once
     wide, high = (_power_of_two(min(count, threads)) for count in (columns // at_once, rows))

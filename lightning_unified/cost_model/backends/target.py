@@ -1,4 +1,4 @@
-"""Running a step on fake CPU tensors as another backend would run it."""
+"""Run a step on fake CPU tensors as another backend would run it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,11 +13,9 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.cost_model.backends.autocast import Cast, casts_of
-from lightning_unified.cost_model.backends.linear import bias_in_place
-from lightning_unified.cost_model.backends.normalisation import fused_rms_norm
+from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
 from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
 from lightning_unified.cost_model.backends.patching import replaced
-from lightning_unified.cost_model.backends.random_ops import fused_dropout
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
 
 __all__ = ["BACKENDS", "mimic"]
@@ -29,10 +27,11 @@ _LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, t
 
 @contextmanager
 def mimic(backend: str) -> Iterator[None]:
-    """Run what is inside on fake CPU tensors, and let autograd keep and operators take what they would on the backend.
+    """Make operations on fake CPU tensors allocate and save the tensors they would on `backend`.
 
-    Attention, dropout, recurrent layers and normalisation run as the backend's kernels; autocast for it acts with its lists, whether it
-    is opened for the backend or for `"cpu"`; optimizers choose its kernels. Undone at the end. A recorder and the fake mode are opened outside.
+    Attention, dropout, recurrent layers and normalisation run as the backend's kernels. Autocast applies the backend's lists,
+    whether it is opened for the backend or for `"cpu"`. Optimizers choose the backend's kernels. The block's end undoes all
+    of it. Open the recorder and the fake mode outside this block.
 
     Args:
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
@@ -41,7 +40,7 @@ def mimic(backend: str) -> Iterator[None]:
         ValueError: For another backend.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"no backend {backend!r} is known here: it is one of {', '.join(BACKENDS)}")
+        raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}.")
     with ExitStack() as stack:
         stack.enter_context(optimizer_kernels(backend))
         if backend != "cpu":
@@ -68,7 +67,10 @@ def _rules(backend: str) -> dict[str, Callable[..., Any]]:
 
 
 class _Target(TorchFunctionMode):
-    """Sends torch's functions through the rules of a backend, by name; Python functions of torch are looked into, not replaced."""
+    """Routes torch's functions through a backend's rules, by name.
+
+    Python functions of torch are entered, not replaced.
+    """
 
     def __init__(self, rules: Mapping[str, Callable[..., Any]], casts: Mapping[str, Cast]) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ def _bound(rule: Callable[..., Any], func: Callable[..., Any]) -> Callable[..., 
 
 
 def _overrides(*arguments: Any) -> bool:
-    """Return whether a tensor class of the user's own takes over; the mode is not asked."""
+    """Return whether a user's tensor class handles the call itself; modes do not count."""
     kinds = (getattr(type(each), "__torch_function__", None) for each in arguments)
     return any(kind is not None and getattr(kind, "__func__", kind) not in _PLAIN_OVERRIDES for kind in kinds)
 
@@ -109,7 +111,7 @@ def _any_overrides(arguments: Iterable[Any]) -> bool:
 
 @contextmanager
 def _devices_are_the_cpu(device: str) -> Iterator[None]:
-    """Let autocast and gradient scalers asked for the device act on the CPU, where the fake tensors are."""
+    """Make autocast and gradient scalers of `device` act on the CPU, where the fake tensors are."""
     autocast, scaler = torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler
     open_autocast, make_scaler = autocast.__init__, scaler.__init__
     is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype

@@ -1,12 +1,18 @@
-"""Workspaces of the matrix libraries: memory of the CUDA caching allocator that belongs to no tensor.
+"""Workspaces of matrix libraries: memory of the CUDA caching allocator that belongs to no tensor.
 
-A cuBLAS handle takes its workspace at its first product, after the result, and keeps it; the thread that runs forward has one handle, the
-thread that runs backward another. cublasLt, which runs a product with a fused bias, keeps a small one of its own, again one a thread: the
-one that runs backward has such products where blocks are recomputed.
+A cuBLAS handle takes its workspace at its first product, after the result, and keeps it. The thread of the forward pass has
+one handle, the thread of the backward pass another. cublasLt, which runs products with a fused bias, keeps a small workspace
+of its own for each thread. The backward thread runs such products if blocks are recomputed.
 
-Measured on an H200 with torch 2.11: 32 MiB a thread, 1 MiB for cublasLt; `CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8` makes it 8.1 MiB,
-`:16:8` 0.125 MiB, `:0:0` nothing. From torch's `CublasHandlePool.cpp` and `CUDABlas.cpp`, not run: other generations, and ROCm's 32 MiB
-(hipBLAS) and 76 MiB (hipBLASLt).
+| library | workspace a thread | source |
+|---|---|---|
+| cuBLAS on Hopper | 32 MiB | H200, torch 2.11 |
+| cuBLAS on other generations | 8.1 MiB | torch's sources, not run |
+| cublasLt | 1 MiB | H200, torch 2.11 |
+| hipBLAS | 32 MiB | torch's sources, not run |
+| hipBLASLt | 76 MiB | torch's sources, not run |
+
+The sources are torch's `CublasHandlePool.cpp` and `CUDABlas.cpp`. On the H200, `CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8` gives 8.1 MiB, `:16:8` 0.125 MiB and `:0:0` nothing.
 """
 
 import os
@@ -23,7 +29,7 @@ __all__ = ["cublas_bytes", "with_workspaces"]
 _KIB = 2**10
 _LARGE = 4096 * 8 * _KIB
 _SMALL = 4096 * 2 * _KIB + 16 * 8 * _KIB
-_LARGE_GENERATIONS = {9}  # Hopper; others gained it in releases after those measured
+_LARGE_GENERATIONS = {9}  # Hopper; later torch releases added other generations
 _LT_KIB = {"cuda": 1024, "rocm": 76 * 1024}
 _PRODUCTS = re.compile(r"^aten\.(mm|bmm|addmm|baddbmm|addbmm|_addmm_activation|mv|addmv|dot|vdot|linear|matmul)\b")
 _WITH_BIAS = re.compile(r"^aten\.(addmm|_addmm_activation|linear)\b")
@@ -32,14 +38,15 @@ _WITH_BIAS = re.compile(r"^aten\.(addmm|_addmm_activation|linear)\b")
 def with_workspaces(
     trace: Trace, *, environment: Mapping[str, str] | None = None, generation: int | None = None
 ) -> Trace:
-    """Return the trace with the workspaces its products take, as storages that live from its start: the first step took them.
+    """Return the trace with library workspaces and the buffers of its sums.
 
-    The buffers of its sums are put in as well, where they are taken.
+    Workspaces live from the trace's start: the first step of a run takes them, later steps find them.
 
     Args:
-        trace: Of a step; one of another backend than CUDA or ROCm is returned as it is.
-        environment: Variables that set the sizes; None for those of this process.
-        generation: Major compute capability of the device; None asks the device of this process, and without one takes Hopper's.
+        trace: Trace of a step; one of another backend than CUDA or ROCm is returned unchanged.
+        environment: Environment variables that set the sizes; None for those of this process.
+        generation: Major compute capability of the device; None queries the device of this process, and takes Hopper's
+            without one.
     """
     if trace.backend not in _LT_KIB:
         return trace
@@ -54,7 +61,7 @@ def with_workspaces(
 
 
 def _sizes(trace: Trace, environment: Mapping[str, str], generation: int | None) -> Iterator[tuple[int, int]]:
-    """Yield each workspace's bytes with the operation of the step that first needs it."""
+    """Yield the bytes of each workspace with the index of the first operation that needs it."""
     works = [event for event in trace.events if isinstance(event, Work) and event.phase != "setup"]
     for in_backward in (False, True):
         own = [(at, event.op) for at, event in enumerate(works) if (event.phase == "backward") is in_backward]
@@ -71,7 +78,8 @@ def cublas_bytes(backend: str, *, environment: Mapping[str, str], generation: in
 
     Args:
         backend: `"cuda"` or `"rocm"`.
-        environment: `CUBLAS_WORKSPACE_CONFIG` is pairs of `:KiB:count`; one that cannot be read leaves the default, as in torch.
+        environment: `CUBLAS_WORKSPACE_CONFIG` holds pairs of `:KiB:count`; an unreadable value leaves the default, as in
+            torch.
         generation: As in `with_workspaces`.
     """
     names = ["CUBLAS_WORKSPACE_CONFIG"]

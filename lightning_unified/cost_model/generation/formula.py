@@ -1,4 +1,7 @@
-"""What autoregressive generation takes, by formula: tracing it token by token would take longer than running it."""
+"""Memory of autoregressive generation by formula; tracing it token by token is too slow.
+
+The peak is weights + KV cache + max(logits, prompt activations), all without gradients.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,12 +11,14 @@ __all__ = ["Generation", "generation_bytes", "kv_cache_bytes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """The bytes of a generation at its fullest: weights and cache live throughout, of the rest whichever is larger.
+    """Bytes of a generation at its peak.
+
+    Weights and cache live throughout; of logits and prompt activations only the larger counts.
 
     Attributes:
-        weights: As given.
-        cache: Keys and values of all tokens, with what a growing cache copies.
-        logits: Of one pass, with the copies that sampling makes.
+        weights: Bytes of the weights, as given.
+        cache: Keys and values of all tokens, with the temporary copy of a growing cache.
+        logits: Logits of one pass, with the copies that sampling makes.
         prompt: Activations of the pass over the prompt, which is the widest.
     """
 
@@ -24,7 +29,7 @@ class Generation:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lives at once."""
+        """Peak of live bytes."""
         return self.weights + self.cache + max(self.logits, self.prompt)
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,20 +40,27 @@ class Generation:
 def kv_cache_bytes(
     *, layers: int, kv_heads: int, head_width: int, batch: int, length: int, item_bytes: int, grows: bool = False
 ) -> int:
-    """Return the bytes of a cache of keys and values.
+    """Return the bytes of a KV cache.
+
+    The cache holds 2 · layers · batch · kv_heads · length · head_width entries of `item_bytes`.
 
     Args:
-        layers: Layers with attention.
+        layers: Number of layers with attention.
         kv_heads: Heads of keys and values; fewer than those of queries in grouped-query attention.
         head_width: Entries of one head's key.
-        batch: Sequences at once.
-        length: Tokens it holds: of the prompt and new ones.
-        item_bytes: Of one entry: 4 for float32, 2 for the 16-bit formats.
-        grows: Whether each token concatenates the cache anew, as transformers' `DynamicCache` does: the old keys (or values) of one
-            layer then live beside the new ones. A cache taken once, as `nn.kv_cache.KVCache`, does not.
+        batch: Number of sequences.
+        length: Tokens in the cache: those of the prompt and new ones.
+        item_bytes: Bytes of one entry: 4 for float32, 2 for the 16-bit formats.
+        grows: Whether each token concatenates the cache anew, as transformers' `DynamicCache` does. Then the old keys (or
+            values) of one layer live beside the new ones. A preallocated cache, such as `nn.kv_cache.KVCache`, does not grow.
 
     Source:
-        Two tensors (batch, kv_heads, length, head_width) a layer: Pope et al. 2022, "Efficiently Scaling Transformer Inference" §3.
+        Two tensors (batch, kv_heads, length, head_width) a layer: Pope et al. 2022, "Efficiently Scaling Transformer
+        Inference" §3.
+
+    Example:
+        >>> kv_cache_bytes(layers=2, kv_heads=4, head_width=8, batch=1, length=16, item_bytes=2)
+        4096
     """
     token = batch * kv_heads * head_width * item_bytes
     held = 2 * layers * token * length
@@ -72,27 +84,27 @@ def generation_bytes(
     logits_copies: int = 2,
     widest: int = 0,
 ) -> Generation:
-    """Return what generating `new` tokens behind a prompt takes at its fullest, without gradients.
+    """Return the memory of generating `new` tokens after a prompt, at its peak and without gradients.
 
     Args:
-        weights_bytes: Of the model as it generates.
-        layers: As in `kv_cache_bytes`, with `kv_heads`, `head_width`, `item_bytes` and `grows`.
-        kv_heads: See `layers`.
-        head_width: See `layers`.
-        vocabulary: Entries of the logits of one position.
-        batch: Sequences at once, samples of one prompt included.
+        weights_bytes: Bytes of the model during generation.
+        layers: As in `kv_cache_bytes`.
+        kv_heads: As in `kv_cache_bytes`.
+        head_width: As in `kv_cache_bytes`.
+        vocabulary: Entries of the logits at one position.
+        batch: Number of sequences, several samples of one prompt included.
         prompt: Tokens of the longest prompt.
-        new: The most tokens generated.
-        item_bytes: Of one entry of cache, logits and activations.
-        prompts: Sequences in the pass over the prompt, where samples of one share it; None for `batch`.
-        grows: See `layers`.
-        prompt_logits: Positions of the prompt that logits are computed of: 1 where only the last is, `prompt` where all are.
-        logits_copies: float32 copies that sampling holds of one position's logits: the scaled ones and their softmax.
-        widest: Entries a token that live at once in the widest layer of the pass over the prompt, such as three times the width of
-            a gated feed-forward layer; 0 leaves it out.
+        new: Most tokens generated.
+        item_bytes: Bytes of one entry of cache, logits and activations.
+        prompts: Sequences in the pass over the prompt, if samples of one prompt share it; None for `batch`.
+        grows: As in `kv_cache_bytes`.
+        prompt_logits: Positions of the prompt with logits: 1 if only the last has them, `prompt` if all do.
+        logits_copies: float32 copies of one position's logits that sampling holds: the scaled logits and their softmax.
+        widest: Entries a token that live at once in the widest layer of the pass over the prompt, such as three times the
+            width of a gated feed-forward layer; 0 leaves it out.
 
     Raises:
-        ValueError: If a number is negative, or one that makes a shape is not positive.
+        ValueError: If a number is negative, or a dimension is not positive.
     """
     shape = {"layers": layers, "kv_heads": kv_heads, "head_width": head_width, "vocabulary": vocabulary}
     prompts = batch if prompts is None else prompts

@@ -1,4 +1,4 @@
-"""What a module that generates text would take for it: its network is found, its shape read, and the formula filled in."""
+"""Memory of a module's generation: find its network, read the shape, apply the formula."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from lightning_unified.cost_model.generation.formula import Generation, generati
 
 __all__ = ["Generated", "generated", "generation_before"]
 
-# The names of a figure in configurations: transformers', where attribute maps lead older names to these, and this project's own.
+# Attribute names in network configurations: transformers' names (its attribute maps cover older ones), then this project's.
 _LAYERS = ("num_hidden_layers", "layers")
 _HEADS = ("num_attention_heads", "heads")
 _WIDTH = ("hidden_size", "width")
@@ -23,15 +23,15 @@ _HALF = ("bf16-true", "16-true")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """A generation and what it takes.
+    """A generation and the memory it takes.
 
     Attributes:
-        rows: Sequences at once.
+        rows: Number of sequences.
         prompt: Tokens of the longest prompt.
-        new: Tokens generated behind it.
-        bytes: By what they are for.
-        network: The class that generates.
-        grows: Whether its cache is made anew with each token.
+        new: Tokens generated after it.
+        bytes: Bytes by category.
+        network: Class name of the generating network.
+        grows: Whether each token concatenates the cache anew.
     """
 
     rows: int
@@ -48,15 +48,15 @@ class Generated:
 
 
 def generation_before(module: nn.Module, batch: Any, *, precision: str = "32-true") -> Generated | None:
-    """Return the generation that goes before a training step on `batch`; None where nothing says that there is one.
+    """Return the generation that precedes a training step on `batch`; None without one.
 
-    A module that generates in its rule `prepare` says how much by `generations(batch)`: a dict of `rows`, `prompts`, `prompt` and `new`
-    as `generated` takes them, empty for a batch that is not generated for.
+    A module that generates in its rule `prepare` declares the amount by `generations(batch)`: a dict of `rows`, `prompts`,
+    `prompt` and `new` as `generated` takes them, empty for a batch without generation.
 
     Args:
-        module: Its weights may be on the meta device.
-        batch: As the loader gives it, or prepared.
-        precision: Lightning's name.
+        module: Module whose weights may be on the meta device.
+        batch: Batch as the loader returns it, or prepared.
+        precision: Lightning's name of the precision.
 
     Raises:
         ValueError: As `generated`.
@@ -76,30 +76,30 @@ def generated(
     precision: str = "32-true",
     grows: bool | None = None,
 ) -> Generated:
-    """Return what `module` takes to generate `new` tokens behind a prompt, without gradients; nothing is run.
+    """Return the memory `module` takes to generate `new` tokens after a prompt; nothing runs.
 
-    A network is one with a `config` of layers, heads and width that has `generate` (transformers' models, whose cache grows) or
-    `new_cache` (GearHead's, whose cache is taken once). Adapters around it count with the weights.
+    A generating network has a `config` of layers, heads and width, and either `generate` (transformers' models, with a
+    growing cache) or `new_cache` (GearHead's, with a preallocated cache). Adapters around it count with the weights.
 
     Args:
-        module: Its weights may be on the meta device.
-        rows: Sequences at once, samples of one prompt included.
-        prompt: Tokens of the longest prompt; fewer are taken where learned positions leave no room for `new` behind as many.
-        new: The most tokens generated.
-        prompts: Sequences in the pass over the prompt, where samples of one share it; None for `rows`.
-        precision: Lightning's name; under autocast weights and cache keep the weights' type.
-        grows: Whether the cache is made anew with each token; None for what the network does by itself.
+        module: Module whose weights may be on the meta device.
+        rows: Number of sequences, several samples of one prompt included.
+        prompt: Tokens of the longest prompt. Fewer are counted if learned positions leave no room for `new` after them.
+        new: Most tokens generated.
+        prompts: Sequences in the pass over the prompt, if samples of one prompt share it; None for `rows`.
+        precision: Lightning's name of the precision; under autocast, weights and cache keep the dtype of the weights.
+        grows: Whether each token concatenates the cache anew; None for the network's default.
 
     Raises:
-        ValueError: If nothing in the module generates, or `new` tokens have no place.
+        ValueError: If no network in the module generates, or `new` tokens exceed its positions.
     """
     outermost = next(_networks(module), None)
     if outermost is None:
         raise ValueError(
-            f"nothing in {type(module).__name__} is known to generate: neither a transformers model with generate(), of a decoder alone, "
-            "nor a network with new_cache(), such as GearHead's."
+            f"{type(module).__name__} holds no network known to generate; known are decoder-only transformers models with generate() "
+            "and networks with new_cache(), such as GearHead's."
         )
-    network = list(_networks(outermost))[-1]  # adapters wrap it and pass everything on
+    network = list(_networks(outermost))[-1]  # the innermost: adapters wrap it and forward every call
     config = _text_config(network)
     prompt = _prompt(config, prompt=prompt, new=new)
     width, heads = _figure(config, _WIDTH), _figure(config, _HEADS)
@@ -148,25 +148,28 @@ def _figure(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _attention_layers(config: Any) -> int:
-    """Return the layers that keep keys and values: those of a hybrid that are no attention keep a state of no length."""
+    """Return the layers with keys and values; other layers of a hybrid keep a state of constant size."""
     kinds = getattr(config, "layer_types", None)
     return sum("attention" in kind for kind in kinds) if kinds else _figure(config, _LAYERS)
 
 
 def _prompt(config: Any, *, prompt: int, new: int) -> int:
-    """Return the tokens of the prompt that leave room for the new ones, where positions are counted."""
+    """Return the prompt tokens that leave room for the new ones within learned positions."""
     positions = getattr(config, "positions", None)
     if positions is None:
         return prompt
     if new >= positions:
-        raise ValueError(f"{new} new tokens have no place in {positions} positions behind a prompt; ask for fewer.")
+        raise ValueError(
+            f"new={new} tokens after a prompt do not fit into {positions} learned positions; ask for fewer."
+        )
     return min(prompt, positions - new)
 
 
 def _widest(network: nn.Module, config: Any, *, width: int) -> int:
-    """Return the entries a token that live at once in a block: the stream, its normalised copy, and a feed-forward layer's insides.
+    """Return the entries a token that live at once in a block of the pass over the prompt.
 
-    A gated layer holds gate, activated gate and the other half; a plain one its inner layer and the activation of it.
+    These are the residual stream, its normalised copy, and the inner tensors of a feed-forward layer. A gated layer holds the
+    gate, the activated gate and the other half; a plain one its inner layer and that layer's activation.
     """
     inner = next((int(getattr(config, name)) for name in _INNER if getattr(config, name, None)), 4 * width)
     gated = any(name.rpartition(".")[2] in ("gate_proj", "gate_up_proj") for name, _ in network.named_modules())

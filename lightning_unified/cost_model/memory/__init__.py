@@ -1,1 +1,1 @@
-"""Bytes: of weights, gradients and optimizer state; the peak of a step; what an allocator reserves for it."""
+"""Memory of a step from its trace: live peak, lower bound, reserved bytes and limits."""

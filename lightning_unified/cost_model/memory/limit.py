@@ -1,11 +1,14 @@
-"""Whether a step goes through where an allocator may take no more than so much, which is less than it takes where there is enough."""
+"""Decide whether a step runs within a limit on the allocator's reserved bytes.
+
+Under a limit an allocator reserves less than it would with plenty of memory: it frees its caches and tries again.
+"""
 
 import itertools
 import math
 from collections.abc import Iterator
 from typing import cast
 
-from lightning_unified.cost_model.memory.reserve import Run, pools_of
+from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.pools import Block, Pools
 from lightning_unified.hardware.watermarks import LOW_SHARE
@@ -13,7 +16,7 @@ from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]
 
-_STEP = 1.01  # between two limits that are tried, about as far as a prediction of what is reserved is off
+_STEP = 1.01  # ratio of two limits that are tried: about the error of a prediction of reserved bytes
 
 
 def fits_within(
@@ -24,18 +27,20 @@ def fits_within(
     expandable_segments: bool = False,
     mmap_threshold: int | None = None,
 ) -> bool:
-    """Return whether the steps of a run like `trace` go through with no more than `limit` bytes taken of the machine.
+    """Return whether the steps of a run like `trace` succeed with at most `limit` bytes reserved.
 
-    An allocator that comes to its limit gives back what nothing is in, and tries again. When that happens decides how what follows is
-    cut up, and a few megabytes decide when: a step can go through within a limit and fail within a somewhat larger one. So it counts
-    as fitting only if it goes through within every larger limit too; the limits tried are a percent apart, the same ones for all.
+    An allocator at its limit frees its unused blocks and tries again. The moment at which that happens decides how later
+    blocks are split, and a few megabytes shift the moment. So a step can succeed within a limit and fail within a slightly
+    larger one. It counts as fitting only if it succeeds within every larger limit too. The limits tried are one percent apart
+    and the same for all callers.
 
     Args:
         trace: A step in steady state.
-        limit: Bytes.
-        backend: Whose allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
+        limit: Most bytes that the allocator may reserve.
+        backend: Backend of the allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator uses expandable segments.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
+            threshold.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
@@ -45,7 +50,9 @@ def fits_within(
     def reserved_within(limit: float) -> int | None:
         pools = pools_of(backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
         try:
-            return Run(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).held().reserved
+            return (
+                RunReplay(trace, cast("Pools", _WithinLimit(pools, limit, is_metal=backend == "mps"))).peak().reserved
+            )
         except _FullError:
             return None
 
@@ -58,28 +65,28 @@ def fits_within(
 
 
 def _limits_from(limit: float) -> Iterator[float]:
-    """Yield the powers of `_STEP`, from the last one that is no more than `limit`."""
+    """Yield the powers of `_STEP`, starting with the largest that does not exceed `limit`."""
     first = math.floor(math.log(limit) / math.log(_STEP))
     yield from (_STEP**exponent for exponent in itertools.count(first))
 
 
 class _FullError(Exception):
-    """A block finds no place within the limit."""
+    """No place is left for a block within the limit."""
 
 
 class _WithinLimit:
-    """Pools that may take no more than `limit` of the machine.
+    """Pools that reserve at most `limit` bytes of the machine.
 
-    Metal looks at what one more block would come to even where a freed one could be had, and not at the heap that the block is put
-    in; above its low watermark it first gives back what is free, and makes no large heaps.
+    Metal compares the size of one more block with the limit, even if a freed block could be reused, and ignores the heap in
+    which the block lies. Above its low watermark it first frees its unused blocks and creates no large heaps.
 
     Args:
-        pools: What they would be without a limit.
+        pools: The same pools without a limit.
         limit: Bytes.
         is_metal: Whether they are Metal's.
 
     Attributes:
-        addresses: Where segments lie, of pools that know.
+        addresses: Addresses of segments, for pools that model them.
 
     Source:
         As hardware/simulated/allocator.py: torch's CUDACachingAllocator.cpp `malloc`, MPSAllocator.mm `alloc_buffer_block`.

@@ -1,4 +1,7 @@
-"""What a step takes at least, told from a trace of the same step with more rows, or with nothing recomputed."""
+"""Lower bound of a step's memory, from a trace with more rows or without recomputation.
+
+The search uses it to exclude sizes and options before it traces them.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -7,23 +10,24 @@ from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 __all__ = ["is_within", "least_bytes"]
 
 _WHATEVER_ROWS = ("weights", "gradients", "optimizer state", "buffers", "callbacks", "batch")
-"""Categories that take the same however the batch is cut; the batch waits on the device."""
+"""Categories whose bytes do not depend on the split; the whole batch waits on the device."""
 
 _Living = Mapping[int, tuple[Take, str]]
 
 
 def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), only: Collection[str] | None = None) -> int:
-    """Return what a step of micro-batches of `rows` takes at least, told from one of more rows.
+    """Return a lower bound of the peak of a step of micro-batches of `rows`, from one of more rows.
 
-    What lives at its peak lives in the smaller step too, in that instant. Whatever grows with the rows is on a straight line that
-    begins at nothing or above, so the smaller step has its share of it or more; the rest does not change.
+    Every storage that lives at the peak of the larger step lives at the same instant of the smaller one. The bytes of a
+    storage are an affine function of the rows with an intercept of 0 or more, so the smaller step holds at least its share
+    `rows / trace.rows`. Weights, gradients, optimizer state, buffers and the batch do not change.
 
     Args:
-        trace: Of no fewer rows, with all of the batch in it.
-        rows: Of the smallest micro-batch that matters.
-        without: Names of modules of which nothing need live that they made.
-        only: Names of modules that run as in `trace`, where others, such as the loss, do not: of these activations are counted, and
-            nothing else; None if all run so.
+        trace: A step of no fewer rows, with the whole batch in it.
+        rows: Rows of the smallest micro-batch in question.
+        without: Names of modules whose storages need not be live.
+        only: Names of modules that run as in `trace`, while others, such as the loss, do not. Of the others only activations
+            count. None if all modules run as in `trace`.
     """
     fixed = grows = 0
     for take, place in _at_peak(trace).values():
@@ -37,12 +41,12 @@ def least_bytes(trace: Trace, rows: int, *, without: Collection[str] = (), only:
 
 
 def is_within(place: str, names: Collection[str]) -> bool:
-    """Return whether a module's name is one of `names`, or that of something inside one of them."""
+    """Return whether a module's name is one of `names`, or lies inside one of them."""
     return any(place == name or place.startswith(f"{name}.") for name in names)
 
 
 def _at_peak(trace: Trace) -> _Living:
-    """Return the storages that live at the peak, each with the module that it began in."""
+    """Return the storages that live at the peak, each with the module in which it began."""
     count = most = 0
     sizes: dict[int, int] = {}
     peak = -1

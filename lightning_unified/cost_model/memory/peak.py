@@ -1,4 +1,4 @@
-"""The most that lives at once in a step: how much, of what, and where in the step."""
+"""Find the peak of live bytes in a trace: its size, categories and place in the step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ _START = Work(op="", phase="setup")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that lives at once.
+    """The peak of live bytes.
 
     Attributes:
-        bytes: How much; the sum of `categories`.
-        categories: What it is for, without those that have nothing.
-        index: Of the event after which it lives; the first such one.
+        bytes: Its size; the sum of `categories`.
+        categories: Bytes by category, without empty ones.
+        index: Index of the first event after which the peak lives.
         instant: The same in words, such as `"backward of layers.3.mlp (aten.mm)"`.
     """
 
@@ -28,14 +28,11 @@ class Peak:
 
 
 def peak(trace: Trace, *, rounding: int = 512) -> Peak:
-    """Return the most that lives at once in `trace`.
+    """Return the peak of live bytes in `trace`.
 
     Args:
         trace: A step.
-        rounding: Bytes to whose multiples each storage is rounded up; 512 is CUDA's, 1 counts what was asked for.
-
-    Returns:
-        Its size, categories and instant.
+        rounding: Multiple of bytes to which each storage is rounded up; 512 is CUDA's, 1 counts the bytes requested.
     """
     most, index = 0, 0
     for at, count, _ in _running(trace, rounding=rounding):
@@ -55,7 +52,7 @@ def peak(trace: Trace, *, rounding: int = 512) -> Peak:
 
 
 def describe_instant(trace: Trace, index: int) -> str:
-    """Return in words where in the step the event at `index` lies: phase, module and operation."""
+    """Return the place of the event at `index` in words: phase, module and operation."""
     work = next((event for event in reversed(trace.events[: index + 1]) if isinstance(event, Work)), _START)
     op = f" ({_short(work.op)})" if work.op else ""
     return _place(work.phase, work.place) + op
@@ -67,10 +64,10 @@ def instants(trace: Trace, *, rounding: int = 512, most: int = 40) -> tuple[tupl
     Args:
         trace: A step.
         rounding: As in `peak`.
-        most: Rows of the table. Modules are joined with those that contain them, the innermost first, until there are no more.
+        most: Most rows of the table. Modules merge with their parents, the innermost first, until the table is short enough.
 
     Returns:
-        Pairs of a phase and a module in words, and the bytes that live there at most.
+        Pairs of a phase and a module in words, and the peak of live bytes there.
     """
     peaks: dict[tuple[Phase, str], int] = {}
     for _, live, work in _running(trace, rounding=rounding):
@@ -89,7 +86,7 @@ def instants(trace: Trace, *, rounding: int = 512, most: int = 40) -> tuple[tupl
 
 
 def _running(trace: Trace, *, rounding: int) -> Iterator[tuple[int, int, Work]]:
-    """Yield, for each event, its index, what lives after it, and the operation it belongs to."""
+    """Yield for each event its index, the bytes that live after it, and its operation."""
     sizes: dict[int, int] = {}
     live, work = 0, _START
     for index, event in enumerate(trace.events):

@@ -1,4 +1,16 @@
-"""From what lives to what the machine gives: a step's storages replayed through a model of its backend's allocator."""
+"""Estimate reserved memory: replay a trace through a model of the backend's allocator.
+
+Reserved bytes exceed live bytes, because an allocator rounds sizes, keeps freed blocks and cannot always split or merge them.
+How much more depends on the order of allocations, so no factor on the live peak predicts it. The method:
+
+1. Start empty pools (`hardware/allocators`): CUDA's segments, Metal's heaps, or glibc's heap on a CPU.
+2. Replay the first step of the run: weights and buffers first, gradients in its backward pass, library workspaces at the
+   first operation that needs them, optimizer state at the first optimizer step.
+3. Replay steady steps, which reuse the blocks the first one left.
+4. Take the largest allocated and reserved bytes seen.
+
+`replay` does the same for an allocator's recorded history, to test the models against real devices.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -12,23 +24,24 @@ from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
 from lightning_unified.units import MIB
 
-__all__ = ["Held", "Run", "held", "pools_of", "replay", "reserved_bytes"]
+__all__ = ["AllocatorPeak", "RunReplay", "allocator_peak", "pools_of", "replay", "reserved_bytes"]
 
 _STEADY_STEPS = 2
 _LASTING = ("weights", "buffers")
 _GIVEN_BACK = ("segment_free", "segment_unmap")
-_CUBLAS_WORKSPACE = 32 * MIB  # of the generations that recordings are of
+_CUBLAS_WORKSPACE = 32 * MIB  # on the GPU generation of the recordings, Hopper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What an allocator handed out and held for a step.
+class AllocatorPeak:
+    """Peaks of an allocator over the steps of a run.
 
     Attributes:
-        allocated: The most in blocks at once, as `max_memory_allocated` counts it: a block can be larger than its tensor.
-        reserved: The most taken of the device, as `max_memory_reserved` counts it; on a CPU what the process grew by.
-        categories: `allocated` by what it is for.
-        index: Of the event after which that is allocated.
+        allocated: Peak of bytes in blocks, comparable with `max_memory_allocated`; a block can be larger than its tensor.
+        reserved: Peak of bytes taken from the device, comparable with `max_memory_reserved`; on a CPU the growth of the
+            process.
+        categories: `allocated` by category.
+        index: Index of the event after which `allocated` is reached.
     """
 
     allocated: int
@@ -40,48 +53,53 @@ class Held:
 def reserved_bytes(
     trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
 ) -> int:
-    """Return the most that the allocator takes of the machine for the steps of a run like `trace`.
+    """Return the peak of bytes that the allocator reserves for the steps of a run like `trace`.
 
     Args:
         trace: A step in steady state.
-        backend: Whose allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
+        backend: Backend of the allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator uses expandable segments.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
+            threshold.
 
     Returns:
-        Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Libraries' and drivers' own is not in it.
+        Bytes: CUDA's and HIP's segments, Metal's heaps, resident memory on a CPU. Memory of libraries and drivers is not
+            included.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    found = held(trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    found = allocator_peak(
+        trace, backend=backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold
+    )
     return found.reserved
 
 
-def held(
+def allocator_peak(
     trace: Trace, *, backend: str | None = None, expandable_segments: bool = False, mmap_threshold: int | None = None
-) -> Held:
-    """Replay a run's first step and then steady ones, and return what the allocator handed out and held.
+) -> AllocatorPeak:
+    """Replay a run's first step and two steady ones, and return the allocator's peaks.
 
-    The first step begins with weights and buffers only: gradients come with its backward pass, libraries take their workspaces at the first
-    operation that needs one, and what an optimizer keeps is taken when it first steps, out of what the activations left. That order
-    decides how the pools are cut up afterwards.
+    The first step begins with weights and buffers only. Gradients come with its backward pass, libraries take their
+    workspaces at the first operation that needs one, and the first optimizer step takes the optimizer's state from the blocks
+    that activations left. That order decides how the pools are split afterwards.
 
     Args:
         trace: A step in steady state.
-        backend: Whose allocator; None is the trace's own.
-        expandable_segments: Whether CUDA's allocator was told to use segments that grow.
-        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if it was set; None is the C library's own, which moves.
+        backend: Backend of the allocator; None is the trace's own.
+        expandable_segments: Whether CUDA's allocator uses expandable segments.
+        mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
+            threshold.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
     pools = pools_of(backend or trace.backend, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
-    return Run(trace, pools).held()
+    return RunReplay(trace, pools).peak()
 
 
 def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold: int | None = None) -> Pools:
-    """Return the empty pools of a backend's allocator; the arguments are those of `held`."""
+    """Return empty pools of a backend's allocator; the arguments are those of `allocator_peak`."""
     segments = ExpandableSegments if expandable_segments else CudaSegments
     kinds: dict[str, Callable[[], Pools]] = {
         "cuda": segments,
@@ -94,8 +112,8 @@ def pools_of(backend: str, *, expandable_segments: bool = False, mmap_threshold:
     return kinds[backend]()
 
 
-class Run:
-    """A run's first steps in the pools."""
+class RunReplay:
+    """Replay of a run's first steps in given pools."""
 
     def __init__(self, trace: Trace, pools: Pools) -> None:
         self._pools = pools
@@ -114,8 +132,8 @@ class Run:
         self._total = self._most = self._index = self._reserved = 0
         self._at_most: dict[Category, int] = {}
 
-    def held(self) -> Held:
-        """Replay the steps and return what was most."""
+    def peak(self) -> AllocatorPeak:
+        """Replay the steps and return the allocator's peaks."""
         beginnings = self._beginnings()
         later = {take.storage for takes in beginnings.values() for take in takes}
         first = [take for take in self._setup if take.category != "gradients" and take.storage not in later]
@@ -128,10 +146,13 @@ class Run:
             self._carry_over()
             self._replay({})
         categories: dict[Category, int] = {category: count for category, count in self._at_most.items() if count}
-        return Held(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
+        return AllocatorPeak(allocated=self._most, reserved=self._reserved, categories=categories, index=self._index)
 
     def _beginnings(self) -> dict[int, list[Take]]:
-        """Return what the first step is the first to take, by the event before which it does: an optimizer's state, libraries' workspaces."""
+        """Return the storages that the first step is the first to take, by the event they precede.
+
+        These are the optimizer's state and the workspaces of libraries.
+        """
         works = [index for index, event in enumerate(self._step) if isinstance(event, Work)]
         found: dict[int, list[Take]] = defaultdict(list)
         for take in self._setup:
@@ -144,7 +165,7 @@ class Run:
         return found
 
     def _replay(self, beginnings: Mapping[int, list[Take]]) -> None:
-        """Go through one step; `beginnings` begin to live before the events that they are named by."""
+        """Replay one step; the storages in `beginnings` begin before the event that is their key."""
         due = sorted(beginnings, reverse=True)
         for at, event in self._moves:
             while due and due[-1] <= at:
@@ -158,7 +179,7 @@ class Run:
                 self._take_all(beginnings[last])
 
     def _carry_over(self) -> None:
-        """Let what a step left be what the next begins with: the gradients it made are those of the step before."""
+        """Rename the storages a step leaves to those the next one begins with, such as its gradients."""
         own = {take.storage for take in self._setup}
         left: dict[tuple[Category, int], list[int]] = defaultdict(list)
         for take in (self._takes[storage] for storage in self._blocks if storage not in own):
@@ -202,17 +223,18 @@ class Run:
 def replay(
     events: Iterable[tuple[str, int, int]], *, expandable_segments: bool | None = None, weights: int | None = None
 ) -> tuple[int, int]:
-    """Replay what `torch.cuda.memory._snapshot()["device_traces"]` recorded on one stream, from the first allocation on.
+    """Replay a CUDA allocation history, and return its peaks by the model of the allocator.
 
     Args:
-        events: `action`, `addr` and `size` of each entry. Allocations and their ends are replayed; of what the allocator did
-            itself, only that it gave free segments back.
-        expandable_segments: Whether segments grew; None looks for an entry that says so.
-        weights: How many allocations there are before anything is computed; None for those before the first that ends. cuBLAS's first product
-            is taken to be where its workspace of 32 MiB is.
+        events: `action`, `addr` and `size` of each entry of `torch.cuda.memory._snapshot()["device_traces"]`, of one stream
+            and from the first allocation on. Allocations and frees are replayed; of the allocator's own actions only the
+            release of free segments is.
+        expandable_segments: Whether segments were expandable; None looks for an entry that shows it.
+        weights: Number of allocations before the first computation; None counts those before the first free. cuBLAS's first
+            product is taken to be at its workspace of 32 MiB.
 
     Returns:
-        The most allocated and the most reserved, in bytes, by the model of the allocator.
+        Peaks of allocated and of reserved bytes.
     """
     entries = list(events)
     if expandable_segments is None:
@@ -241,6 +263,6 @@ def replay(
 
 
 def _first_that_ends(entries: Iterable[tuple[str, int, int]]) -> int:
-    """Return the number of allocations before the first block of all to end."""
+    """Return the number of allocations before the block that is freed first."""
     actions = [action for action, _, size in entries if action == "free_requested" or (action == "alloc" and size)]
     return max(actions.index("free_requested") - 1, 0) if "free_requested" in actions else len(actions)

@@ -1,4 +1,4 @@
-"""What a run needs before any activation: weights, gradients, optimizer state and buffers, in bytes."""
+"""Bytes that a run needs before any activation: weights, gradients, optimizer state, buffers."""
 
 from collections.abc import Collection, Iterable
 
@@ -13,7 +13,7 @@ from lightning_unified.units import format_bytes
 
 __all__ = ["describe_bytes", "describe_shortage", "metal_heap_bytes", "static_bytes"]
 
-# State tensors as large as the parameter, by the base class they come from (torch/optim/*.py). SGD's is counted by its momentum.
+# State tensors as large as the parameter, by optimizer class (torch/optim/*.py). SGD's state depends on its momentum.
 _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
     torch.optim.Adam: 2,
     torch.optim.AdamW: 2,
@@ -27,20 +27,21 @@ _STATES_PER_PARAMETER: dict[type[Optimizer], int] = {
     torch.optim.Rprop: 2,
     torch.optim.ASGD: 1,
 }
-# Options that ask for a state tensor more, beside `amsgrad`.
+# Options that add a state tensor each, besides `amsgrad`.
 _MORE_STATES: dict[type[Optimizer], tuple[str, ...]] = {torch.optim.RMSprop: ("momentum", "centered")}
 
 
 def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, int]:
-    """Return bytes by category, each parameter once however often it is shared.
+    """Return bytes by category; a shared parameter counts once.
 
     Args:
-        module: With its parameters in their final dtype; they may be on the meta device.
-        optimizers: Those of the run. State that exists is counted as it is, state that does not yet by the optimizer's kind;
-            an optimizer of unknown kind, such as torchao's 8-bit ones, counts 0 before its first step and what it made after it.
+        module: Module with its parameters in their final dtype; they may be on the meta device.
+        optimizers: Optimizers of the run. Existing state counts as it is; state not created yet is derived from the
+            optimizer's class. An optimizer of unknown class, such as torchao's 8-bit ones, counts 0 before its first step and
+            its real state after it.
 
     Raises:
-        ConfigurationError: If the module has lazy layers that have not run yet, so that their weights have no size.
+        ConfigurationError: If the module has lazy layers that have not run yet, so their weights have no size.
     """
     parameters = list(module.parameters())
     lazy = [name for name, one in (*module.named_parameters(), *module.named_buffers()) if is_lazy(one)]
@@ -58,10 +59,12 @@ def static_bytes(module: torch.nn.Module, optimizers: Iterable[Optimizer] = ()) 
 
 
 def metal_heap_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of the heaps that Metal takes for a module's weights and buffers: one large tensor can take a heap of 1 GiB.
+    """Return the bytes of Metal's heaps for a module's weights and buffers.
+
+    One large tensor can take a heap of 1 GiB.
 
     Args:
-        module: With its parameters in their final dtype; they may be on the meta device.
+        module: Module with its parameters in their final dtype; they may be on the meta device.
     """
     pools = MetalHeaps()
     for tensor in (*module.parameters(), *module.buffers()):
@@ -71,7 +74,7 @@ def metal_heap_bytes(module: torch.nn.Module) -> int:
 
 
 def describe_bytes(categories: dict[str, int]) -> str:
-    """Return categories for people, the empty ones left out: `"weights 1.00 GiB + gradients 1.00 GiB = 2.00 GiB"`."""
+    """Return non-empty categories in words: `"weights 1.00 GiB + gradients 1.00 GiB = 2.00 GiB"`."""
     named = [f"{name} {format_bytes(count)}" for name, count in categories.items() if count]
     return f"{' + '.join(named)} = {format_bytes(sum(categories.values()))}"
 
@@ -88,26 +91,26 @@ def describe_shortage(
     positions: Collection[int] = (),
     recomputes: bool = False,
 ) -> str:
-    """Return in three lines what did not fit, beside what, and what would help.
+    """Return three lines for an out-of-memory error: the shortage, its context, remedies.
 
     Args:
-        module: Which is trained.
-        optimizers: Those of the run.
-        budget_bytes: What the run may use.
-        phase: Where memory ran out: `"weights"`, `"batch"`, `"prepare"`, `"forward"`, `"backward"`, `"optimizer step"`, or the
-            name of an evaluation.
+        module: Module in training.
+        optimizers: Optimizers of the run.
+        budget_bytes: Bytes the run may use.
+        phase: Phase in which memory ran out: `"weights"`, `"batch"`, `"prepare"`, `"forward"`, `"backward"`, `"optimizer
+            step"`, or the name of an evaluation.
         reason: The allocator's own words.
-        rows: Rows that ran at once; None for a batch that cannot be cut.
-        requested: Bytes of the allocation that failed, if the allocator said so.
-        positions: How many entries a row of the batch's tensors has, such as its number of tokens: logits are told by it.
-        recomputes: Whether activations are recomputed already.
+        rows: Rows that ran at once; None for a batch that cannot be split.
+        requested: Bytes of the failed allocation, if the allocator stated them.
+        positions: Entries of a row of the batch's tensors, such as its number of tokens; they identify logits by their size.
+        recomputes: Whether activation checkpointing is on already.
     """
     optimizers = list(optimizers)
     need = static_bytes(module, optimizers)
     what = _what_did_not_fit(module, optimizers, phase=phase, rows=rows, requested=requested, positions=positions)
     left = max(budget_bytes - sum(need.values()), 0)
-    does = "does" if what.startswith(("the batch", "what prepare", "the optimizer's state")) else "do"
-    how = "with cleared caches too" if rows is None else "with the smallest micro-batch there is"
+    does = "does" if what.startswith(("the batch", "the result of prepare", "the optimizer's state")) else "do"
+    how = "even with cleared caches" if rows is None else "even with the smallest micro-batch"
     return (
         f"{what} {does} not fit: memory ran out in {phase} {how} ({reason}).\n"
         f"Held before any activation: {describe_bytes(need)}; the budget of {format_bytes(budget_bytes)} leaves {format_bytes(left)}.\n"
@@ -130,7 +133,7 @@ def _what_did_not_fit(
     if phase == "batch":
         return "the batch itself"
     if phase == "prepare":
-        return "what prepare makes of the whole batch"
+        return "the result of prepare on the whole batch"
     if phase == "optimizer step":
         has_state = any(optimizer.state for optimizer in optimizers)
         return "the optimizer's temporaries" if has_state else "the optimizer's state, which its first step creates,"
@@ -139,12 +142,12 @@ def _what_did_not_fit(
     if requested is not None and rows is not None and _are_logits(module, requested, rows=rows, positions=positions):
         return f"the logits of {rows} row{'s' * (rows != 1)}"
     if rows is None:
-        return "the activations of a batch that cannot be cut"
+        return "the activations of a batch that cannot be split"
     return f"the activations of {rows} row{'s' * (rows != 1)}"
 
 
 def _gradients(module: torch.nn.Module) -> set[int]:
-    """Return the bytes of gradients that are not there yet."""
+    """Return the byte sizes of gradients that do not exist yet."""
     return {
         _bytes(parameter) for parameter in module.parameters() if parameter.requires_grad and parameter.grad is None
     }
@@ -154,7 +157,10 @@ _ROUNDING = 0.005  # allocators name sizes with two decimals
 
 
 def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions: Collection[int]) -> bool:
-    """Return whether an allocation is as large as the output of the module's widest linear layer at all positions, or all but one."""
+    """Return whether an allocation has the size of the widest linear layer's output.
+
+    The output is counted at all positions, or at all but one as next-token losses do.
+    """
     widest = max((layer.out_features for layer in module.modules() if isinstance(layer, torch.nn.Linear)), default=0)
     counts = {1, *positions, *(count - 1 for count in positions)} - {0}
     sizes = (rows * count * widest * item for count in counts for item in (2, 4))
@@ -162,7 +168,7 @@ def _are_logits(module: torch.nn.Module, requested: int, *, rows: int, positions
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return what `tensor` takes: one that wraps others (8-bit codes and their scales) takes what they do, whatever dtype it shows."""
+    """Return the bytes of `tensor`; those of its parts if it wraps others, as 8-bit formats do."""
     if is_traceable_wrapper_subclass(tensor):
         return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""How fast a machine computes, moves bytes and starts operations: tabled, or measured, briefly or in a second or two."""
+"""Speeds of a machine: from tables, or measured briefly or in a second or two."""
 
 from lightning_unified.cost_model.rates.measured import brief_rates, measure_alignment, measure_rates
 from lightning_unified.cost_model.rates.record import Alignment, Rates

@@ -1,4 +1,13 @@
-"""What measured steps taught about a machine: its speeds, and how far predictions were off; kept between runs."""
+"""Calibration of a machine: its measured speeds and prediction errors, kept between runs.
+
+Tabled and modelled figures miss a machine by some percent. Each measured step yields two ratios, measured over predicted, for
+the peak and for the time. A JSON file for each machine keeps the last 16 of each kind. Two rules turn them into corrections:
+
+- Peaks are multiplied by the worst recent ratio of their kind, between 1.0 and 1.3. A prediction that is too low costs a
+  recovery, one that is too high only a smaller micro-batch. A ratio above 1.3 means that the prediction is wrong, not that
+  the machine differs a little.
+- Times are multiplied by the median ratio over all kinds. A factor for each kind would favour plans that have never run.
+"""
 
 import json
 import logging
@@ -27,23 +36,23 @@ __all__ = [
 log = logging.getLogger("lightning_unified")
 
 CACHE_VARIABLE = "LIGHTNING_UNIFIED_CACHE"
-"""Names the folder of what can be made anew, in place of the platform's own."""
+"""Environment variable that names the cache folder, in place of the platform's default."""
 
 _VERSION = 1
-_KEPT = 16  # judgement: ratios kept of each kind
-_MOST = 1.3  # judgement: a correction above this says that the prediction is wrong, not that the machine is a little different
+_KEPT = 16  # judgement: number of ratios kept for each kind
+_MOST = 1.3  # judgement: a larger correction means a wrong prediction, not a slightly different machine
 
 Ratios = dict[str, list[float]]
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ, *, system: str = sys.platform) -> Path | None:
-    """Return the folder of this user's calibrations, None where there is no home to have one in.
+    """Return the folder of this user's calibrations; None if the user has no home folder.
 
-    `LIGHTNING_UNIFIED_CACHE` goes before the platform's own: `$XDG_CACHE_HOME` or `~/.cache`, on macOS `~/Library/Caches`, on
-    Windows `%LOCALAPPDATA%`.
+    `LIGHTNING_UNIFIED_CACHE` takes precedence over the platform's default: `$XDG_CACHE_HOME` or `~/.cache`, on macOS
+    `~/Library/Caches`, on Windows `%LOCALAPPDATA%`.
 
     Source:
-        XDG Base Directory Specification 0.8: relative paths are to be ignored.
+        XDG Base Directory Specification 0.8: relative paths are ignored.
     """
     if environ.get(CACHE_VARIABLE):
         return Path(environ[CACHE_VARIABLE]) / "calibration"
@@ -58,40 +67,48 @@ def cache_directory(environ: Mapping[str, str] = os.environ, *, system: str = sy
 
 
 def machine_key(*, device: str, total_bytes: int | None, torch_version: str) -> str:
-    """Return the name under which a machine's figures are kept: another device, memory or torch is another machine.
+    """Return the file name of a machine.
+
+    Another device, memory size or torch version is another machine.
 
     Args:
-        device: Its name, as its driver writes it.
-        total_bytes: Of its pool; None if unknown.
+        device: Device name as its driver reports it.
+        total_bytes: Size of its pool; None if unknown.
         torch_version: As `torch.__version__`.
+
+    Example:
+        >>> machine_key(device="NVIDIA H200", total_bytes=150 * 2**30, torch_version="2.11.0")
+        'nvidia-h200-150gib-torch-2.11.0'
     """
     size = "unknown" if total_bytes is None else f"{round(total_bytes / 2**30)}gib"
     return re.sub(r"[^a-z0-9.]+", "-", f"{device}-{size}-torch-{torch_version}".lower()).strip("-")
 
 
 def kind_of(*, backend: str, precision: str, recomputes: bool) -> str:
-    """Return the kind of a prediction: those that are right or wrong together.
+    """Return the kind of a prediction; predictions of one kind share their errors.
 
     Args:
-        backend: Of the trace: `"cuda"`, `"mps"`, ….
-        precision: Lightning's name.
-        recomputes: Whether anything runs again in the backward pass.
+        backend: Backend of the trace: `"cuda"`, `"mps"`, ….
+        precision: Lightning's name of the precision.
+        recomputes: Whether activation checkpointing is on.
     """
     return f"{backend} {precision}{' recomputed' * recomputes}"
 
 
 class Calibration:
-    """The file of one machine. Reading or writing it never fails a run: a broken file is warned about once and taken for none.
+    """The calibration file of one machine.
+
+    Reading or writing it never fails a run: a broken file is ignored with one warning.
 
     Args:
-        machine: As `machine_key` gives it.
-        directory: The folder of the files; None keeps nothing.
+        machine: Name from `machine_key`.
+        directory: Folder of the files; None keeps nothing.
 
     Attributes:
-        rates: Measured speeds; None before they are kept by `keep`.
-        alignment: What aligned sizes gain; None before it is kept.
-        peaks: Measured over predicted peaks by kind, the newest last.
-        steps: Measured over predicted seconds a step by kind, the newest last.
+        rates: Measured speeds; None before `keep` stores them.
+        alignment: Measured gain of aligned sizes; None before `keep` stores it.
+        peaks: Measured over predicted peaks by kind, newest last.
+        steps: Measured over predicted seconds a step by kind, newest last.
     """
 
     def __init__(self, machine: str, *, directory: Path | None) -> None:
@@ -105,10 +122,10 @@ class Calibration:
 
     @classmethod
     def load(cls, machine: str, *, directory: Path | None = None) -> "Calibration":
-        """Return what is kept of a machine, with nothing in it if there is no file that can be read.
+        """Return the calibration of a machine; an empty one without a readable file.
 
         Args:
-            machine: As `machine_key` gives it.
+            machine: Name from `machine_key`.
             directory: Default `cache_directory()`.
         """
         calibration = cls(machine, directory=directory or cache_directory())
@@ -116,17 +133,17 @@ class Calibration:
         return calibration
 
     def keep(self, *, rates: Rates | None = None, alignment: Alignment | None = None) -> None:
-        """Keep measured speeds, or what alignment gains; None leaves what there is."""
+        """Store measured speeds or alignment; None leaves the stored value."""
         self.rates, self.alignment = rates or self.rates, alignment or self.alignment
         self._write()
 
     def speeds(self, device: torch.device | str) -> Rates:
-        """Return the measured speeds of this machine; the first time they are measured, with what alignment gains, and kept.
+        """Return the measured speeds of this machine; the first call measures and stores them.
 
-        Takes two to four seconds then, and some memory of the device: do it before a peak is read.
+        The first call takes two to four seconds and some memory of the device: make it before a peak is read.
 
         Args:
-            device: The machine's own, which is here.
+            device: The machine's own device, which must be present.
         """
         rates = self.rates or measure_rates(device)
         if self.rates is None:
@@ -135,7 +152,7 @@ class Calibration:
         return rates
 
     def gains(self, device: torch.device | str) -> Alignment:
-        """Return what aligned sizes gain on this machine; measured the first time, in half a second, and kept.
+        """Return the gain of aligned sizes on this machine; the first call measures it in half a second.
 
         Args:
             device: As for `speeds`.
@@ -154,14 +171,15 @@ class Calibration:
         predicted_seconds: float | None = None,
         measured_seconds: float | None = None,
     ) -> None:
-        """Note what a step really took beside what was predicted.
+        """Store a step's measured figures beside the predicted ones.
 
         Args:
-            kind: As `kind_of` gives it.
-            predicted_bytes: The peak as predicted, not corrected by `peak_factor`.
-            measured_bytes: The same figure, measured.
-            predicted_seconds: Of a step, not corrected by `step_factor`; None where time was not predicted.
-            measured_seconds: Of a step, once warm; None where it was not measured.
+            kind: Kind from `kind_of`.
+            predicted_bytes: Predicted peak, without the correction of `peak_factor`.
+            measured_bytes: The same peak, measured.
+            predicted_seconds: Predicted seconds of a step, without the correction of `step_factor`; None without a prediction
+                of time.
+            measured_seconds: Measured seconds of a warm step; None if not measured.
 
         Raises:
             ValueError: If a figure is not positive.
@@ -171,40 +189,28 @@ class Calibration:
             raise ValueError(
                 f"predicted and measured figures must be positive, or None for seconds; these are {given}."
             )
-        self._read()  # another process may have learnt something since
+        self._read()  # another process may have recorded steps since
         _append(self.peaks, kind, measured_bytes / predicted_bytes)
         if predicted_seconds is not None and measured_seconds is not None:
             _append(self.steps, kind, measured_seconds / predicted_seconds)
         self._write()
 
     def peak_factor(self, kind: str) -> float:
-        """Return by what a predicted peak of this kind is to be multiplied: the worst that was seen of late, from 1.0 to 1.3.
+        """Return the factor for predicted peaks of this kind: the worst recent ratio, from 1.0 to 1.3.
 
-        It only ever raises: a prediction that was too high once may be right the next time, and too low costs a recovery.
+        It never lowers a prediction: one that was too high once may be right the next time, and too low costs a recovery.
         """
         return min(max([1.0, *self.peaks.get(kind, [])]), _MOST)
 
-    def median_peak_ratio(self, kind: str) -> float | None:
-        """Return the median of measured over predicted peaks of this kind, for reports; None if none was measured."""
-        return statistics.median(self.peaks[kind]) if self.peaks.get(kind) else None
-
     def step_factor(self) -> float:
-        """Return by what predicted seconds are to be multiplied: the median over all kinds, 1.0 if none was measured.
+        """Return the factor for predicted seconds: the median ratio over all kinds, 1.0 without any.
 
-        One factor for a machine: a factor for each kind would favour the plans that have not been tried.
+        One factor for a machine: a factor for each kind would favour plans that have never run.
         """
         return statistics.median([ratio for ratios in self.steps.values() for ratio in ratios] or [1.0])
 
-    def clear(self) -> bool:
-        """Forget everything and delete the file; return whether there was one."""
-        self.rates, self.alignment, self.peaks, self.steps = None, None, {}, {}
-        existed = self.path is not None and self.path.exists()
-        if existed and self.path is not None:
-            self.path.unlink()
-        return existed
-
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: what the file holds."""
+        """Return the content of the file as plain values."""
         return {
             "version": _VERSION,
             "machine": self.machine,
@@ -227,7 +233,7 @@ class Calibration:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if not self._warned:
                 log.warning(
-                    "The calibration %s cannot be read (%s: %s); it is not used. The next measured step writes it anew.",
+                    "The calibration %s cannot be read (%s: %s) and is ignored. The next measured step replaces it.",
                     self.path,
                     type(error).__name__,
                     error,
@@ -237,7 +243,7 @@ class Calibration:
         self.rates, self.alignment, self.peaks, self.steps = rates, alignment, peaks, steps
 
     def _write(self) -> None:
-        """Write the file, whole or not at all; a disk that refuses is warned about once."""
+        """Write the file atomically; a disk that refuses causes one warning."""
         if self.path is None:
             return
         new = self.path.with_suffix(f".{os.getpid()}.new")
@@ -251,7 +257,7 @@ class Calibration:
 
 
 def calibrated_machines(directory: Path | None = None) -> list[str]:
-    """Return the machines that something is kept of, sorted; `Calibration.load` reads each.
+    """Return the names of all machines with a calibration, sorted.
 
     Args:
         directory: Default `cache_directory()`.
@@ -261,7 +267,7 @@ def calibrated_machines(directory: Path | None = None) -> list[str]:
 
 
 def clear_calibrations(directory: Path | None = None) -> list[str]:
-    """Delete what is kept of all machines and return which these were.
+    """Delete all calibrations and return the names of their machines.
 
     Args:
         directory: Default `cache_directory()`.

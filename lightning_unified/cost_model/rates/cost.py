@@ -1,58 +1,66 @@
-"""What a step will last: its operations at the rates of a machine."""
+"""Predict the seconds of a step: the operations of its trace at the rates of a machine.
+
+A GPU works off a queue that the host fills. In each phase the slower of the two decides:
+
+    seconds(phase) = max(host: launch · operations, device: Σ kernel + max(flops / rate, bytes / bandwidth))
+
+A CPU is host and device in one, so its times add up. A split batch repeats the forward and backward phases: host time grows
+with the number of micro-batches, device time with the rows.
+"""
 
 from collections.abc import Callable, Sequence
 
 from lightning_unified.cost_model.rates.record import Rates
 from lightning_unified.cost_model.trace.trace import Trace, Work
 
-__all__ = ["cut_seconds", "least_seconds", "step_seconds"]
+__all__ = ["least_seconds", "split_seconds", "step_seconds"]
 
 _OUTSIDE = ("setup", "validation")
-"""Phases that are no part of a training step."""
+"""Phases outside a training step."""
 
 _REPEATED = ("forward", "backward")
-"""Phases that every micro-batch goes through."""
+"""Phases that every micro-batch repeats."""
 
 _AGAIN = 0.9
-"""Judgement: of a block's operations, the share that runs again at least; what its backward pass has no use for does not."""
+"""Judgement: least share of a checkpointed block's operations that is recomputed; those the backward pass does not need are not."""
 
 _WATCHED = 2.5
-"""Launches that an operation costs the host besides while attention is kept: torch asks Python about each (`TorchDispatchMode`).
+"""Extra launches an operation costs the host while attention outputs are saved: torch calls Python for each (`TorchDispatchMode`).
 
 Source: narrow layers under a mode that does nothing, torch 2.13: 14.5 µs an operation instead of 4.2.
 """
 
 _Loads = dict[tuple[str, str], float]
-"""Seconds by who is busy (`"host"`, `"device"`) and phase."""
+"""Busy seconds by processor (`"host"`, `"device"`) and phase."""
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:
-    """Return the seconds that a step is predicted to last.
+    """Return the predicted seconds of a step.
 
-    A GPU works through what the host has put in its queue, so a phase lasts as long as the busier of the two: the host, which needs
-    `rates.launch` for each operation, or the device, which needs the time of its kernels. A CPU is both, one after the other. The
-    optimizer's kernels (fused, foreach, a loop) differ by their operations and the bytes these move, and by nothing else.
+    On a GPU a phase lasts as long as its slower side: the host, with `rates.launch` for each operation, or the device, with
+    the time of its kernels. On a CPU both add up. Optimizer kernels (fused, foreach, for-loop) differ only by their
+    operations and the bytes these move.
 
     Args:
-        trace: Of the step, with all its micro-batches.
-        rates: Of the machine.
+        trace: The step with all its micro-batches.
+        rates: Speeds of the machine.
     """
     return _seconds(_loads(trace, rates), backend=trace.backend)
 
 
-def cut_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
-    """Return the seconds of a step whose batch is cut into micro-batches of `sizes` rows.
+def split_seconds(at: Callable[[int, int], Trace], sizes: Sequence[int], rates: Rates) -> float:
+    """Return the predicted seconds of a step whose batch is split into micro-batches of `sizes` rows.
 
-    Forward and backward passes of a step of two micro-batches are those of two; the rest of it is there once, however many there are.
-    What the device does falls with the rows of smaller micro-batches, what the host does for each does not.
+    The forward and backward times come from a step of two micro-batches; all other phases run once. Device time falls with
+    the rows of smaller micro-batches, host time does not.
 
     Args:
-        at: The trace of a step by rows of a micro-batch and number of micro-batches.
+        at: Function that returns the trace of a step, given rows of a micro-batch and number of micro-batches.
         sizes: Rows of each micro-batch, the largest first.
-        rates: Of the machine.
+        rates: Speeds of the machine.
     """
     trace = at(sizes[0], min(len(sizes), 2))
-    return _seconds(_cut(_loads(trace, rates), sizes), backend=trace.backend)
+    return _seconds(_split(_loads(trace, rates), sizes), backend=trace.backend)
 
 
 def least_seconds(
@@ -63,15 +71,17 @@ def least_seconds(
     again: Callable[[Work], bool],
     optimizer: bool = True,
 ) -> Callable[[int], float]:
-    """Return what tells, by the number of its micro-batches, the seconds that a step takes at least which runs some operations of another one again, and is as that one
-    elsewhere. Each micro-batch starts its operations and kernels anew.
+    """Return a function that bounds the step time from below, given the number of micro-batches.
+
+    The bound is for a step that recomputes some operations of a traced step and otherwise equals it. Each further micro-batch
+    adds its launches and kernel starts.
 
     Args:
-        at: The other step, as for `cut_seconds`.
-        sizes: Rows of each micro-batch of it.
-        rates: Of the machine.
-        again: Whether an operation of its forward pass runs again in the backward pass.
-        optimizer: Whether the optimizer runs as in it; if not, nothing is counted for it.
+        at: Function that returns the traced step, as for `split_seconds`.
+        sizes: Rows of each micro-batch of the traced step.
+        rates: Speeds of the machine.
+        again: Returns whether an operation of the forward pass is recomputed in the backward pass.
+        optimizer: Whether the optimizer runs as in the traced step; if not, it counts as 0 seconds.
     """
     trace = at(sizes[0], min(len(sizes), 2))
     loads = _loads(trace, rates)
@@ -79,18 +89,18 @@ def least_seconds(
         if isinstance(event, Work) and event.phase == "forward" and again(event):
             _add(loads, event, "backward", rates, share=_AGAIN, backend=trace.backend)
     left = {key: seconds for key, seconds in loads.items() if optimizer or key[1] != "optimizer step"}
-    fewest, starts = _cut(left, sizes), _cut(_starts(trace, rates, again=again), sizes)
+    fewest, starts = _split(left, sizes), _split(_starts(trace, rates, again=again), sizes)
 
     def least(parts: int) -> float:
         more = parts / len(sizes) - 1
-        cut = {key: seconds + more * starts.get(key, 0.0) for key, seconds in fewest.items()}
-        return _seconds(cut, backend=trace.backend)
+        split = {key: seconds + more * starts.get(key, 0.0) for key, seconds in fewest.items()}
+        return _seconds(split, backend=trace.backend)
 
     return least
 
 
 def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Loads:
-    """Return what of the loads is there for each micro-batch, however few rows it has."""
+    """Return the loads that each micro-batch adds, however few rows it has."""
     loads: _Loads = {("host", "forward"): rates.part * trace.parts}
     for event in trace.events:
         if not isinstance(event, Work) or event.phase not in _REPEATED:
@@ -105,8 +115,8 @@ def _starts(trace: Trace, rates: Rates, *, again: Callable[[Work], bool]) -> _Lo
     return loads
 
 
-def _cut(loads: _Loads, sizes: Sequence[int]) -> _Loads:
-    """Return the loads of a batch cut into `sizes`, from those of one micro-batch if that is all, else of two."""
+def _split(loads: _Loads, sizes: Sequence[int]) -> _Loads:
+    """Return the loads of a batch split into `sizes`, from those of one or two micro-batches."""
     if len(sizes) == 1:
         return loads
     micro_batches = {"host": len(sizes) / 2, "device": sum(sizes) / (2 * sizes[0])}
@@ -123,14 +133,14 @@ def _loads(trace: Trace, rates: Rates) -> _Loads:
         if not isinstance(event, Work) or event.phase in _OUTSIDE:
             continue
         _add(loads, event, event.phase, rates, share=1.0, backend=trace.backend)
-        if event.phase == "forward":  # and what runs again of it in the backward pass
+        if event.phase == "forward":  # its recomputation in the backward pass costs the same
             for phase in _REPEATED:
                 loads["host", phase] = loads.get(("host", phase), 0.0) + watched
     return loads
 
 
 def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, backend: str) -> None:
-    """Add what an operation costs in a phase, or a share of it."""
+    """Add the cost of an operation, or a share of it, to a phase."""
     host, device = ("host", phase), ("device", phase)
     dtype = "tf32" if _is_tf32(work, backend) else work.dtype
     kernel = rates.kernel_seconds(flops=work.flops, moved=work.moved, dtype=dtype)
@@ -139,7 +149,10 @@ def _add(loads: _Loads, work: Work, phase: str, rates: Rates, *, share: float, b
 
 
 def _is_tf32(work: Work, backend: str) -> bool:
-    """Return whether cuDNN multiplies it as TF32, as it does unless `torch.backends.cudnn.allow_tf32` is switched off."""
+    """Return whether cuDNN computes the operation as TF32.
+
+    It does unless `torch.backends.cudnn.allow_tf32` is switched off.
+    """
     return backend == "cuda" and work.dtype == "float32" and "convolution" in work.op
 
 

@@ -1,4 +1,4 @@
-"""The speeds of a device that is here, measured in a second or two with what torch itself runs."""
+"""Measure the speeds of the device at hand in a second or two, with torch's own operations."""
 
 import statistics
 import time
@@ -18,18 +18,18 @@ from lightning_unified.units import MIB
 
 __all__ = ["brief_rates", "measure_alignment", "measure_rates"]
 
-_LONG = 0.04  # judgement: seconds of one product after which no larger one is tried
+_LONG = 0.04  # judgement: seconds of a product beyond which no larger one is tried
 _REPEATS = 3
-_PAYS = 1.03  # judgement: below three in a hundred, a difference between sizes is noise
+_PAYS = 1.03  # judgement: a difference between sizes below 3 % is noise
 _BACKLOG, _TINY = 8, 200
 _ROWS, _ROUNDS = (512, 576, 960, 1024), 5
 
 
 def measure_rates(device: torch.device | str) -> Rates:
-    """Return the rates of a device that is here, in at most about two seconds on a CPU and one on a GPU.
+    """Measure the rates of a device: at most about two seconds on a CPU and one on a GPU.
 
-    Takes up to about 300 MiB of the device for that time, gives them back, and leaves random generators and settings as they were.
-    What counts memory meanwhile sees it: measure before a cap is set or a peak is read.
+    The measurement allocates up to about 300 MiB on the device and frees it. It leaves random generators and settings
+    unchanged. Peak counters see it: measure before a cap is set or a peak is read.
 
     Args:
         device: Such as `"cpu"` or `"cuda:0"`.
@@ -60,15 +60,15 @@ def measure_rates(device: torch.device | str) -> Rates:
 
 
 def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str]) -> Rates:
-    """Return rates that a run can order its plans by, in a tenth of a second: what is published, and measured only what is not.
+    """Return rates good enough to order plans in a tenth of a second, from tables where possible.
 
-    What an operation costs the host is no property of the device, and is measured in any case. Of a device that is in no table, one
-    product of each dtype that the run multiplies in is timed, and the bandwidth. Beside that as `measure_rates`.
+    The host's launch time is no property of the device and is always measured. For a device in no table, one product of each
+    dtype the run uses and the bandwidth are timed. Side effects are those of `measure_rates`.
 
     Args:
-        device: That is here.
-        name: As its driver writes it.
-        dtypes: Without `"float32"`, which is always there.
+        device: The device at hand.
+        name: Its name, as its driver reports it.
+        dtypes: Dtypes of the run's products besides `"float32"`, which is always measured.
     """
     device = torch.device(device)
     known = None if device.type == "cpu" else tabled_rates(name)
@@ -86,10 +86,10 @@ def brief_rates(device: torch.device | str, *, name: str, dtypes: Sequence[str])
 
 
 def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None = None) -> Alignment:
-    """Return what rows that are multiples of 8 or 64, and powers of two, gain in matrix products on a device that is here.
+    """Measure the gain of aligned rows in matrix products; takes about half a second.
 
-    Each size is compared with its neighbours of a few rows less, so that what a product costs whatever its alignment (tiles that
-    are not full) is the same in both. A gain counts if every pair of neighbours shows it. Takes about half a second.
+    Each size is compared with neighbours of a few rows less, so costs that do not depend on alignment (partly filled tiles)
+    are equal in both. A gain counts only if every pair of neighbours shows it.
 
     Args:
         device: Such as `"cpu"` or `"cuda:0"`.
@@ -116,14 +116,14 @@ def measure_alignment(device: torch.device | str, *, dtype: torch.dtype | None =
 
 
 def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
-    """Return the seconds a row takes by size: multiples of 64, and beside each a multiple of 8 and an odd number."""
+    """Return seconds a row by size: multiples of 64, each with a multiple of 8 and an odd number."""
     width, calls = (512, 1) if device.type == "cpu" else (4096, 20)
     sizes = [rows - less for rows in _ROWS for less in (0, 8, 3)]
     best = dict.fromkeys(sizes, float("inf"))
     with _undisturbed(device):
         right = _filled((width, width), device, dtype)
         left = _filled((max(sizes), width), device, dtype)
-        for round_ in range(_ROUNDS):  # all sizes in turn: what else the machine does meets each of them
+        for round_ in range(_ROUNDS):  # all sizes in turn, so that other load on the machine slows each of them
             for rows in sizes:
                 entries = left[:rows]
 
@@ -137,10 +137,10 @@ def _row_seconds(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
 
 
 def verdict(ratios: Mapping[str, Sequence[float]]) -> tuple[int, float]:
-    """Return the multiple that pays, the largest that does, and how much longer sizes without it take.
+    """Return the largest multiple that gains, and the relative time of sizes without it.
 
     Args:
-        ratios: By property, what neighbours without it take, one figure a pair; a property pays if all of them show it.
+        ratios: By property, the relative times of neighbours without it, one a pair; a property gains if all pairs show it.
     """
     for multiple in (64, 8):
         found = ratios[f"multiple of {multiple}"]
@@ -165,7 +165,7 @@ def _dtypes(device: torch.device) -> list[str]:
 
 
 def _all_products(device: torch.device, *, dtypes: Sequence[str], sizes: slice = _ALL) -> dict[str, float]:
-    """Return the rate of products by dtype; a 16-bit format that the device refuses has none."""
+    """Return the rate of products by dtype; a 16-bit format that the device refuses is left out."""
     with _float32_as("highest"):
         flops = {"float32": _product_rate(device, torch.float32, sizes=sizes)}
     if "tf32" in dtypes:
@@ -183,13 +183,16 @@ def _sides(device: torch.device, width: int) -> list[int]:
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, *, sizes: slice) -> float:
-    """Return the most operations a second that square products reach; sizes grow until one takes long."""
+    """Return the highest rate of square products, in operations a second.
+
+    The sizes grow until a product takes long.
+    """
     best = 0.0
     for side in _sides(device, dtype.itemsize)[sizes]:
         left, right = _filled((side, side), device, dtype), _filled((side, side), device, dtype)
         seconds = _seconds(lambda left=left, right=right: left @ right, device)
         best = max(best, 2 * side**3 / seconds)
-        if seconds > _LONG and side > 256:  # a smaller one is slow only where another program is in the way
+        if seconds > _LONG and side > 256:  # a smaller one is slow only if another program interferes
             break
     return best
 
@@ -201,7 +204,7 @@ def _bandwidth(device: torch.device) -> float:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what reaches the dispatcher below autograd and is no view, as a trace of a step does."""
+    """Counts the operations below autograd that are no views, as a trace does."""
 
     count = 0
 
@@ -212,7 +215,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _launch(device: torch.device) -> float:
-    """Return the host's seconds an operation of forward and backward, from a step that has next to nothing to compute."""
+    """Return the host's seconds an operation, from a step with almost no arithmetic."""
     layers = [nn.Linear(8, 8, device=device), nn.LayerNorm(8, device=device), nn.GELU()]
     with torch.no_grad():
         for parameter in layers[0].parameters():
@@ -229,7 +232,10 @@ def _launch(device: torch.device) -> float:
 
 
 def _kernel(device: torch.device) -> float:
-    """Return the device's seconds for an operation on next to nothing: many of them behind a backlog that lets the host run ahead."""
+    """Return the device's seconds of a tiny operation.
+
+    Many of them are timed behind a backlog, so that the host runs ahead of the device.
+    """
     side = 4096 if device.type == "cuda" else 1024
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     square, tiny = _filled((side, side), device, dtype), torch.ones(16, device=device)
@@ -247,7 +253,7 @@ def _kernel(device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS, warm: bool = True) -> float:
-    """Return the least time of a few calls, after one that is not timed where the device is to be made `warm` for them."""
+    """Return the least time of a few calls, after an untimed one if `warm`."""
     if warm:
         call()
     best = float("inf")
@@ -266,13 +272,16 @@ def _wait(device: torch.device) -> None:
 
 
 def _filled(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return values of ordinary size, made without a random generator."""
+    """Return values of ordinary size, without a random generator."""
     return torch.linspace(-1, 1, shape[0] * shape[1], device=device).view(shape).to(dtype)
 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Keep the caller's modes (autocast, inference, no gradients) out of the measurement, and leave nothing of it behind."""
+    """Shield a measurement from the caller's modes, and restore the caller's state.
+
+    The modes are autocast, inference mode and no-grad.
+    """
     state = torch.get_rng_state()
     try:
         with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False):

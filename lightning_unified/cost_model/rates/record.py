@@ -1,4 +1,4 @@
-"""The speeds of a machine as records: each figure beside where it comes from."""
+"""Records of a machine's speeds, each figure with its source."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -9,20 +9,20 @@ __all__ = ["Alignment", "Rates"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What an operation costs on a machine.
+    """Speeds of a machine: the cost of one operation.
 
-    A kernel lasts `kernel` seconds and what it computes or moves, whichever takes longer. So a matrix product of s operations runs
-    at peak * s / (s + s0) with s0 = kernel * peak: small products do not reach the peak.
+    A kernel lasts `kernel` seconds plus the larger of its compute time and its memory time. So a matrix product of s
+    operations runs at peak · s / (s + s0) with s0 = kernel · peak: small products do not reach the peak.
 
     Attributes:
-        name: The machine.
-        flops: Floating-point operations a second by dtype (`"float32"`, `"bfloat16"`, `"float16"`, and `"tf32"` for float32 that is
-            multiplied in that format); `"float32"` is always there, and stands for dtypes that are not.
+        name: Name of the machine.
+        flops: Floating-point operations a second by dtype: `"float32"`, `"bfloat16"`, `"float16"`, and `"tf32"` for float32
+            products computed as TF32. `"float32"` is always present and stands for missing dtypes.
         bandwidth: Bytes a second, read and written together.
-        launch: Seconds of the host that an operation costs, autograd and Python included.
-        kernel: Seconds that a kernel takes on the device however little it does; 0 on a CPU, where `launch` holds it.
-        part: Seconds of the host that a micro-batch costs beside its operations.
-        sources: By field, and by dtype, where the figure comes from: `"measured on …"`, `"table: …"`, `"judgement: …"`.
+        launch: Host seconds of one operation, autograd and Python included.
+        kernel: Device seconds of the smallest kernel; 0 on a CPU, where `launch` includes it.
+        part: Host seconds of a micro-batch besides its operations.
+        sources: Source of each figure, by field and by dtype: `"measured on …"`, `"table: …"`, `"judgement: …"`.
     """
 
     name: str
@@ -43,39 +43,34 @@ class Rates:
             )
 
     def kernel_seconds(self, *, flops: int, moved: int, dtype: str) -> float:
-        """Return what a kernel of so many operations and bytes takes on the device; nothing for one that only looks (a view)."""
+        """Return the device seconds of a kernel; 0 for a view, which computes and moves nothing."""
         if not flops and not moved:
             return 0.0
         rate = self.flops.get(dtype) or self.flops["float32"]
         return self.kernel + max(flops / rate, moved / self.bandwidth)
 
-    def with_tf32(self) -> "Rates":
-        """Return the rates of a process that multiplies float32 as TF32 (`torch.set_float32_matmul_precision("high")`)."""
-        fast = self.flops.get("tf32", self.flops["float32"])
-        return replace(self, flops={**self.flops, "float32": fast})
-
     def slowed(self, factor: float) -> "Rates":
-        """Return rates whose arithmetic takes `factor` times as long, and nothing else."""
+        """Return rates whose arithmetic takes `factor` times as long; bandwidth and launches stay."""
         return replace(self, flops={dtype: rate / factor for dtype, rate in self.flops.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, from which `Rates(**values)` is the same again."""
+        """Return plain values; `Rates(**values)` restores them."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """Whether sizes that are multiples of 8 or 64, or powers of two, are faster on a machine, in numbers.
+    """Measured gain of sizes that are multiples of 8 or 64, or powers of two, on a machine.
 
     Attributes:
-        device: On which it was measured.
-        dtype: In which it was measured.
-        seconds_per_row: By rows of the product's left factor, what a row took at best.
-        without: By property (`"multiple of 8"`, `"multiple of 64"`, `"power of two"`), how much longer a row takes in a neighbouring
-            size that lacks it, as a ratio; 1.0 is no difference.
-        multiple: The multiple that pays, 64 or 8; 1 where alignment gains nothing beyond noise.
-        gain: How much longer a row takes in a size that is no such multiple, as a ratio; 1.0 where alignment gains nothing.
-        source: How it was measured, in words.
+        device: Device of the measurement.
+        dtype: Dtype of the measurement.
+        seconds_per_row: Best seconds a row, by rows of the product's left factor.
+        without: By property (`"multiple of 8"`, `"multiple of 64"`, `"power of two"`), seconds a row in a neighbouring size
+            without it, as a ratio; 1.0 is no difference.
+        multiple: The multiple that gains, 64 or 8; 1 if alignment gains nothing beyond noise.
+        gain: Seconds a row in a size that is no such multiple, as a ratio; 1.0 if alignment gains nothing.
+        source: The measurement in words.
     """
 
     device: str
@@ -92,7 +87,7 @@ class Alignment:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Alignment":
-        """Return what `to_dict` gave, also by way of JSON."""
+        """Restore an alignment from `to_dict`, also after a JSON round trip."""
         rows = {int(rows): float(seconds) for rows, seconds in values["seconds_per_row"].items()}
         return cls(**{**values, "seconds_per_row": rows})
 
@@ -102,4 +97,4 @@ class Alignment:
         verdict = (
             "no alignment of sizes pays" if self.multiple == 1 else f"sizes that are multiples of {self.multiple} pay"
         )
-        return f"on {self.device} {verdict}: times as long a row, by what its size is not: {figures} ({self.dtype})"
+        return f"on {self.device} {verdict}; time a row without each property, relative to with it: {figures} ({self.dtype})"

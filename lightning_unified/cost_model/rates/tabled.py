@@ -1,4 +1,4 @@
-"""Published speeds of machines that are not here: good enough to order plans, not to promise a time."""
+"""Published speeds of known chips: accurate enough to order plans, not to promise times."""
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ from lightning_unified.hardware.simulated.profiles import PROFILES
 __all__ = ["tabled_rates", "typical_rates"]
 
 PART = 5e-4
-"""Seconds of the host that a micro-batch costs: cutting, hooks, logging. Judgement."""
+"""Host seconds of a micro-batch: splitting, hooks, logging. Judgement."""
 
-# judgement: the share of a published peak that large products reach; an H200 gives 800 of 989 TFLOP/s bf16 at 8192 x 8192 x 8192
+# judgement: share of the published peak that large products reach; an H200 reaches 800 of 989 TFLOP/s in bf16 at 8192 x 8192 x 8192
 _REACHED = 0.8
 
 _Host = Literal["server", "desktop", "mac", "embedded"]
-# host seconds an operation and device seconds the least kernel
+# host seconds of an operation, device seconds of the smallest kernel, source
 _STARTS: Mapping[_Host, tuple[float, float, str]] = MappingProxyType(
     {
         "server": (8e-6, 3e-6, "judgement: eager PyTorch on a current server"),
         "desktop": (7e-6, 3e-6, "judgement: eager PyTorch on a current desktop"),
-        "mac": (11e-6, 5e-6, "scvi-tools #3998: 11.1 us an operation on MPS; the least kernel is a judgement"),
+        "mac": (11e-6, 5e-6, "scvi-tools #3998: 11.1 us an operation on MPS; the smallest kernel is a judgement"),
         "embedded": (20e-6, 5e-6, "judgement: eager PyTorch on small Arm cores"),
     }
 )
@@ -31,7 +31,7 @@ _STARTS: Mapping[_Host, tuple[float, float, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chip:
-    """Published figures: TFLOP/s dense, with fp32 accumulation, and GB/s (10**9)."""
+    """Published figures: dense TFLOP/s with fp32 accumulation, and GB/s (10**9)."""
 
     float32: float
     half: float
@@ -115,15 +115,16 @@ _CHIPS: Mapping[str, _Chip] = MappingProxyType(
 
 _TYPICAL = {"cuda": "NVIDIA GeForce RTX 3090", "rocm": "AMD Radeon 8060S", "mps": "Apple M2"}
 
-# another product than the one whose name it contains, or a slice of it
+# words that name another product than the one in the table, or a slice of it
 _VARIANT = re.compile(r"\b(ti|super|laptop|mobile|max q|pro|max|ultra|nvl|nano|nx|xt|xtx|mig)\b")
 
 
 def tabled_rates(name: str) -> Rates | None:
-    """Return the published rates of a machine, each figure marked as tabled; None where nothing is tabled.
+    """Return the published rates of a machine; None if it is in no table.
 
     Args:
-        name: Of a simulated machine (`"m2-16gb"`) or of a device as its driver writes it (`"NVIDIA H200"`, `"Apple M4 Pro"`).
+        name: Name of a simulated machine (`"m2-16gb"`), or of a device as its driver reports it (`"NVIDIA H200"`, `"Apple M4
+            Pro"`).
     """
     known = PROFILES.get(name.lower())
     wanted = _plain(known.chip if known else name)
@@ -137,13 +138,13 @@ def tabled_rates(name: str) -> Rates | None:
 
 
 def typical_rates(backend: str) -> Rates:
-    """Return rates that stand for a device whose name is unknown: they order plans, and no time should be told by them.
+    """Return stand-in rates of a device with an unknown name: they order plans, but predict no times.
 
     Args:
         backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
 
     Raises:
-        ValueError: If it is another.
+        ValueError: For another backend.
     """
     if backend == "cpu":
         fields = ("flops", "bandwidth", "launch", "kernel", "part")
@@ -167,7 +168,7 @@ def _rates(name: str, chip: _Chip) -> Rates:
     if chip.tf32 is not None:
         peaks["tf32"] = chip.tf32
     launch, kernel, from_where = _STARTS[chip.host]
-    table = f"table: {chip.source}; {_REACHED:.0%} of it is taken as within reach (judgement)"
+    table = f"table: {chip.source}; {_REACHED:.0%} of it counts as reachable (judgement)"
     return Rates(
         name=name,
         flops={dtype: _REACHED * peak * 1e12 for dtype, peak in peaks.items()},

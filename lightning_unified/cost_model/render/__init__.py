@@ -1,4 +1,4 @@
-"""Plans and predictions for people: on a terminal, as Markdown, as a picture."""
+"""Show plans and predictions: on a terminal, as Markdown, as a picture."""
 
 from lightning_unified.cost_model.render.markdown import to_markdown
 from lightning_unified.cost_model.render.picture import to_png

@@ -1,4 +1,4 @@
-"""A plan in words: what was chosen, why, and how far to trust it."""
+"""A plan in words: decisions, reasons and confidence."""
 
 from collections.abc import Iterator
 
@@ -12,15 +12,18 @@ from lightning_unified.units import format_bytes
 __all__ = ["facts_of_plan", "facts_of_prediction", "format_seconds", "format_share"]
 
 _CONFIDENCE: dict[Confidence, str] = {
-    "high": "nothing was made up: every shape of the step was followed",
-    "medium": "values were made up on the way that decide no shape",
-    "low": "a made-up value can decide a shape, so the real step may be another; probe before you rely on it",
+    "high": "no value was made up: every shape of the step is known",
+    "medium": "made-up values decide no shape",
+    "low": "a made-up value can decide a shape, so the real step may differ; run a batch-size probe before you rely on it",
 }
 _SHOWN = {"budget", "micro_batch_size", "recompute", "precision", "optimizer_kernel", "loss_chunk"}
 
 
 def facts_of_plan(plan: Plan) -> Iterator[Fact]:
-    """Yield what was chosen with its reason, then what is predicted of it; a plan that does not fit says so first."""
+    """Yield each decision with its reason, then the prediction.
+
+    A plan that does not fit yields its verdict first.
+    """
     why = plan.reasons
     if not does_fit(plan):
         yield Fact(name="verdict", text="does not fit", why=why.get("micro_batch_size", ""))
@@ -54,7 +57,7 @@ def facts_of_prediction(prediction: Prediction, *, budget_bytes: int | None = No
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Return a duration for people: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"3 min 20 s"`, `"unknown"` for None."""
+    """Format a duration: `"850 µs"`, `"12.3 ms"`, `"4.56 s"`, `"3 min 20 s"`, `"unknown"` for None."""
     if seconds is None:
         return "unknown"
     if seconds < 1e-3:
@@ -68,7 +71,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_share(share: float) -> str:
-    """Return a share for people: `"0.4 %"`, `"66 %"`, `"120 %"`, `"28 ×"`."""
+    """Format a share: `"0.4 %"`, `"66 %"`, `"120 %"`, `"28 ×"`."""
     if share >= 10:
         return f"{share:.0f} ×"
     return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")

@@ -1,4 +1,4 @@
-"""A plan as Markdown, for an issue, a pull request or a page of notes."""
+"""A plan as Markdown, for an issue, a pull request or notes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +21,10 @@ def to_markdown(
     machines: Sequence[MachinePlan] = (),
     more: Sequence[Table] = (),
 ) -> str:
-    """Return a plan or a prediction as Markdown of GitHub's flavour; the arguments are those of `to_terminal`."""
+    """Return a plan or a prediction as GitHub-flavoured Markdown.
+
+    The arguments are those of `to_terminal`.
+    """
     sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
     return "\n".join(_lines(sheet)) + "\n"
 
@@ -50,7 +53,10 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return `text` so that Markdown shows what it says: names of operations hold underscores, stars, bars and angle brackets."""
+    """Escape `text` for Markdown.
+
+    Names of operations hold underscores, stars, bars and angle brackets.
+    """
     for sign in ("\\", "|", "*", "_", "<", ">", "`"):
         text = text.replace(sign, "\\" + sign)
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Put the page about a plan or a prediction together."""
+"""Compose the page about a plan or a prediction."""
 
 from collections.abc import Sequence
 
@@ -31,11 +31,11 @@ def sheet_of(
 
     Args:
         planned: A plan, or a prediction alone.
-        title: Its head, in one line.
-        facts: What is to be said first: names and texts, such as the model's and the machine's.
+        title: Title in one line.
+        facts: Names and texts shown first, such as the model's and the machine's.
         watermarks: Marks beside the budget; None shows the budget alone.
-        machines: What other machines would do; shown last.
-        more: Tables to be shown before that.
+        machines: Plans on other machines, shown last.
+        more: Tables shown before those of other machines.
     """
     prediction = prediction_of(planned)
     own = facts_of_prediction(planned) if isinstance(planned, Prediction) else facts_of_plan(planned)

@@ -1,4 +1,4 @@
-"""A plan as a picture: categories stacked against the budget, the course of the step, and what else was weighed."""
+"""A plan as a picture: categories against the budget, the course of the step, alternatives."""
 
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -25,13 +25,13 @@ _BESIDE = {"batch": "#7f7f7f", "workspaces": "#a6a6a6", "callbacks": "#595959"}
 _PHASES = {"forward": "#5b9bd5", "backward": "#2f75b5", "optimizer step": "#1f4e79", "validation": "#c55a11"}
 _COLOURS = _STAYS | _PASSES | _BESIDE
 _INK, _FAINT, _BUDGET, _LOW, _CHOSEN = "#222222", "#8a8a8a", "#b00020", "#d98c00", "#1a7f37"
-_FAR = 4  # a budget so many times the need is named at the edge instead of drawn
-_NEAR = 2  # as much times the largest alternative, and the budget is drawn beside them
-_LONGEST, _LETTER = 44, 0.022  # letters of a place; the share of the width that a letter takes
+_FAR = 4  # a budget this many times the need is named at the edge instead of drawn
+_NEAR = 2  # a budget of at most this many times the largest alternative is drawn beside them
+_LONGEST, _LETTER = 44, 0.022  # most letters of a place; share of the width a letter takes
 _CROWDED, _ROOMY = (
     0.6,
     0.2,
-)  # of the width: from where bars are labelled to the left, and how long one must be to be written in
+)  # shares of the width: end of a bar beyond which its label goes left; least length of a bar that holds its label
 
 
 def to_png(
@@ -41,16 +41,16 @@ def to_png(
     title: str = "Plan",
     watermarks: Watermarks | None = None,
 ) -> Path:
-    """Draw a plan or a prediction into `path` and return it.
+    """Draw a plan or a prediction into the PNG file `path` and return the path.
 
     Args:
-        planned: What is drawn; a plan that nothing fits shows what was weighed.
-        path: The file to write, whose folder is made if it is not there.
-        title: Its head, in one line.
+        planned: A plan, or a prediction alone; a plan that does not fit shows its alternatives.
+        path: File to write; its folder is created if it is missing.
+        title: Title in one line.
         watermarks: Bytes to mark beside the budget.
 
     Raises:
-        ConfigurationError: If matplotlib is not installed, or there is nothing to draw.
+        ConfigurationError: If matplotlib is not installed, the plan holds nothing to draw, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -62,7 +62,7 @@ def to_png(
     prediction = prediction_of(planned)
     weighed = None if isinstance(planned, Prediction) or not planned.alternatives else planned
     if prediction is None and weighed is None:
-        raise ConfigurationError("this plan was made without a prediction, so there is nothing to draw.")
+        raise ConfigurationError("this plan has no prediction, so there is nothing to draw; set memory.predict=true.")
     bars = 0 if prediction is None else len(ordered(prediction)) + 2
     steps = prediction is not None and bool(prediction.instants)
     below = [name for name, there in (("step", steps), ("weighed", weighed is not None)) if there]
@@ -96,7 +96,7 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | None, marks: Watermarks | None) -> None:
-    """Draw each category from where the one before it ended, then what the allocator makes of the sum."""
+    """Draw each category from the end of the one before it, then the allocator's total."""
     parts = ordered(prediction)
     ends = list(accumulate(count for _, count in parts))
     bars = [
@@ -104,7 +104,7 @@ def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | Non
     ]
     bars += [
         ("peak of tensors", 0, prediction.peak_bytes, _INK),
-        ("taken by the allocator", 0, prediction.reserved_bytes, _FAINT),
+        ("reserved by the allocator", 0, prediction.reserved_bytes, _FAINT),
     ]
     unit, name = _unit(max(prediction.peak_bytes, prediction.reserved_bytes))
     need = max(prediction.peak_bytes, prediction.reserved_bytes, 1)
@@ -146,7 +146,7 @@ def _categories(axes: "Axes", prediction: Prediction, *, budget_bytes: int | Non
 
 
 def _label(axes: "Axes", row: int, words: str, *, start: float, end: float, right: float) -> None:
-    """Write what a bar is behind it; where the marks are, in it if it is long enough, else before it."""
+    """Write a bar's label behind it; beyond the crowded edge, inside the bar or before it."""
     gap, colour = 0.008 * right, _INK
     x, side = end + gap, "left"
     if end > _CROWDED * right:
@@ -173,7 +173,7 @@ def _mark(axes: "Axes", x: float, words: str, colour: str, style: str, *, left: 
 
 
 def _step(axes: "Axes", prediction: Prediction) -> None:
-    """Draw the peak of each place in the order of the step, phase after phase, and point at the highest."""
+    """Draw the peak of each place in the order of the step, by phase, and mark the highest."""
     heights = [count for _, count in prediction.instants]
     unit, name = _unit(max(heights))
     at = 0
@@ -207,7 +207,7 @@ def _step(axes: "Axes", prediction: Prediction) -> None:
 
 
 def _weighed(axes: "Axes", plan: Plan) -> None:
-    """Draw each alternative by what it takes and what it lasts: the lowest left of the budget is what is wanted."""
+    """Draw each alternative by reserved bytes and seconds; the best is lowest, left of the budget."""
     dots = [(each.reserved_bytes, each.seconds) for each in plan.alternatives]
     best, words = plan.prediction, "nothing fits"
     if best is not None and best.seconds is not None:
@@ -227,12 +227,12 @@ def _weighed(axes: "Axes", plan: Plan) -> None:
     axes.set_xlim(0, 1.08 * right / unit)
     axes.set_ylim(0, 1.15 * max(seconds for _, seconds in dots))
     axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds) if seconds else "0")
-    axes.set_xlabel(f"taken by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
+    axes.set_xlabel(f"reserved by the allocator, {name} (hollow: does not fit)", fontsize=9, color=_FAINT)
     _clean(axes, grid="both")
 
 
 def _title(axes: "Axes", words: str, *, mark: str, colour: str) -> None:
-    """Write a panel's head, behind the mark that it explains."""
+    """Write a panel's title behind the mark that it explains."""
     axes.set_title(f"    {words}", loc="left", fontsize=10, color=_INK)
     axes.text(0, 1.016, mark, transform=axes.transAxes, fontsize=10, color=colour, va="bottom", ha="left")
 
@@ -254,7 +254,7 @@ def _unit(most: int) -> tuple[int, str]:
 
 
 def _short(words: str, longest: int) -> str:
-    """Return `words` with its middle left out where it is too long: both ends of a place tell something."""
+    """Return `words` with the middle left out if they are too long; both ends identify a place."""
     if len(words) <= longest:
         return words
     keep = (longest - 1) // 2

@@ -1,4 +1,4 @@
-"""What is rendered: a plan, a prediction, what machines would do; and what can be told of them."""
+"""Questions about a plan that every output format asks, such as whether it fits."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ __all__ = ["MachinePlan", "does_fit", "is_chosen", "least_bytes", "phase_of", "p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachinePlan:
-    """What one machine would do.
+    """Plan on one machine.
 
     Attributes:
-        name: Of the machine, as `simulate=` takes it.
+        name: Name of the machine, as `simulate=` takes it.
         backend: `"cuda"`, `"rocm"`, `"mps"` or `"cpu"`.
         pool: `"dedicated"` or `"unified"`.
-        budget_bytes: What its `auto` budget comes to; None where nothing can be had.
-        plan: What was found; None where there was nothing to plan with.
-        why_not: Why there is no plan; empty where there is one.
+        budget_bytes: Bytes of its `auto` budget; None if nothing is available.
+        plan: The plan; None if none could be made.
+        why_not: Why there is no plan; empty if there is one.
     """
 
     name: str
@@ -31,21 +31,21 @@ class MachinePlan:
 
 
 def does_fit(plan: Plan) -> bool:
-    """Return whether what is planned fits; a plan that was made without a planner has nothing that speaks against it."""
+    """Return whether the plan fits; a plan without a prediction and alternatives counts as fitting."""
     if plan.prediction is not None:
         return plan.prediction.step_bytes <= plan.budget_bytes
     return not plan.alternatives or any(candidate.fits for candidate in plan.alternatives)
 
 
 def least_bytes(plan: Plan) -> int | None:
-    """Return the least that any way to run the step takes of the device; None where nothing is known of it."""
+    """Return the least bytes any plan reserves on the device; None if unknown."""
     own = [] if plan.prediction is None else [plan.prediction.reserved_bytes]
     least = min([*own, *(candidate.reserved_bytes for candidate in plan.alternatives)], default=None)
     return least if least is None or plan.prediction is None else max(least, plan.prediction.generation_bytes)
 
 
 def is_chosen(candidate: Candidate, plan: Plan) -> bool:
-    """Return whether `candidate` is what `plan` decided on."""
+    """Return whether `candidate` is the plan's own choice."""
     prediction = plan.prediction
     if prediction is None or not candidate.fits:
         return False
@@ -59,12 +59,12 @@ def is_chosen(candidate: Candidate, plan: Plan) -> bool:
 
 
 def recomputed(plan: Plan) -> str:
-    """Return what runs again in the backward pass, in words."""
+    """Return the modules under activation checkpointing, in words."""
     return plan.recomputed or {None: "as given", True: "all", False: "none"}[plan.recompute]
 
 
 def phase_of(place: str) -> str:
-    """Return the phase that a place's words name, `"forward"` for `"forward of network.blocks.3"`."""
+    """Return the phase in a place's words: `"forward"` for `"forward of network.blocks.3"`."""
     return place.partition(" of ")[0]
 
 

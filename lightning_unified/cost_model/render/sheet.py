@@ -1,4 +1,4 @@
-"""One page about a plan, before it is known where it will be shown: facts in words, tables, notes."""
+"""The page about a plan, independent of its output format: facts, tables, notes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["Bars", "Fact", "Sheet", "Table"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One line: what was chosen or found, and why; `why` may be empty."""
+    """One line: a decision or finding, and its reason, which may be empty."""
 
     name: str
     text: str
@@ -19,9 +19,9 @@ class Bars:
     """A bar for each row of a table.
 
     Attributes:
-        spans: Where each bar begins and ends, in 0..1 of the scale.
-        marks: Places on the scale that are to be seen, such as the budget.
-        title: What the whole scale is.
+        spans: Start and end of each bar, in 0..1 of the scale.
+        marks: Places on the scale to mark, such as the budget.
+        title: Meaning of the whole scale.
     """
 
     spans: tuple[tuple[float, float], ...]
@@ -34,14 +34,14 @@ class Table:
     """Rows under a title.
 
     Attributes:
-        title: Above it.
-        columns: Their heads.
+        title: Title above the table.
+        columns: Column heads.
         rows: Cells as text.
-        numbers: Which columns hold numbers, and stand to the right.
-        strong: Rows to be seen first.
-        faint: Rows that are there for comparison only.
-        bars: Drawn where a bar can be drawn.
-        remark: One line below.
+        numbers: Columns of numbers, which are right-aligned.
+        strong: Emphasised rows.
+        faint: Rows for comparison only.
+        bars: Bars, for formats that can draw them.
+        remark: One line below the table.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
-    """The whole page, in the order in which it is read."""
+    """The whole page, in reading order."""
 
     title: str
     facts: tuple[Fact, ...]

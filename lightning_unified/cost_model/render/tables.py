@@ -1,4 +1,4 @@
-"""The tables of a plan: the peak by category and by place, what else was weighed, and what fits where."""
+"""Tables of a plan: the peak by category and by place, alternatives, and plans on other machines."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,14 +23,14 @@ from lightning_unified.units import format_bytes
 
 __all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]
 
-_FAR = 6  # a budget so many times the need would leave the bars too short to read
+_FAR = 6  # a budget this many times the need would make the bars too short to read
 _MOST_INSTANTS = 12
 _MOST_ALTERNATIVES = 16
 _CHOSEN, _FITS = "→", "yes"
 
 
 def ordered(prediction: Prediction) -> list[tuple[str, int]]:
-    """Return the categories that take anything, in the order in which a step makes them."""
+    """Return the non-empty categories in the order in which a step creates them."""
     known = [(name, prediction.categories[name]) for name in CATEGORIES if prediction.categories.get(name)]
     return known + [(name, count) for name, count in prediction.categories.items() if name not in CATEGORIES and count]
 
@@ -38,11 +38,11 @@ def ordered(prediction: Prediction) -> list[tuple[str, int]]:
 def categories_table(
     prediction: Prediction, *, budget_bytes: int | None = None, watermarks: Watermarks | None = None
 ) -> Table:
-    """Return the peak by category, stacked up to what the allocator takes and held against the budget."""
+    """Return the peak by category, stacked up to the reserved bytes and compared with the budget."""
     parts = ordered(prediction)
     ends = list(accumulate(count for _, count in parts))
     spans = [(end - count, end) for (_, count), end in zip(parts, ends, strict=True)]
-    compared = [("peak of tensors", prediction.peak_bytes), ("taken by the allocator", prediction.reserved_bytes)]
+    compared = [("peak of tensors", prediction.peak_bytes), ("reserved by the allocator", prediction.reserved_bytes)]
     if prediction.generation_bytes:
         compared.append(("generation before it", prediction.generation_bytes))
     if prediction.validation is not None:
@@ -76,12 +76,12 @@ def categories_table(
 def _remark(watermarks: Watermarks | None, scale: int) -> str:
     if watermarks is None:
         return ""
-    marks = f"Caches are cleared from {format_bytes(watermarks.low)} on; the allocator is held to {format_bytes(watermarks.high)}."
+    marks = f"Caches are cleared from {format_bytes(watermarks.low)} on; the allocator's cap is {format_bytes(watermarks.high)}."
     return marks if watermarks.low <= scale else f"{marks} Both lie beyond the bars."
 
 
 def generation_table(found: Generated, *, budget_bytes: int) -> Table:
-    """Return what a generation takes at its fullest, by what it is for, against the budget."""
+    """Return the peak of a generation by category, compared with the budget."""
     taken = found.bytes
     cache = "keys and values" + ", with the copy of a growing cache" * found.grows
     named = [("weights", taken.weights), (cache, taken.cache), ("logits", taken.logits)]
@@ -104,7 +104,7 @@ def generation_table(found: Generated, *, budget_bytes: int) -> Table:
 
 
 def instants_table(prediction: Prediction) -> Table:
-    """Return the highest place of each phase, and the highest of the others, in the order of the step."""
+    """Return the peak of each phase and the highest other places, in the order of the step."""
     places = list(enumerate(prediction.instants))
     ranked = sorted(places, key=lambda place: -place[1][1])
     of_phases = list({phase_of(words): (at, (words, count)) for at, (words, count) in reversed(ranked)}.values())
@@ -123,7 +123,7 @@ def instants_table(prediction: Prediction) -> Table:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """Return what was weighed, the fastest that fits first, then what does not fit by how far it misses."""
+    """Return the alternatives: fitting ones, fastest first, then the others by their excess bytes."""
     ranked = sorted(plan.alternatives, key=_rank)
     shown = [each for at, each in enumerate(ranked) if at < _MOST_ALTERNATIVES or is_chosen(each, plan)]
     rows = [_alternative_row(each, plan) for each in shown]
@@ -131,13 +131,13 @@ def alternatives_table(plan: Plan) -> Table:
         rows.insert(0, _chosen_row(plan, plan.prediction))
     left = len(ranked) - len(shown)
     return Table(
-        title="What was weighed" if does_fit(plan) else "What it would take",
+        title="Alternatives" if does_fit(plan) else "Memory each plan needs",
         columns=("", "rows", "recompute", "precision", "optimizer", "loss chunk", "peak", "allocator", "step", "fits"),
         rows=tuple(rows),
         numbers=frozenset({1, 5, 6, 7, 8}),
         strong=frozenset(at for at, row in enumerate(rows) if row[0]),
         faint=frozenset(at for at, row in enumerate(rows) if row[-1] != _FITS),
-        remark=f"{left} more were weighed." if left > 0 else "",
+        remark=f"{left} more were compared." if left > 0 else "",
     )
 
 
@@ -155,7 +155,7 @@ def _alternative_row(each: Candidate, plan: Plan) -> tuple[str, ...]:
 
 
 def _chosen_row(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
-    """Return the row of the plan itself, for a planner that lists only the others."""
+    """Return the row of the plan itself, for a planner whose alternatives do not include it."""
     return (
         _CHOSEN,
         f"{prediction.rows} × {prediction.parts}",
@@ -177,10 +177,10 @@ def _rank(each: Candidate) -> tuple[bool, float, int]:
 
 
 def machines_table(machines: Sequence[MachinePlan]) -> Table:
-    """Return what each machine would do with its own `auto` budget, or why it cannot."""
+    """Return the plan of each machine under its own `auto` budget, or why there is none."""
     rows = tuple(_machine_row(machine) for machine in machines)
     return Table(
-        title="What fits where",
+        title="Plans on other machines",
         columns=(
             "machine",
             "pool",
@@ -207,7 +207,7 @@ def _machine_row(machine: MachinePlan) -> tuple[str, ...]:
     prediction = None if plan is None else plan.prediction
     if plan is None or prediction is None:
         least = None if plan is None else least_bytes(plan)
-        why_not = machine.why_not or ("" if least is None else f"the smallest step takes {format_bytes(least)}")
+        why_not = machine.why_not or ("" if least is None else f"the smallest step needs {format_bytes(least)}")
         return (*head, "no" if why_not else "unknown", "", "", "", "", "", "", why_not)
     return (
         *head,

@@ -1,4 +1,4 @@
-"""A plan on a terminal, with bars of blocks."""
+"""A plan on a terminal, with bars of block characters."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,15 +29,15 @@ def to_terminal(
     machines: Sequence[MachinePlan] = (),
     more: Sequence[Table] = (),
 ) -> RenderableType:
-    """Return a plan or a prediction laid out for a terminal of 100 columns or more; narrower ones fold the texts.
+    """Return a plan or prediction for a terminal of 100 columns or more; narrower ones fold texts.
 
     Args:
-        planned: What is shown.
-        title: Its head, in one line.
-        facts: What is to be said first: names and texts, such as the model's and the machine's.
+        planned: A plan, or a prediction alone.
+        title: Title in one line.
+        facts: Names and texts shown first, such as the model's and the machine's.
         watermarks: Bytes to mark beside the budget.
-        machines: What other machines would do; shown last.
-        more: Tables to be shown before that.
+        machines: Plans on other machines, shown last.
+        more: Tables shown before those of other machines.
     """
     sheet = sheet_of(planned, title=title, facts=facts, watermarks=watermarks, machines=machines, more=more)
     return Group(*_parts(sheet))
@@ -91,7 +91,7 @@ def _table(table: Table) -> Grid:
 
 
 def _bar(bars: Bars, at: int) -> Text:
-    """Return one bar; where it does not reach, the marks are seen."""
+    """Return one bar; marks show where the bar does not cover them."""
     start, end = (share * _WIDTH for share in bars.spans[at])
     marks = {min(int(mark * _WIDTH), _WIDTH - 1) for mark in bars.marks}
     cells = []

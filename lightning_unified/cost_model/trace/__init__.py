@@ -1,1 +1,1 @@
-"""The operations and allocations of one training step, at any size."""
+"""The trace of a training step, and traces of other sizes interpolated from a few."""

@@ -1,4 +1,11 @@
-"""Figures as sums of a few monomials of a step's size: rows, length of a row, micro-batches."""
+"""Express each figure of a trace as a sum of a few monomials of the step's size.
+
+The size is rows, row length and number of micro-batches. The bytes of almost every storage are exact in one or two monomials:
+a constant for weights, rows for a row's own share, rows times length for activations, rows times length squared for
+materialised attention. The fit looks for the fewest monomials that reproduce a figure at every traced size, simplest first.
+Kernels that round their buffers match none exactly. For these the fit accepts two monomials within a thousandth and 512
+bytes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +19,9 @@ __all__ = ["Fit", "Size", "fit_monomials", "rounds"]
 Floats = NDArray[np.float64]
 Size = tuple[int, int, int]  # rows, length, parts
 
-# In the order in which they are preferred. A row's own share, a token's, a pair of tokens' (attention that is materialised),
-# what is as long as a row (positions, masks), a pair of rows' (contrastive losses); then the same for a whole batch of parts.
+# Exponents of rows, length and micro-batches, in order of preference: a constant, one row's share, one token's, one pair of tokens'
+# (materialised attention), the length of a row (positions, masks) and its square, a pair of rows' (contrastive losses); then the whole
+# batch over all micro-batches.
 _EXPONENTS: tuple[Size, ...] = (
     (0, 0, 0),
     (1, 0, 0),
@@ -27,7 +35,7 @@ _EXPONENTS: tuple[Size, ...] = (
     (0, 0, 1),
 )
 _MOST_TERMS = 4
-_ROUNDING, _SHARE, _BYTES = 1e-9, 1e-3, 512  # of float64; of what kernels round up to
+_ROUNDING, _SHARE, _BYTES = 1e-9, 1e-3, 512  # tolerance of float64; tolerances of kernels that round their buffers up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,8 +44,8 @@ class Fit:
 
     Attributes:
         coefficients: A row for each monomial, a column for each figure.
-        exponents: Of rows, length and parts in each monomial.
-        residuals: How far each figure is off at most at the sizes that were given; 0 where it is exact.
+        exponents: Exponents of rows, length and micro-batches in each monomial.
+        residuals: Largest deviation of each figure at the given sizes; 0 if exact.
     """
 
     coefficients: Floats
@@ -45,22 +53,23 @@ class Fit:
     residuals: Floats
 
     def at(self, size: Size) -> Floats:
-        """Return the figures at `size`, whole and never negative."""
+        """Return the figures at `size`, rounded to whole numbers and never negative."""
         return np.maximum(np.rint(_powers([size], self.exponents)[0] @ self.coefficients), 0)
 
 
 def fit_monomials(sizes: Sequence[Size], values: Floats) -> Fit:
-    """Find for each figure the fewest monomials that give it exactly at every size; four at most.
+    """Find for each figure the fewest monomials, at most four, that reproduce it at every size.
 
-    A size that does not vary among `sizes` is in no monomial. A figure that is exact in none is taken for a rounded one if two
-    monomials come near enough, before as many monomials as there are sizes are laid through it, which would magnify the rounding.
+    A dimension that does not vary among `sizes` enters no monomial. A figure that no sum reproduces exactly counts as rounded
+    if two monomials come near enough. This is tried before a fit with as many monomials as sizes, which would magnify the
+    rounding.
 
     Args:
-        sizes: Of the traces.
+        sizes: Sizes of the traces.
         values: A row for each trace, a column for each figure.
 
     Returns:
-        The coefficients, and how far off they are.
+        The coefficients and the deviations.
     """
     varies = [len(set(axis)) > 1 for axis in zip(*sizes, strict=True)]
     exponents = tuple(
@@ -86,12 +95,15 @@ def fit_monomials(sizes: Sequence[Size], values: Floats) -> Fit:
 
 
 def rounds(fit: Fit, values: Floats) -> NDArray[np.bool_]:
-    """Say for each figure whether it is as near as kernels round: within a thousandth and 512 bytes."""
+    """Return for each figure whether it deviates by no more than a kernel's rounding.
+
+    The tolerance is a thousandth of the largest value and 512 bytes.
+    """
     return fit.residuals <= _SHARE * values.max(axis=0) + _BYTES
 
 
 def _improve(fit: Fit, design: Floats, values: Floats, terms: list[int], open_: NDArray[np.intp]) -> None:
-    """Write the coefficients of `terms` for those of the figures `open_` that they come nearer to."""
+    """Write the coefficients of `terms` for those of the figures `open_` to which they come nearer."""
     solved = _solve(design[:, terms], values[:, open_])
     if solved is None:
         return
@@ -107,7 +119,10 @@ def _powers(sizes: Sequence[Size], exponents: Sequence[Size]) -> Floats:
 
 
 def _solve(design: Floats, values: Floats) -> tuple[Floats, Floats] | None:
-    """Return least squares' coefficients and the largest deviation of each figure, 0 if it is rounding; None if undetermined."""
+    """Return least-squares coefficients and largest deviations; None if undetermined.
+
+    A deviation within float rounding is 0.
+    """
     scale = np.abs(design).max(axis=0)
     scaled = design / scale
     if np.linalg.matrix_rank(scaled) < design.shape[1]:

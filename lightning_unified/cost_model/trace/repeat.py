@@ -1,4 +1,7 @@
-"""What repeats with each micro-batch of a step: found by comparing a step of two with a step of three."""
+"""Find the part of a step that repeats with each micro-batch.
+
+A step of two micro-batches is compared with a step of three: the slots that only the longer one has are the repeat.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.cost_model.trace.timeline import NEVER, MisalignedError, Script, common, describe_slot
+from lightning_unified.cost_model.trace.timeline import NEVER, MisalignedError, Timeline, common, describe_slot
 
 __all__ = ["Repeat", "repeat_of"]
 
@@ -16,31 +19,34 @@ Stretch = tuple[int, int]  # slot of the longer step at which it begins, slots
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Repeat:
-    """A step of three micro-batches is one of two with stretches put in; of k, with each of them k - 2 times.
+    """The slots that one more micro-batch inserts into a step.
 
-    The long stretch is a micro-batch's forward and backward; short ones after it are what is done once for each of its results.
-    A storage that begins in a stretch and ends in it, or in the next copy, does so in every one; one that lives until after the
-    last (a part's outputs, which are joined at the end) lives from each of them until there.
+    A step of three micro-batches is a step of two with stretches of slots inserted; a step of k holds each stretch k - 2
+    times. The long stretch is the forward and backward pass of a micro-batch. Short stretches after it are operations that
+    run once for each of its results.
+
+    A storage that begins and ends within a stretch, or within the next copy, does so in every copy. A storage that lives
+    until after the last copy (a micro-batch's outputs, which are merged at the end) lives from each copy until there.
 
     Attributes:
-        stretches: Each equals the slots before it.
-        short: The step of two micro-batches.
-        long: The step of three.
+        stretches: First slot in the longer step and number of slots; each stretch equals the slots before it.
+        short: Timeline of the step of two micro-batches.
+        long: Timeline of the step of three.
     """
 
     stretches: tuple[Stretch, ...]
-    short: Script
-    long: Script
+    short: Timeline
+    long: Timeline
 
-    def script(self, parts: int) -> tuple[Script, Integers]:
-        """Return the step of `parts` micro-batches, and for each of its slots the one in `short` that it is a copy of."""
+    def timeline(self, parts: int) -> tuple[Timeline, Integers]:
+        """Return the timeline of a step of `parts` micro-batches, and each slot's original in `short`."""
         order = self._order(parts)
         if parts == 2:
             return self.short, order
         births, ends = self._lives(parts - 3)
         by_birth = np.argsort(births, kind="stable")
         slots = tuple(self.short.slots[at] for at in order.tolist())
-        return Script(slots=slots, births=births[by_birth], ends=ends[by_birth]), order
+        return Timeline(slots=slots, births=births[by_birth], ends=ends[by_birth]), order
 
     def _order(self, parts: int) -> Integers:
         pieces, since, before = [], 0, 0
@@ -51,9 +57,9 @@ class Repeat:
         return np.concatenate([*pieces, np.arange(since, len(self.short.slots))])
 
     def _lives(self, more: int) -> tuple[Integers, Integers]:
-        """Return where storages begin and end with `more` copies of each stretch than the step of three has.
+        """Return births and ends of storages with `more` copies of each stretch beyond the step of three.
 
-        The copies lie before the stretch that is there already, so that everything from it on moves.
+        The copies are inserted before the existing stretch, so everything from there on moves.
         """
         births, ends = self.long.births, self.long.ends
         moved_births, moved_ends = births.copy(), ends.copy()
@@ -74,10 +80,10 @@ class Repeat:
         return np.concatenate([moved_births, *copied_births]), np.where(all_ends >= NEVER, NEVER, all_ends)
 
     def without(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the figures of a step of three without those of the stretches that were put in.
+        """Return the figures of a step of three without those of the inserted stretches.
 
         Raises:
-            MisalignedError: If they are not those of the slots before them.
+            MisalignedError: If the figures of a stretch differ from those of the slots before it.
         """
         both, inside = values.reshape(2, -1), []
         for at, length in self.stretches:
@@ -85,15 +91,15 @@ class Repeat:
             differ = (both[:, at : at + length] != both[:, at - length : at]).any(axis=0)
             if differ.any():
                 raise MisalignedError(
-                    "the third micro-batch of a step is not like the second: "
+                    "the third micro-batch of a step differs from the second: "
                     f"{describe_slot(self.long, at + int(np.flatnonzero(differ)[0]))} in another size. Trace the number of "
-                    "micro-batches that is asked for."
+                    "micro-batches requested."
                 )
         return np.delete(both, inside, axis=1).ravel()
 
 
-def repeat_of(short: Script, long: Script) -> Repeat:
-    """Return what a third micro-batch adds to a step of two.
+def repeat_of(short: Timeline, long: Timeline) -> Repeat:
+    """Return the slots that a third micro-batch adds to a step of two.
 
     Raises:
         MisalignedError: If the longer step is not the shorter one with stretches of it repeated.
@@ -108,7 +114,7 @@ def repeat_of(short: Script, long: Script) -> Repeat:
         if not length:
             raise MisalignedError(
                 f"the third micro-batch of a step does not repeat the second: with 2 parts, {describe_slot(short, here)} at event "
-                f"{here + 1}, with 3 parts, {describe_slot(long, there)}. Trace the number of micro-batches that is asked for."
+                f"{here + 1}, with 3 parts, {describe_slot(long, there)}. Trace the number of micro-batches requested."
             )
         stretches.append((there, length))
         same = common(keys[here:], longer[there + length :])
@@ -117,7 +123,10 @@ def repeat_of(short: Script, long: Script) -> Repeat:
 
 
 def _repeated(keys: Sequence[tuple[str, ...]], longer: Sequence[tuple[str, ...]], *, at: int, most: int) -> int:
-    """Return the length of the stretch at `at` that repeats the slots before it and goes on longest as `keys` do; 0 for none."""
+    """Return the length of the stretch at `at` that repeats the slots before it; 0 for none.
+
+    Of several lengths, the one after which `keys` continue longest is taken.
+    """
     lengths = [
         length
         for length in range(1, most + 1)

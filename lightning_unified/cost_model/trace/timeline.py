@@ -1,4 +1,4 @@
-"""A trace without its sizes: what happened in which order, and from when to when each storage lives."""
+"""The timeline of a step: its events in order and each storage's lifetime, without sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +8,26 @@ from numpy.typing import NDArray
 
 from lightning_unified.cost_model.trace.trace import Event, Give, Take, Trace, Work
 
-__all__ = ["NEVER", "MisalignedError", "Script", "align", "describe_slot", "script_of"]
+__all__ = ["NEVER", "MisalignedError", "Timeline", "align", "describe_slot", "timeline_of"]
 
-NEVER = 1 << 40  # where a storage ends that outlives the step
+NEVER = 1 << 40  # the end of a storage that outlives the step
 
 Integers = NDArray[np.int64]
 
 
 class MisalignedError(ValueError):
-    """Traces that are not of one step at several sizes, so that there are no lines through their events."""
+    """Traces that do not show one step at several sizes, so no size can be interpolated from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Script:
-    """What happened, one slot for each operation and each storage that began.
+class Timeline:
+    """Events of a step as slots: one for each operation and one for each storage that begins.
 
     Attributes:
-        slots: The operations and beginnings of storages, in order.
-        births: Slot of each storage, in the order in which they began.
-        ends: Slot before which each ends; the number of slots after the last, `NEVER` if it outlives the step.
+        slots: Operations and beginnings of storages, in order.
+        births: Slot of each storage, in the order in which storages begin.
+        ends: Slot before which each storage ends: the number of slots if it ends after the last, `NEVER` if it outlives the
+            step.
     """
 
     slots: tuple[Work | Take, ...]
@@ -34,20 +35,23 @@ class Script:
     ends: Integers
 
     def keys(self) -> list[tuple[str, ...]]:
-        """Return, for each slot, what must be equal in another trace of the same step."""
+        """Return for each slot the values that must be equal in another trace of the same step."""
         return [
             (slot.op, slot.phase, slot.place, slot.dtype) if isinstance(slot, Work) else (slot.category,)
             for slot in self.slots
         ]
 
     def values(self) -> NDArray[np.float64]:
-        """Return two figures a slot, one after the other: bytes and nothing, or operations and bytes moved."""
+        """Return two figures a slot: bytes and 0 of a storage, flops and bytes moved of a `Work`.
+
+        All first figures come before all second ones.
+        """
         first = [slot.bytes if isinstance(slot, Take) else slot.flops for slot in self.slots]
         second = [0 if isinstance(slot, Take) else slot.moved for slot in self.slots]
         return np.array(first + second, dtype=np.float64)
 
     def events(self, first: Sequence[int], second: Sequence[int]) -> tuple[Event, ...]:
-        """Return a trace's events, with the figures of `values`."""
+        """Return the events of a trace with the figures of `values`."""
         order = np.argsort(self.ends, kind="stable")
         ends, given, taken = self.ends[order].tolist(), 0, 0
         order = order.tolist()
@@ -67,8 +71,8 @@ class Script:
         return tuple(events)
 
 
-def script_of(trace: Trace) -> Script:
-    """Return the script of `trace`. Storages are known by the order in which they begin, whatever their numbers are."""
+def timeline_of(trace: Trace) -> Timeline:
+    """Return the timeline of `trace`; storages are renumbered in the order in which they begin."""
     slots: list[Work | Take] = []
     births: list[int] = []
     ends: list[int] = []
@@ -84,47 +88,48 @@ def script_of(trace: Trace) -> Script:
             births.append(len(slots))
             ends.append(NEVER)
         slots.append(event)
-    return Script(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
+    return Timeline(slots=tuple(slots), births=np.array(births, dtype=np.int64), ends=np.array(ends, dtype=np.int64))
 
 
-def align(scripts: Sequence[Script], names: Sequence[str]) -> Integers:
-    """Return where the storages of one step end, seen at several sizes: the latest slot of any of them.
+def align(timelines: Sequence[Timeline], names: Sequence[str]) -> Integers:
+    """Return the end of each storage over several timelines of one step.
 
-    Python frees what refers to itself when it likes, so that ends may differ where nothing else does; the later one is the safe one.
+    An end is the latest slot in any of them. Python's garbage collector frees reference cycles at any time, so ends may
+    differ where nothing else does. The latest end is the safe one.
 
     Args:
-        scripts: Of the traces.
-        names: The traces in words, for the message.
+        timelines: Timelines of the traces.
+        names: The sizes of the traces in words, for the message.
 
     Raises:
-        MisalignedError: If they do not hold the same operations and storages in the same order.
+        MisalignedError: If the timelines do not hold the same operations and storages in the same order.
     """
-    keys = scripts[0].keys()
-    for script, name in zip(scripts[1:], names[1:], strict=True):
-        others = script.keys()
+    keys = timelines[0].keys()
+    for timeline, name in zip(timelines[1:], names[1:], strict=True):
+        others = timeline.keys()
         if others != keys:
             at = common(keys, others)
             raise MisalignedError(
-                f"the step does other things at other sizes: at its event {at + 1}, {describe_slot(scripts[0], at)} with {names[0]}, "
-                f"but {describe_slot(script, at)} with {name}. Sizes between and beyond cannot be computed from these traces; "
-                "trace the step at the size that is asked for."
+                f"the step runs other operations at other sizes: at its event {at + 1}, {describe_slot(timelines[0], at)} with {names[0]}, "
+                f"but {describe_slot(timeline, at)} with {name}. Other sizes cannot be interpolated from these traces; "
+                "trace the step at the size requested."
             )
-    return np.max([script.ends for script in scripts], axis=0)
+    return np.max([timeline.ends for timeline in timelines], axis=0)
 
 
 def common(keys: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> int:
-    """Return how many slots two scripts have in common from the start."""
+    """Return how many slots two timelines have in common from the start."""
     pairs = zip(keys, others, strict=False)
     return next((at for at, (key, other) in enumerate(pairs) if key != other), min(len(keys), len(others)))
 
 
-def describe_slot(script: Script, at: int) -> str:
-    """Return in words what happens at a slot."""
-    if at >= len(script.slots):
+def describe_slot(timeline: Timeline, at: int) -> str:
+    """Return the event of a slot in words."""
+    if at >= len(timeline.slots):
         return "the step has ended"
-    slot = script.slots[at]
+    slot = timeline.slots[at]
     if isinstance(slot, Take):
-        work = next((other for other in reversed(script.slots[:at]) if isinstance(other, Work)), None)
+        work = next((other for other in reversed(timeline.slots[:at]) if isinstance(other, Work)), None)
         where = f" by {describe_work(work)}" if work else ""
         return f"{slot.category} are taken{where}"
     return describe_work(slot)

@@ -1,4 +1,18 @@
-"""A step of training as a list of what happened to memory: what each operation computed, took and gave back."""
+"""The trace of a training step: its operations, allocations and frees as a list of events.
+
+A dry run executes the real step on fake tensors and records three kinds of events:
+
+- `Work`: an operation, with its floating-point operations and the bytes it moves;
+- `Take`: a storage begins to live, with its bytes and category;
+- `Give`: a storage ends.
+
+The sum of all `Take`s less all `Give`s up to an event is the number of live bytes there; the maximum is the peak. The same
+list prices time (`rates/cost.py`) and, replayed through a model of the allocator, reserved memory (`memory/reserve.py`).
+
+Traces at a few sizes determine every other size: `timeline.py` strips the sizes off, `repeat.py` finds the part that repeats
+with each micro-batch, `basis.py` expresses each event's bytes as monomials of rows and length, and `interpolation.py`
+evaluates them at the size requested.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,15 +40,15 @@ Confidence = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation, before what it takes.
+    """One operation; it precedes the storages it takes.
 
     Attributes:
-        op: Its name, such as `"aten.mm.default"`.
-        phase: In what part of the step.
-        place: The innermost module it ran in, by its name in the trained module; empty outside all of them.
-        flops: Floating-point operations; a multiplication and an addition are two.
+        op: Name of the operation, such as `"aten.mm.default"`.
+        phase: Phase of the step.
+        place: Name of the innermost module it ran in, as in `named_modules()`; empty outside all modules.
+        flops: Floating-point operations; a multiplication and an addition count as two.
         moved: Bytes read and written.
-        dtype: Of what it computes, such as `"bfloat16"`; empty where it computes nothing.
+        dtype: Dtype of its arithmetic, such as `"bfloat16"`; empty if it computes nothing.
     """
 
     op: str
@@ -47,14 +61,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A storage that begins to live.
+    """A storage begins to live.
 
     Attributes:
-        storage: Its number in the trace.
-        bytes: What was asked for, before any allocator rounds it.
-        category: What it is for.
-        since: Of a storage that is there from the start in every step but the first: the operation that it first came with, in the order of
-            the step's operations; None where that is not said.
+        storage: Number of the storage in the trace.
+        bytes: Bytes requested, before any allocator rounds them.
+        category: Purpose of the storage.
+        since: For a storage that lives from the start in every step but the first: index of the operation that first created
+            it, counted over the step's operations. None if unknown.
     """
 
     storage: int
@@ -65,7 +79,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """A storage that ends."""
+    """A storage ends."""
 
     storage: int
 
@@ -75,13 +89,13 @@ Event = Work | Take | Give
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value that the step read from a tensor that has none, and how it was answered.
+    """A value that the step read from a tensor without values, and the value the dry run supplied.
 
     Attributes:
-        op: The operation that read, such as `"aten._local_scalar_dense.default"`.
+        op: The reading operation, such as `"aten._local_scalar_dense.default"`.
         place: As in `Work`.
-        answer: What it was told.
-        shapes: Whether the value can decide the shape of something, so that the trace may be of another step than the real one.
+        answer: The value supplied.
+        shapes: Whether the value can decide a shape; then the trace may differ from the real step.
     """
 
     op: str
@@ -92,20 +106,20 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A step of training, from before its batch is there to after its optimizer has written.
+    """A training step, from before its batch arrives to after the optimizer has written.
 
-    The storages that live from the start (weights, gradients of the step before, optimizer state) are taken by the first events,
-    in phase `"setup"`; so every sum over the events is what lives, and its maximum is the peak.
+    The first events, in phase `"setup"`, take the storages that live from the start: weights, gradients of the previous step
+    and optimizer state. So the running sum of the events is the number of live bytes, and its maximum is the peak.
 
     Attributes:
-        events: In the order in which they happened.
-        rows: Of a micro-batch.
-        parts: Micro-batches in the step.
-        length: Entries of a row (tokens) where rows have a length; None elsewhere.
-        backend: Whose kernels it is a trace of: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"`.
-        reads: Values that were made up on the way.
-        notes: What a reader of the figures must know, in words: what was assumed, and what could not be seen.
-        options: What the step ran with, such as `{"recompute": "all", "precision": "bf16-mixed"}`.
+        events: Events in the order of the step.
+        rows: Rows of a micro-batch.
+        parts: Number of micro-batches in the step.
+        length: Entries of a row, such as its tokens; None if rows have no length.
+        backend: Backend whose kernels the trace shows: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"`.
+        reads: Values that the dry run made up.
+        notes: Assumptions behind the figures, and effects the dry run cannot see.
+        options: Memory options of the step, such as `{"recompute": "all", "precision": "bf16-mixed"}`.
     """
 
     events: tuple[Event, ...]
@@ -119,7 +133,7 @@ class Trace:
 
     @property
     def confidence(self) -> Confidence:
-        """How far to trust it: high if nothing was made up, low if something made up can decide a shape."""
+        """Confidence in the trace: high without made-up values, low if one of them can decide a shape."""
         if any(read.shapes for read in self.reads):
             return "low"
         return "medium" if self.reads else "high"

@@ -1,1 +1,1 @@
-"""Models of allocators: which bytes a backend reserves for the bytes that live."""
+"""Models of allocators: the bytes a backend reserves for given live bytes."""

@@ -1,4 +1,7 @@
-"""At which addresses CUDA's driver puts segments: of two free blocks of one size the lower one is taken, so that they decide what is reused."""
+"""Model the addresses of CUDA's segments.
+
+Of two free blocks of one size the allocator takes the one with the lower address, so addresses decide which block is reused.
+"""
 
 from bisect import insort
 
@@ -8,15 +11,17 @@ __all__ = ["Addresses"]
 
 
 class Addresses:
-    """The addresses of a process, in bytes from where its first range begins; ranges that follow lie below it.
+    """Addresses of a process, in bytes from the start of its first range; later ranges lie below it.
 
-    A segment goes to the lowest place it fits in, among those left free in ranges that the driver has; else a range of whole pages of 32 MiB
-    is begun below all others. The first range is there from the start: 512 MiB, of which 2 and 24 MiB are free, and another 414 MiB below
-    them once a kernel has run. cuBLAS takes 64 MiB for itself when its first product runs, of the driver and not of the caching allocator.
+    A segment goes to the lowest address with enough room among the holes in existing ranges. Otherwise a new range of whole
+    32 MiB pages begins below all others. The first range exists from the start: 512 MiB, of which 2 and 24 MiB are free, and
+    another 414 MiB below them once a kernel has run. cuBLAS takes 64 MiB at its first product, from the driver and not from
+    the caching allocator.
 
     Source:
-        24 recordings of torch 2.11's allocator on an H200 under Linux (driver of CUDA 13): with these rules their segments' order, and so
-        the two peaks, are those of the GPU, to the byte but for 0.05 % in one. A library that is loaded in between can hold a page.
+        24 recordings of torch 2.11's allocator on an H200 under Linux (driver of CUDA 13): with these rules the order of
+        segments, and so both peaks, equal the GPU's to the byte, except for 0.05 % in one. A library loaded in between can
+        occupy a page.
     """
 
     _PAGE = 32 * MIB
@@ -41,13 +46,13 @@ class Addresses:
         return self._lowest
 
     def compute(self) -> None:
-        """Let the first kernel run, if none has."""
+        """Note that a kernel runs; the first one opens another hole."""
         if not self._computes:
             self._computes = True
             insort(self._holes, self._AFTER_A_KERNEL)
 
     def multiply(self) -> None:
-        """Let cuBLAS run its first product, if none has run."""
+        """Note that cuBLAS runs a product; the first one takes its own memory."""
         self.compute()
         if not self._multiplies:
             self._multiplies = True

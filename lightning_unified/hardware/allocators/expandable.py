@@ -1,4 +1,4 @@
-"""CUDA's segments when they may grow (`expandable_segments:True`): one range of addresses for small blocks, one for large."""
+"""Model CUDA's expandable segments: one growing address range for small blocks, one for large."""
 
 from typing_extensions import override
 
@@ -9,10 +9,11 @@ __all__ = ["ExpandableSegments"]
 
 
 class ExpandableSegments(CudaSegments):
-    """Blocks out of two segments that are mapped as far as they are needed, by 2 MiB (blocks to 1 MiB) and 20 MiB at a time.
+    """CUDA's allocator with `expandable_segments:True`.
 
-    Every block is split to the size that is asked for. The free end of a segment counts as larger than any other block, since
-    it can grow. What is given back is the free end; torch unmaps free pages in the middle as well.
+    Blocks lie in two segments that are mapped as needed: 2 MiB at a time for blocks up to 1 MiB, 20 MiB at a time for larger
+    ones. Every block is split to the requested size. The free end of a segment counts as larger than any other block, because
+    it can grow. `release` unmaps the free end only; torch unmaps free pages in the middle as well.
 
     Source:
         torch's CUDACachingAllocator.cpp: `get_free_block`, `try_allocate_expandable_block`, `map_block`, `should_split`.
@@ -46,7 +47,7 @@ class ExpandableSegments(CudaSegments):
         end.size += more
         unmapped.at += more
         self.reserved += more
-        return self._cut(end, size)
+        return self._split(end, size)
 
     @override
     def release(self) -> None:
@@ -71,7 +72,7 @@ class ExpandableSegments(CudaSegments):
         return rest >= self._ALIGNMENT
 
     def _segment(self, *, small: bool) -> Block:
-        """Return what stands for the addresses with nothing behind them: never freed, so that nothing is joined with it."""
+        """Return a block for the unmapped addresses; it is never freed, so no block merges with it."""
         return Block(0, Home(0, small=small))
 
     def _page(self, *, small: bool) -> int:

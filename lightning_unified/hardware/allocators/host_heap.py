@@ -1,4 +1,4 @@
-"""What a process grows by for its tensors on Linux: glibc's main heap and its own mappings, as resident bytes only."""
+"""Model a process's memory on Linux: glibc's main heap and separate mappings, as resident bytes."""
 
 from lightning_unified.hardware.allocators.pools import Block, Freed, Home, round_up
 from lightning_unified.units import KIB, MIB
@@ -7,23 +7,27 @@ __all__ = ["HostHeap"]
 
 
 class HostHeap:
-    """Tensors of torch on a CPU: blocks aligned to 64 bytes, in one heap that grows at its end, or in mappings of their own.
+    """torch's CPU tensors in glibc: 64-byte aligned blocks in one growing heap, or in mappings.
 
-    A block from the threshold on (128 KiB, and the size of the largest mapping ever given back, to 32 MiB) is mapped alone and
-    is gone when it is given back. A smaller one takes the smallest hole that has room for its alignment as well, which is why a
-    tensor seldom returns to the hole that one of its size left. The heap's end goes back to the system from twice the threshold.
-    Pages count from when they are first written.
+    - A block of at least the threshold has a mapping of its own, which is unmapped when freed. The threshold is 128 KiB; it
+      grows to the size of the largest mapping ever freed, up to 32 MiB.
+    - A smaller block takes the smallest hole that also has room for its alignment. So a tensor seldom returns to the hole
+      left by one of its own size.
+    - The heap's free end goes back to the system once it reaches twice the threshold.
+    - Pages count from their first write.
 
-    What libraries and Python put between the tensors keeps holes from joining: every fifth block that is put into a hole is taken
-    to have something small after it that stays. That figure is fitted (`benchmarks/cost_model/resident_memory.py`), the rest follows from the source.
+    Small allocations of libraries and Python between the tensors keep holes from merging. The model puts something small that
+    stays after every fifth block placed into a hole. That number is fitted (`benchmarks/cost_model/resident_memory.py`); everything else
+    follows the source.
 
-    Not modelled: other threads' heaps, what libraries themselves take, blocks that are never written, huge pages.
+    Not modelled: heaps of other threads, memory of libraries, blocks never written, huge pages.
 
     Args:
-        threshold: `M_MMAP_THRESHOLD`, which then stays what it is; None is the C library's own, which moves.
+        threshold: Fixed `M_MMAP_THRESHOLD`; None models the C library's moving threshold.
 
     Source:
-        glibc's malloc.c (2.36): `_int_memalign`, `sysmalloc`, `_int_free`, `systrim`; torch's alloc_cpu.cpp for the alignment.
+        glibc's malloc.c (2.36): `_int_memalign`, `sysmalloc`, `_int_free`, `systrim`; torch's alloc_cpu.cpp for the
+        alignment.
     """
 
     _ALIGNMENT, _HEADER, _LEAST, _PAGE = 64, 16, 32, 4 * KIB
@@ -32,14 +36,14 @@ class HostHeap:
 
     def __init__(self, *, threshold: int | None = None) -> None:
         self._heap = Home(0, small=True)
-        self._top = Block(0, self._heap)  # in use: what is freed beside it is joined with it by hand
+        self._top = Block(0, self._heap)  # marked in use: `_lower_top` merges free blocks beside it
         self._break = 0
         self._touched = 0
         self._mapped = 0
         self._fixed = threshold is not None
         self._threshold = self._FIRST_THRESHOLD if threshold is None else threshold
         self._trim = 2 * self._FIRST_THRESHOLD if threshold is None else self._FIRST_THRESHOLD
-        self._cuts = 0
+        self._splits = 0
         self._freed = Freed()
 
     @property
@@ -55,10 +59,10 @@ class HostHeap:
         if hole is None:
             return None
         self._freed.discard(hole)
-        return self._cut(hole, size)
+        return self._split(hole, size)
 
     def growth(self, size: int, *, pressed: bool) -> int:
-        del pressed  # no more is given, and no less, when memory is short
+        del pressed  # the heap grows alike whether memory is short or not
         wanted = self._wanted(size)
         if wanted >= self._threshold and wanted > self._break - self._top.at:
             return round_up(wanted, self._PAGE)
@@ -92,7 +96,7 @@ class HostHeap:
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:
                 self._freed.discard(neighbour)
-                self._join(block, neighbour)
+                self._merge(block, neighbour)
         self._freed.add(block)
         size = block.size
         self._lower_top()
@@ -100,25 +104,28 @@ class HostHeap:
             self._give_end()
 
     def release(self) -> None:
-        """Give the heap's end back, as `malloc_trim` would; holes inside stay resident."""
+        """Free the heap's end, as `malloc_trim` does; holes inside stay resident."""
         self._give_end()
 
     def _wanted(self, size: int) -> int:
-        """Return what is looked for, so that an aligned block lies in it wherever it begins."""
+        """Return the size of hole to look for, so that an aligned block fits wherever the hole begins."""
         return self._kept(size) + self._HEADER
 
     def _kept(self, size: int) -> int:
-        """Return what a block takes of the heap, which is less than what is looked for."""
+        """Return the bytes a block takes of the heap, fewer than `_wanted`."""
         return size + self._ALIGNMENT + self._LEAST + self._HEADER
 
-    def _cut(self, hole: Block, size: int) -> Block:
-        """Return the block of `size` in `hole`; what lies after it stays free, at times behind something small that does not."""
+    def _split(self, hole: Block, size: int) -> Block:
+        """Return the block of `size` in `hole`; the rest stays free.
+
+        At times a small block that stays lies between the two.
+        """
         hole.used = True
         kept = self._kept(size)
-        self._cuts += 1
+        self._splits += 1
         if hole.size - kept >= self._LEAST:
             rest = self._after(hole, kept)
-            if self._cuts % self._PINNED == 0 and rest.size >= self._PIN + self._LEAST:
+            if self._splits % self._PINNED == 0 and rest.size >= self._PIN + self._LEAST:
                 rest = self._after(rest, self._PIN)
             rest.used = False
             self._freed.add(rest)
@@ -133,7 +140,7 @@ class HostHeap:
         block.after, block.size = rest, size
         return rest
 
-    def _join(self, block: Block, neighbour: Block) -> None:
+    def _merge(self, block: Block, neighbour: Block) -> None:
         block.size += neighbour.size
         block.at = min(block.at, neighbour.at)
         if block.before is neighbour:
@@ -146,7 +153,7 @@ class HostHeap:
                 block.after.before = block
 
     def _lower_top(self) -> None:
-        """Let the end of the heap begin where its last free block does."""
+        """Move the start of the heap's end down to its last free block."""
         last = self._top.before
         if last is not None and not last.used:
             self._freed.discard(last)

@@ -1,8 +1,17 @@
-"""How torch's allocators round what tensors ask for: Metal's heaps and CUDA's segments, as bytes only.
+"""Models of torch's allocators: Metal's heaps and CUDA's segments, as bytes only.
 
-What is modelled: size classes, reuse of freed blocks, splitting and joining, what can be given back. What is not: streams, the
-order in which a driver finishes commands, fragmentation inside a heap, graphs' private pools. Segments that grow are in
-`expandable.py`, a process's own heap in `host_heap.py`.
+torch never asks the driver for each tensor. It rounds the size, looks for a freed block, and otherwise places a new block in
+a heap or segment from the driver. Every allocator here follows the `Pools` protocol:
+
+1. `rounded(size)`: round the request.
+2. `reuse(size)`: return a freed block, split if it is much larger.
+3. `place(size)`: otherwise take `growth(size)` more bytes from the driver.
+4. `give_back(block)`: keep a freed block, merged with free neighbours.
+5. `release()`: return unused memory to the driver.
+
+Modelled are size classes, reuse, splitting, merging and release. Not modelled are streams, the order in which a driver
+finishes commands, fragmentation inside a heap, and private pools of graphs. `expandable.py` models segments that grow,
+`host_heap.py` a process's own heap.
 """
 
 import bisect
@@ -13,11 +22,11 @@ from lightning_unified.units import GIB, MIB
 
 __all__ = ["Block", "CudaSegments", "Freed", "Home", "MetalHeaps", "Pools", "round_up"]
 
-_SMALL = 1 * MIB  # largest small block, of both backends
+_SMALL = 1 * MIB  # largest small block, on both backends
 
 
 class Block:
-    """Bytes handed out to one tensor, or kept for the next; `home` is the heap or segment it lies in, `at` its address."""
+    """Bytes of one tensor, or kept for the next; `home` is its heap or segment, `at` its address."""
 
     __slots__ = ("after", "at", "before", "home", "size", "used")
 
@@ -37,7 +46,7 @@ class Home:
 
 
 class Pools(Protocol):
-    """What an allocator asks of a backend's pools; sizes are bytes, already rounded."""
+    """Interface of a backend's allocator model; sizes are bytes, already rounded."""
 
     @property
     def reserved(self) -> int:
@@ -45,34 +54,34 @@ class Pools(Protocol):
         ...
 
     def rounded(self, size: int) -> int:
-        """Return what a tensor of `size` takes."""
+        """Return the bytes a tensor of `size` takes."""
         ...
 
     def reuse(self, size: int) -> Block | None:
-        """Return a block out of what was freed, None if there is none that fits."""
+        """Return a freed block that fits, None if there is none."""
         ...
 
     def growth(self, size: int, *, pressed: bool) -> int:
-        """Return how many bytes the driver would have to give for a block of `size`."""
+        """Return the bytes the driver must give for a block of `size`."""
         ...
 
     def place(self, size: int, *, pressed: bool) -> Block:
-        """Return a new block, with as much from the driver as `growth` says."""
+        """Return a new block; the driver gives the bytes of `growth`."""
         ...
 
     def give_back(self, block: Block) -> None:
-        """Keep a freed block for the next tensor."""
+        """Keep a freed block for later tensors."""
 
     def release(self) -> None:
-        """Give the driver back what no tensor is in."""
+        """Return memory without tensors to the driver."""
 
 
 class Freed:
-    """Freed blocks in the order of their size, those of one size in the order of their addresses."""
+    """Freed blocks ordered by size, then by address."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._order: list[tuple[int, int]] = []  # of the blocks: plain tuples, which are compared without a call
+        self._order: list[tuple[int, int]] = []  # keys of the blocks: tuples compare faster than objects
 
     def add(self, block: Block) -> None:
         order = block.size, block.at
@@ -91,21 +100,28 @@ class Freed:
         return self.blocks[at] if at < len(self.blocks) else None
 
     def larger(self, block: Block) -> Block | None:
-        """Return what comes after `block`, which is among the freed."""
+        """Return the block after `block`, which is among the freed ones."""
         at = bisect.bisect_right(self._order, (block.size, block.at))
         return self.blocks[at] if at < len(self.blocks) else None
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is no less than `size`."""
+    """Return the least multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 class MetalHeaps:
-    """MPS: blocks in heaps of 8 MiB (blocks to 1 MiB), 32 MiB (below 10 MiB), 1 GiB (below 512 MiB), else of their own size.
+    """MPS's allocator: blocks in heaps of four size classes.
 
-    A freed block is reused whole if it is at most 32 MiB larger than asked; a larger one makes room in its heap. Under pressure
-    there are no 1 GiB heaps. The alignment of 256 bytes is judgement: Metal names it per device.
+    | block | heap |
+    |---|---|
+    | up to 1 MiB | 8 MiB |
+    | below 10 MiB | 32 MiB |
+    | below 512 MiB | 1 GiB; under pressure the block's own size |
+    | larger | the block's own size, rounded up to 2 MiB |
+
+    A freed block is reused whole if it exceeds the request by at most 32 MiB; a larger one is returned to its heap. The
+    alignment of 256 bytes is judgement: Metal reports it for each device.
 
     Source:
         torch's MPSAllocator.h and MPSAllocator.mm: size classes, `get_free_buffer`, `createHeapBlock`.
@@ -183,19 +199,25 @@ class MetalHeaps:
 
 
 class CudaSegments:
-    """CUDA and HIP: blocks of 512 bytes' multiples out of segments of 2 MiB (blocks to 1 MiB), 20 MiB (below 10 MiB), else of 2 MiB's multiples.
+    """CUDA's and HIP's allocator: blocks of multiples of 512 bytes in segments.
 
-    The smallest freed block that fits is taken, of equal ones that of the lowest address, and split where enough remains; freed
-    neighbours are joined. Only whole segments go back to the driver. Where a segment lies is up to `addresses`; something was computed at
-    the latest when a block is given back.
+    | block | segment |
+    |---|---|
+    | up to 1 MiB | 2 MiB |
+    | below 10 MiB | 20 MiB |
+    | larger | the block's own size, rounded up to 2 MiB |
+
+    The smallest freed block that fits is taken, at equal sizes the one of the lowest address. It is split if enough remains,
+    and freed neighbours merge. Only whole segments go back to the driver. `addresses` places segments; at the latest when a
+    block is freed, a kernel has run.
 
     Args:
-        max_split: `max_split_size_mb` in bytes: blocks of this size and more are neither split nor given to smaller tensors;
+        max_split: `max_split_size_mb` in bytes: blocks of at least this size are neither split nor given to smaller tensors;
             None is torch's default, no such size.
-        divisions: `roundup_power2_divisions`: sizes are rounded up to that many steps between two powers of two; 0 for none.
+        divisions: `roundup_power2_divisions`: sizes are rounded up to this many steps between two powers of two; 0 for none.
 
     Attributes:
-        addresses: Where segments lie.
+        addresses: Addresses of segments.
 
     Source:
         torch's CUDACachingAllocator.cpp: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`.
@@ -224,13 +246,13 @@ class CudaSegments:
         if block is None or self._oversize(block, size):
             return None
         freed.discard(block)
-        return self._cut(block, size)
+        return self._split(block, size)
 
     def _best(self, freed: Freed, size: int) -> Block | None:
         return freed.smallest(size)
 
     def _oversize(self, block: Block, size: int) -> bool:
-        """Say whether `block` is kept for tensors that are too large to be split for."""
+        """Return whether `max_split` reserves `block` for larger tensors than `size`."""
         if self._max_split is None:
             return False
         if size < self._max_split:
@@ -238,7 +260,7 @@ class CudaSegments:
         return block.size >= size + self._LARGE_SEGMENT
 
     def growth(self, size: int, *, pressed: bool) -> int:
-        del pressed  # segments are as large whether memory is short or not
+        del pressed  # segments have the same size whether memory is short or not
         if size <= _SMALL:
             return self._SMALL_SEGMENT
         return self._LARGE_SEGMENT if size < self._LARGE else round_up(size, self._ROUND)
@@ -246,7 +268,7 @@ class CudaSegments:
     def place(self, size: int, *, pressed: bool) -> Block:
         segment = Home(self.growth(size, pressed=pressed), small=size <= _SMALL)
         self.reserved += segment.size
-        return self._cut(Block(segment.size, segment, self.addresses.place(segment.size)), size)
+        return self._split(Block(segment.size, segment, self.addresses.place(segment.size)), size)
 
     def give_back(self, block: Block) -> None:
         self.addresses.compute()
@@ -254,7 +276,7 @@ class CudaSegments:
         for neighbour in (block.before, block.after):
             if neighbour is not None and not neighbour.used:
                 self._freed[block.home.small].discard(neighbour)
-                self._join(block, neighbour)
+                self._merge(block, neighbour)
         self._freed[block.home.small].add(block)
 
     def release(self) -> None:
@@ -264,7 +286,7 @@ class CudaSegments:
                 freed.discard(block)
                 self.reserved -= block.size
 
-    def _cut(self, block: Block, size: int) -> Block:
+    def _split(self, block: Block, size: int) -> Block:
         block.used = True
         rest = block.size - size
         if self._splits(rest, size, small=block.home.small):
@@ -281,7 +303,7 @@ class CudaSegments:
             return rest >= self._ALIGNMENT
         return rest > _SMALL and (self._max_split is None or size < self._max_split)
 
-    def _join(self, block: Block, neighbour: Block) -> None:
+    def _merge(self, block: Block, neighbour: Block) -> None:
         block.size += neighbour.size
         if block.before is neighbour:
             block.at = neighbour.at

@@ -1,1 +1,1 @@
-"""The environment variables that decide how torch uses memory."""
+"""Environment variables of torch's allocators: written before they are read, and checked."""

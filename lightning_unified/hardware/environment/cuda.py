@@ -1,4 +1,7 @@
-"""The cap of boards whose GPU draws on the host's memory, written before torch's CUDA allocator exists: they hang where a card raises."""
+"""Cap one-pool CUDA boards by an environment variable, before torch's allocator exists.
+
+Boards whose GPU uses the host's memory hang where a card raises an out-of-memory error.
+"""
 
 from collections.abc import Mapping, MutableMapping
 
@@ -10,21 +13,21 @@ from lightning_unified.hardware.sources import Sources, read_text, torch_version
 __all__ = ["WRITTEN_CUDA", "is_one_pool_board", "set_cuda_environment", "written_share"]
 
 WRITTEN_CUDA = "LIGHTNING_UNIFIED_CUDA_WRITTEN"
-"""Holds the setting that this package wrote, so that child processes do not take it for the user's own."""
+"""Holds the setting this package wrote, so that child processes do not mistake it for the user's own."""
 
 _KEY = "per_process_memory_fraction"
 _SINCE = (2, 13)
-# The first that is set is the one torch reads (c10/cuda/CUDAAllocatorConfig.h, torch 2.13).
+# torch reads the first that is set (c10/cuda/CUDAAllocatorConfig.h, torch 2.13).
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
-    """Write the share of memory that torch's CUDA allocator may take, where it is known before CUDA is up: on a one-pool board.
+    """Write the share of memory that torch's CUDA allocator may use, on a one-pool board.
 
-    `total_memory` is the host's RAM there, so the share can be said without asking the driver. `cap_allocator` sets it exactly
-    later; this one holds from the first allocation of the process. Your own setting stays, and other settings beside it.
+    There `total_memory` is the host's RAM, so the share is known before CUDA starts. It holds from the first allocation of
+    the process; `cap_allocator` sets the exact share later. A user's own setting stays, and other settings beside it.
 
-    Not written: `throw_on_cudamalloc_oom`. The share alone keeps torch from asking the driver for more, and lets it release
+    `throw_on_cudamalloc_oom` is not written. The share alone keeps torch from asking the driver for more and lets it release
     cached blocks first, which that switch would forbid.
 
     Args:
@@ -37,7 +40,7 @@ def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = 
     sources = sources or Sources.live()
     parsed, environ, ram = parse_spec(spec), sources.environ, host_total(sources).bytes
     if not is_one_pool_board(sources) or not ram:
-        return _nothing("no board whose GPU draws on the host's memory: the cap is set when the device is known")
+        return _nothing("no board whose GPU uses the host's memory: the cap is set when the device is known")
     variable = next((name for name in _VARIABLES if environ.get(name)), _VARIABLES[0])
     entries = [entry.strip() for entry in environ.get(variable, "").split(",") if entry.strip()]
     ours = environ.get(WRITTEN_CUDA)
@@ -58,10 +61,11 @@ def set_cuda_environment(spec: str | int = "auto", *, sources: Sources | None = 
 
 
 def is_one_pool_board(sources: Sources) -> bool:
-    """Return whether this is a GB10 or a Jetson, by what the system says of itself; CUDA is not asked, because that starts it.
+    """Return whether this is a GB10 or a Jetson, without starting CUDA.
 
     Source:
-        The NVIDIA driver's `/proc/driver/nvidia/gpus/*/information`; the device tree of NVIDIA's Tegra boards. Not run on either.
+        The NVIDIA driver's `/proc/driver/nvidia/gpus/*/information`; the device tree of NVIDIA's Tegra boards. Not run on
+        either.
     """
     if getattr(sources.torch.version, "cuda", None) is None:
         return False
@@ -89,7 +93,7 @@ def _wanted(parsed: Spec, sources: Sources, ram: int) -> float:
 
 
 def _is_up(sources: Sources) -> bool:
-    """Return whether torch has started CUDA; where it cannot say, it is taken to have."""
+    """Return whether torch has started CUDA; True if torch cannot say."""
     try:
         return bool(sources.torch.cuda.is_initialized())
     except AttributeError:

@@ -1,4 +1,4 @@
-"""The two watermark variables of Metal's allocator, which torch reads once, when the allocator is constructed."""
+"""Write the two watermark variables that Metal's allocator reads once, on construction."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ __all__ = [
 HIGH = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
 LOW = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
 WRITTEN = "LIGHTNING_UNIFIED_MPS_WRITTEN"
-"""Holds what this package wrote of the pair, so that child processes do not take it for the user's own."""
+"""Holds the values this package wrote, so that child processes do not mistake them for the user's own."""
 
 DEFAULT_HIGH, DEFAULT_LOW = 1.7, 1.4  # torch's own, on unified memory
-LOW_SHARE = 0.85  # judgement: caches go before the cap is reached, with room for one more large block
+LOW_SHARE = 0.85  # judgement: caches are freed before the cap is reached, with space for one more large block
 _MAX_RATIO = 2.0
 
 # Metal's recommended working set as a share of RAM: 2/3 on older macOS, up to 107.52 of 128 GiB on current ones.
@@ -41,14 +41,14 @@ _MAC_RESERVE_FLOOR, _MAC_RESERVE_SHARE = 4 * GIB, 0.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """What was done to hold an allocator to a budget, and why.
+    """A limit set on an allocator, and its reason.
 
     Attributes:
         applied: Whether something was changed.
-        fraction: The ratio handed over, None if none was.
+        fraction: The ratio set, None if none was.
         bytes: The bytes that ratio stands for, None if not known yet.
         reason: What was done or why nothing was, for people.
-        warning: What of it will not work as one may think; None where all will.
+        warning: An effect the user may not expect; None if there is none.
     """
 
     applied: bool
@@ -61,11 +61,11 @@ class Cap:
 def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = None) -> Cap:
     """Write the pair of watermark ratios for a budget that is not resolved yet.
 
-    Order contract (R4): this comes before any reading or tensor on MPS, because asking Metal for anything constructs the
-    allocator and freezes both ratios. `LOW` can never be changed afterwards; `HIGH` can, and `cap_allocator` does it
-    once Metal has said how large its working set is.
+    Order contract (R4): call it before any reading or tensor on MPS, because any query to Metal constructs the allocator and
+    freezes both ratios. `LOW` can never be changed afterwards. `HIGH` can, and `cap_allocator` sets it once Metal reports its
+    working set.
 
-    A user's own pair stays. Half a pair is completed, because `HIGH` below 1.4 alone makes torch raise at first use.
+    A user's own pair stays. Half a pair is completed, because torch raises at first use if `HIGH` alone is below 1.4.
 
     Args:
         spec: The budget as written.
@@ -94,9 +94,9 @@ def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = N
 
 
 def ensure_pair(sources: Sources) -> Cap:
-    """Write the safe pair if nobody wrote one: the MPS reader calls it before it asks Metal for anything.
+    """Write the safe pair if none is set: the MPS reader calls this before it queries Metal.
 
-    Never raises, so that a reading degrades instead of failing; a pair that torch refuses shows in the findings.
+    It never raises, so a reading degrades instead of failing; the findings list a pair that torch refuses.
     """
     if HIGH in sources.environ and LOW in sources.environ:
         return _cap(None, f"{HIGH} and {LOW} stand already")
@@ -107,7 +107,7 @@ def ensure_pair(sources: Sources) -> Cap:
 
 
 def mps_allocator_initialized(sources: Sources) -> bool | None:
-    """Return whether torch has constructed the accelerator's allocator, None if this torch cannot say."""
+    """Return whether torch has constructed the accelerator's allocator, None if torch cannot say."""
     try:
         return bool(sources.torch._C._accelerator_isAllocatorInitialized())
     except Exception:
@@ -115,7 +115,7 @@ def mps_allocator_initialized(sources: Sources) -> bool | None:
 
 
 def ratio_of(environ: Mapping[str, str], variable: str) -> float | None:
-    """Return the ratio a variable holds, None if it is not set.
+    """Return the ratio in a variable, None if it is not set.
 
     Raises:
         ConfigurationError: If it holds no number.
@@ -132,7 +132,7 @@ def ratio_of(environ: Mapping[str, str], variable: str) -> float | None:
 
 
 def users_ratio(environ: Mapping[str, str], variable: str) -> float | None:
-    """Return the ratio that the user put into a variable; one this package wrote is not the user's."""
+    """Return the ratio the user put into a variable; one this package wrote is not the user's."""
     if f"{variable}={environ.get(variable)}" in environ.get(WRITTEN, "").split():
         return None
     return ratio_of(environ, variable)
@@ -195,7 +195,10 @@ def _check_pair(high: float, low: float) -> None:
 
 
 def _safe_high(sources: Sources, ram: int | None) -> float:
-    """Return the ratio of min(95 % of the working set, RAM less 15 % and at least 4 GiB), 0.95 where RAM is unknown."""
+    """Return min(95 % of the working set, RAM less 15 % and at least 4 GiB) as a ratio.
+
+    It is 0.95 if RAM is unknown.
+    """
     if not ram:
         return 0.95
     left = max(ram - max(_MAC_RESERVE_FLOOR, _MAC_RESERVE_SHARE * ram), ram / 2)

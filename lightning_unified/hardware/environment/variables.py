@@ -1,4 +1,4 @@
-"""A look over the environment variables that decide how torch uses memory, before one of them ends a run."""
+"""Check the environment variables that decide how torch uses memory, before a run fails on one."""
 
 import difflib
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ Verdict = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One variable and what is to be said about it.
+    """A finding about one variable.
 
     Attributes:
         variable: Its name.
@@ -59,13 +59,13 @@ def lint_environment(
     cores: int | None = None,
     num_threads: int | None = None,
 ) -> list[Finding]:
-    """Return what is to be said about the variables that torch reads; nothing is read from outside the arguments.
+    """Return findings about the variables that torch reads; only the arguments are read.
 
     Args:
         environ: The environment.
         allocator_initialized: Whether the accelerator's allocator exists already and has read its variables.
         cores: Cores this process may use, None if unknown.
-        num_threads: What `torch.get_num_threads()` says, None if torch was not asked.
+        num_threads: Result of `torch.get_num_threads()`, None without torch.
     """
     return [
         *_unknown_names(environ),
@@ -113,7 +113,7 @@ def _judge_pair(high: float | None, low: float | None) -> tuple[Verdict, str]:
     if not 0 <= ceiling <= 2 or not 0 <= floor <= 2:
         return "error", f"HIGH {ceiling:g} with LOW {floor:g} is out of range: torch raises; both go from 0 to 2"
     if ceiling == 0:
-        return "warning", "0 means no limit: the machine can be driven into swap until it stalls; use a ratio up to 1.0"
+        return "warning", "0 means no limit: the machine can swap until it stalls; use a ratio up to 1.0"
     if low is None and ceiling < DEFAULT_LOW:
         missing = (
             f"LOW is not set and stays at {DEFAULT_LOW}: torch raises 'invalid low watermark ratio 1.4' at first use"
@@ -151,7 +151,7 @@ def _allocator_settings(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _allocator_problem(entry: str) -> str | None:
-    """Return what is wrong with one `key:value`; only switches and the memory share are looked at."""
+    """Return the error in one `key:value`; only switches and the memory share are checked."""
     key, _, value = (part.strip() for part in entry.partition(":"))
     if key in _ALLOCATOR_SWITCHES and value not in {"True", "False"}:
         return f"torch reads only the words True and False there; write {key}:{value.capitalize() or 'True'}" + (

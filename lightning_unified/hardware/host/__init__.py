@@ -1,1 +1,1 @@
-"""What the operating system says of the machine: its RAM, the limits of control groups, and page counters."""
+"""Readers of the operating system: RAM, the limits of control groups, page counters."""

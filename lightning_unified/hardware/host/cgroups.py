@@ -1,4 +1,4 @@
-"""Limits that a container or a service manager puts on this process: memory and processor time, cgroup v1 and v2."""
+"""Read the limits of control groups (v1 and v2) on this process: memory and processor time."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,8 +16,8 @@ class MemoryLimit:
 
     Attributes:
         total: The lowest limit, in bytes.
-        headroom: The least that any limited ancestor still lets grow, reclaimable file pages counted as free; bytes.
-        source: The file the lowest limit stands in, below the cgroup mount.
+        headroom: Least growth that any limited ancestor allows, in bytes; reclaimable file pages count as free.
+        source: File of the lowest limit, below the cgroup mount.
     """
 
     total: int
@@ -26,14 +26,14 @@ class MemoryLimit:
 
 
 def memory_limit(sources: Sources) -> MemoryLimit | None:
-    """Return the memory limit this process stands under, None if there is none.
+    """Return the memory limit on this process, None if there is none.
 
-    A limit binds every descendant, so the walk goes from the process's own cgroup up to the mount and takes the
-    minimum. Paths that the mount does not show (a container without its own cgroup namespace) are skipped; the mount
-    itself, which then is the container's cgroup, is always looked at. `memory.high` counts as a limit: above it the
-    kernel throttles, which stalls a training run rather than ending it.
+    A limit binds every descendant, so the walk goes from the process's own cgroup up to the mount and takes the minimum.
+    Paths the mount does not show (a container without its own cgroup namespace) are skipped. The mount itself, which then is
+    the container's cgroup, is always included. `memory.high` counts as a limit: above it the kernel throttles, which stalls a
+    training run rather than ending it.
 
-    The accelerator's memory is charged to no cgroup on GB10 and on GTT of AMD APUs: these limits bound host memory only.
+    GB10 and the GTT of AMD APUs charge the accelerator's memory to no cgroup: there the limits bound host memory only.
     """
     found = [*_v2_limits(sources), *_v1_limits(sources)]
     if not found:
@@ -43,7 +43,7 @@ def memory_limit(sources: Sources) -> MemoryLimit | None:
 
 
 def cpu_quota(sources: Sources) -> float | None:
-    """Return the processors' worth of time the cgroups allow (2.5 = two and a half cores), None if unlimited."""
+    """Return the processor time the cgroups allow, in cores (2.5 = two and a half), or None."""
     quotas = []
     for folder in _v2_folders(sources):
         words = (read_text(folder / "cpu.max") or "").split()
@@ -57,9 +57,10 @@ def cpu_quota(sources: Sources) -> float | None:
 
 
 def limit_events(sources: Sources) -> dict[str, int]:
-    """Return how often this process's cgroup met its limit: `"max"` (allocations held up) and `"oom"` (that failed or killed).
+    """Return how often this process's cgroup met its limit, by event.
 
-    Counts since the cgroup began, of `memory.events` (v2) or `memory.failcnt` (v1, `"max"` only); empty where there is neither.
+    The events are `"max"` (delayed allocations) and `"oom"` (failed or killed). They count since the cgroup began, from
+    `memory.events` (v2) or `memory.failcnt` (v1, `"max"` only). Without either the result is empty.
     """
     for folder in _v2_folders(sources):
         lines = [line.split() for line in (read_text(folder / "memory.events") or "").splitlines()]
@@ -74,13 +75,13 @@ def limit_events(sources: Sources) -> dict[str, int]:
 
 
 def stall_microseconds(sources: Sources) -> int | None:
-    """Return how long all of this process's cgroup has waited for memory so far (v2 `memory.pressure`), None if unknown."""
+    """Return the time all tasks of this cgroup have waited for memory (v2), None if unknown."""
     counts = (full_stall(read_text(folder / "memory.pressure")) for folder in _v2_folders(sources))
     return next((count for count in counts if count is not None), None)
 
 
 def full_stall(text: str | None) -> int | None:
-    """Return the microseconds of the `full` line of a PSI file, None where there is none."""
+    """Return the microseconds of the `full` line of a PSI file, None without one."""
     for line in (text or "").splitlines():
         kind, _, fields = line.partition(" ")
         total = fields.rpartition("total=")[2].strip()

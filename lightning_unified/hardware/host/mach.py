@@ -1,4 +1,4 @@
-"""The reader of macOS's page counters, which no sysctl has: what went out to swap, and what came back out of the compressor."""
+"""Read macOS's page counters, which no sysctl has: pages swapped out and pages decompressed."""
 
 import struct
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _DECOMPRESSIONS, _SWAPOUTS = 15, 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageCounters:
-    """Bytes since boot: `swapped_out` to the disk, `decompressed` because somebody touched what had been put away."""
+    """Bytes since boot: `swapped_out` to the disk, `decompressed` on access to compressed pages."""
 
     swapped_out: int
     decompressed: int
 
 
 def read_page_counters(sources: Sources) -> PageCounters | None:
-    """Return the counters, None where the machine has none. Needs no privileges and waits for nothing."""
+    """Return the counters, None if the machine has none. Needs no privileges and never waits."""
     raw, page = sources.vm_info(), sources.sysctl("hw.pagesize")
     if raw is None or len(raw) < _LAYOUT.size or not isinstance(page, int):
         return None

@@ -1,4 +1,4 @@
-"""The reader of the CPU's pool: RAM, within the cgroup limit where there is one."""
+"""Reader of the CPU's pool: RAM, within the cgroup limit if there is one."""
 
 import mmap
 
@@ -27,7 +27,7 @@ _MAC_AVAILABLE_PAGES = ("vm.page_free_count", "vm.page_purgeable_count", "vm.pag
 
 
 def read_cpu(sources: Sources, index: int | None = None) -> Reading:
-    """Read RAM as a unified pool; `allocated` is the resident size of this process, `index` is of no meaning here."""
+    """Read RAM as a unified pool; `allocated` is this process's resident size, `index` is ignored."""
     del index
     total, available = host_pool(sources)
     return Reading(
@@ -45,7 +45,7 @@ def read_cpu(sources: Sources, index: int | None = None) -> Reading:
 
 
 def host_pool(sources: Sources) -> tuple[Figure, Figure]:
-    """Return what this process may use of RAM in all, and what of it can be had now: the host's, within the cgroup limit."""
+    """Return this process's RAM in total and available now, both within the cgroup limit."""
     total, available = host_total(sources), host_available(sources)
     limit = memory_limit(sources)
     if limit is not None and (total.bytes is None or limit.total < total.bytes):
@@ -67,10 +67,10 @@ def host_total(sources: Sources) -> Figure:
 
 
 def host_available(sources: Sources) -> Figure:
-    """Return the RAM that can be had without swapping, before any cgroup limit.
+    """Return the RAM available without swapping, before any cgroup limit.
 
-    Linux says it itself (`MemAvailable`). macOS does not: free, purgeable and file-backed pages are summed, which
-    leaves out what the compressor could still squeeze, so the figure is a low one. Swap is never counted.
+    Linux reports it (`MemAvailable`). macOS does not: free, purgeable and file-backed pages are summed. The sum omits memory
+    that the compressor could still free, so it is a low estimate. Swap never counts.
 
     Source:
         Page counters: xnu, `bsd/vm/vm_unix.c`.
@@ -89,7 +89,7 @@ def host_available(sources: Sources) -> Figure:
 
 
 def host_swap(sources: Sources) -> tuple[Figure, Figure]:
-    """Return the swap there is and the swap in use. macOS adds swap as it needs it: there the total says little."""
+    """Return total swap and swap in use. macOS adds swap as needed, so its total says little."""
     linux = meminfo(sources)
     if "SwapTotal" in linux and "SwapFree" in linux:
         total, free = linux["SwapTotal"], linux["SwapFree"]
@@ -103,7 +103,7 @@ def host_swap(sources: Sources) -> tuple[Figure, Figure]:
 
 
 def free_in_large_blocks(sources: Sources) -> Figure:
-    """Return what is free in blocks of 2 MiB or more, all that is free where the kernel does not list blocks."""
+    """Return the bytes free in blocks of 2 MiB or more; all free bytes if the kernel lists no blocks."""
     found = None
     for line in (read_text(sources.proc / "buddyinfo") or "").splitlines():
         counts = [int(word) for word in line.partition("zone")[2].split()[1:] if word.isdigit()]
@@ -116,10 +116,10 @@ def free_in_large_blocks(sources: Sources) -> Figure:
 
 
 def mmap_threshold(sources: Sources) -> int | None:
-    """Return the bytes from which the C library maps blocks one by one, if its user has set that; None where it decides by itself.
+    """Return the bytes from which the C library maps blocks singly, if the user set it; else None.
 
     Source:
-        The GNU C Library manual, "Memory Allocation Tunables": glibc.malloc.mmap_threshold, of old MALLOC_MMAP_THRESHOLD_.
+        The GNU C Library manual, "Memory Allocation Tunables": glibc.malloc.mmap_threshold, formerly MALLOC_MMAP_THRESHOLD_.
     """
     text = sources.environ.get("MALLOC_MMAP_THRESHOLD_", "")
     for tunable in sources.environ.get("GLIBC_TUNABLES", "").split(":"):
@@ -146,16 +146,19 @@ def _process(sources: Sources, field: str) -> Figure:
         words = line.split()
         if len(words) == 3 and words[0] == f"{field}:" and words[1].isdigit():
             return Figure(int(words[1]) * 1024, field)
-    return Figure(None, f"unknown: {field} needs /proc/self/status, which is not here")
+    return Figure(None, f"unknown: {field} needs /proc/self/status, which is missing")
 
 
 def resident_files(sources: Sources) -> int:
-    """Return the resident bytes that are pages of files, such as programs' code, which the system drops when it is short; 0 if unknown."""
+    """Return the resident bytes of file pages, such as code; 0 if unknown.
+
+    The system drops such pages when memory is short.
+    """
     return _process(sources, "RssFile").bytes or 0
 
 
 def peak_resident(sources: Sources) -> Figure:
-    """Return the most bytes this process has had resident; one small read, cheap enough for every step."""
+    """Return the peak of this process's resident bytes; one small read, cheap enough for every step."""
     peak = _process(sources, "VmHWM")
     if peak.bytes is None and (resident := sources.max_resident()) is not None:
         return Figure(resident, "ru_maxrss")

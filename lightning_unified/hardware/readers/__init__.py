@@ -1,4 +1,4 @@
-"""One reader for each backend, and `read`, which picks the one of a device."""
+"""Readers of memory pools, one for each backend, and `read`, which chooses by device."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,17 +20,17 @@ __all__ = ["backends_here", "read"]
 def read(device: "str | torch.device" = "auto", *, sources: Sources | None = None) -> Reading:
     """Read the memory pool of `device` without waiting for the device.
 
-    On MPS the first reading constructs Metal's allocator, which freezes both watermark ratios for the life of the
-    process. A run that has a budget therefore calls `set_mps_environment(spec)` before anything here; a reading that
-    comes first writes the safe pair itself.
+    On MPS the first reading constructs Metal's allocator, which freezes both watermark ratios for the life of the process. So
+    a run with a budget calls `set_mps_environment(spec)` before any reading; a reading that comes first writes the safe pair
+    itself.
 
     Args:
-        device: A torch device or its text; `"auto"` is the accelerator that is here, else the CPU. An Intel GPU is read
+        device: A torch device or its text; `"auto"` is the accelerator of this machine, else the CPU. An Intel GPU is read
             only by name, because Lightning 2.6 cannot train on it.
-        sources: Where to read from; default this machine.
+        sources: Sources of the figures; default this machine.
 
     Raises:
-        HardwareError: If the device is not here.
+        HardwareError: If the device is not present.
     """
     sources = sources or Sources.live()
     here = backends_here(sources)
@@ -41,21 +41,21 @@ def read(device: "str | torch.device" = "auto", *, sources: Sources | None = Non
         raise HardwareError(f"device {str(device)!r} has no reader; use auto, cpu, cuda, cuda:<index>, mps or xpu.")
     if kind not in here:
         raise HardwareError(
-            f"device {str(device)!r} is not here; this machine has {', '.join(here)}: use one of these or auto."
+            f"device {str(device)!r} is not present; this machine has {', '.join(here)}: use one of these or auto."
         )
     reading = readers[kind](sources, int(index) if index else None)
     return reading if sources.simulated is None else _labelled(reading, f"simulated {sources.simulated}")
 
 
 def _labelled(reading: Reading, label: str) -> Reading:
-    """Return a reading that cannot be taken for one of real hardware, in its name and in the source of each figure."""
+    """Mark a reading as simulated, in its name and in the source of each figure."""
     figures = {name: getattr(reading, name) for name in ("total", "available", "allocated", "reserved", "peak", "host")}
     labelled = {name: Figure(figure.bytes, f"{label}: {figure.source}") for name, figure in figures.items()}
     return replace(reading, name=f"{reading.name} ({label})", **labelled)
 
 
 def backends_here(sources: Sources) -> list[str]:
-    """Return the torch device types that work here; the CPU is always the last."""
+    """Return the torch device types that work on this machine; the CPU is last."""
     torch = sources.torch
     found = []
     for kind, module in (

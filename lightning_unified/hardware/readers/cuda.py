@@ -1,4 +1,4 @@
-"""The reader of torch.cuda devices: discrete NVIDIA and AMD cards, one-pool NVIDIA boards, AMD APUs."""
+"""Reader of torch.cuda devices: NVIDIA and AMD cards, one-pool NVIDIA boards, AMD APUs."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from lightning_unified.hardware.sources import Sources, read_text
 
 __all__ = ["is_one_pool", "read_cuda", "with_cached"]
 
-# GB10 gives total_memory == MemTotal; a coherent machine (GH200) has its own HBM and must not pass.
+# GB10 reports total_memory == MemTotal; a coherent machine (GH200) has its own HBM and must not match.
 _ONE_POOL_TOLERANCE = 0.10
 
 
 def read_cuda(sources: Sources, index: int | None = None) -> Reading:
-    """Read a torch.cuda device (CUDA or ROCm). Counters and driver queries only: nothing waits for the device."""
+    """Read a torch.cuda device (CUDA or ROCm) by counters and driver queries that never wait for it."""
     cuda = sources.torch.cuda
     index = choose_index(index, kind="cuda", module=cuda)
     properties = cuda.get_device_properties(index)
@@ -27,7 +27,7 @@ def read_cuda(sources: Sources, index: int | None = None) -> Reading:
         total = _apu_total(sources, properties=total, free=free)
         free = _lower(free, host_available(sources))
     elif unified:
-        # cudaMemGetInfo counts the page cache of one's own dataset as used there.
+        # On these boards cudaMemGetInfo counts the page cache, such as that of the run's own data set, as used.
         available = host_available(sources)
         free = free if available.bytes is None else available
     return Reading(
@@ -47,8 +47,8 @@ def read_cuda(sources: Sources, index: int | None = None) -> Reading:
 def is_one_pool(properties: Any, sources: Sources) -> bool:
     """Return whether the device shares the host's RAM.
 
-    NVIDIA: integrated **and** as large as RAM within 10 %, because coherent machines (GH200) may call themselves
-    integrated and own HBM besides. AMD: integrated suffices, for an APU's `total_memory` is any share of RAM.
+    NVIDIA: integrated **and** as large as RAM within 10 %, because coherent machines (GH200) may report themselves as
+    integrated and also own HBM. AMD: integrated suffices, because an APU's `total_memory` can be any share of RAM.
 
     Source:
         vllm PR 35356 and issue 35313 (`is_integrated`, and the doubt about GH200); unsloth PR 10486 (GB10 total).
@@ -62,7 +62,7 @@ def is_one_pool(properties: Any, sources: Sources) -> bool:
 
 
 def with_cached(free: Figure, *, allocated: Figure, reserved: Figure) -> Figure:
-    """Return `free` plus the blocks that torch holds and no tensor uses: the next tensor may have them."""
+    """Return `free` plus torch's cached blocks that no tensor uses: the next tensor can reuse them."""
     if free.bytes is None or allocated.bytes is None or reserved.bytes is None:
         return free
     cached = max(0, reserved.bytes - allocated.bytes)
@@ -78,9 +78,10 @@ def _lower(one: Figure, other: Figure) -> Figure:
 
 
 def _apu_total(sources: Sources, *, properties: Figure, free: Figure) -> Figure:
-    """Return what an APU's GPU can reach: the driver's total, or more where carve-out plus GTT says so, within RAM.
+    """Return the bytes an APU's GPU can reach, within RAM.
 
-    HIP's own total may be half of RAM while it calls twice as much free.
+    That is the driver's total, or more if carve-out plus GTT are larger. HIP's own total may be half of RAM while HIP reports
+    twice as much free.
 
     Source:
         unsloth PR 7960: 128 GB Strix Halo, total 62.47 GiB, free 120 GiB, GTT 128 GiB.
@@ -88,7 +89,7 @@ def _apu_total(sources: Sources, *, properties: Figure, free: Figure) -> Figure:
     ram = host_total(sources).bytes
     cards = [path.parent for path in sorted(sources.sys.glob("class/drm/card*/device/mem_info_gtt_total"))]
     reach = Figure(free.bytes, "torch.cuda.mem_get_info")
-    if len(cards) == 1:  # with two cards nothing here says which is the APU
+    if len(cards) == 1:  # with two cards it is unknown which is the APU
         sizes = [(read_text(cards[0] / f"mem_info_{pool}_total") or "").strip() for pool in ("vram", "gtt")]
         if all(size.isdigit() for size in sizes):
             reach = Figure(sum(map(int, sizes)), "mem_info_vram_total + mem_info_gtt_total")

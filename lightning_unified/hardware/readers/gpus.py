@@ -1,7 +1,8 @@
-"""What each GPU of the machine is used for by all programs together, asked of drivers and never of torch.
+"""Read the use of every GPU by all programs, from drivers and never from torch.
 
-A watcher must not take what it watches: `torch.cuda.mem_get_info` constructs a CUDA context of some hundred MiB, and every memory
-figure of `torch.mps` Metal's allocator; what torch would call allocated is that of the asking process besides, which trains nothing.
+A watching process must not change what it watches. `torch.cuda.mem_get_info` constructs a CUDA context of some hundred MiB,
+and every memory figure of `torch.mps` constructs Metal's allocator. Besides, torch's allocated bytes are those of the asking
+process, which trains nothing.
 """
 
 import re
@@ -25,17 +26,18 @@ _METAL = "from lightning_unified.hardware import read; print(read('mps').total.b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUse:
-    """What one device's pool is used for now, by all programs. All figures are bytes (GiB = 2**30).
+    """Use of one device's pool by all programs. All figures are bytes (GiB = 2**30).
 
     Attributes:
-        device: `"host"`, or the GPU as its driver numbers it: `"nvidia:0"`, `"amdgpu:card1"`, `"apple"`. torch may number otherwise.
+        device: `"host"`, or the GPU as its driver numbers it: `"nvidia:0"`, `"amdgpu:card1"`, `"apple"`. torch may number
+            differently.
         name: The device's own name, for people.
-        pool: `"dedicated"` or `"unified"`; None where the driver did not answer.
-        total: What there is; for Apple's GPU what Metal recommends to use at most.
-        used: What is in use. On a unified pool this is the GPU's part of it.
-        available: What could be had now.
-        busy: Share of the time in which the device worked, as the driver says; None where it does not.
-        busy_source: Where `busy` comes from, or why it is unknown.
+        pool: `"dedicated"` or `"unified"`; None if the driver did not answer.
+        total: Size of the pool; for Apple's GPU Metal's recommended working set.
+        used: Bytes in use. On a unified pool this is the GPU's part.
+        available: Bytes available now.
+        busy: Share of the time in which the device worked, as the driver reports it; None if it does not.
+        busy_source: Source of `busy`, or why it is unknown.
     """
 
     device: str
@@ -49,10 +51,12 @@ class DeviceUse:
 
 
 class GpuReader:
-    """Reads the GPUs of the machine again and again; a driver that is missing contributes none, one that is silent says so.
+    """Reads the machine's GPUs repeatedly.
+
+    A missing driver contributes no device; one that does not answer contributes an unknown device.
 
     Args:
-        sources: Where to read from; torch is not asked.
+        sources: Sources of the figures; torch is not used.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -100,10 +104,12 @@ class GpuReader:
         )
 
     def _is_one_pool(self, text: str, total: Figure) -> bool:
-        """Return whether an NVIDIA GPU shares the host's RAM: a board whose driver knows no memory, or all of RAM.
+        """Return whether an NVIDIA GPU shares the host's RAM.
+
+        It does on an ARM machine if its driver reports no memory, or all of RAM.
 
         Source:
-            nvitop PR 208 (GB10 with driver 580: not supported), nvtop PR 463 (GB10 where it answers: MemTotal). All such boards
+            nvitop PR 208 (GB10 with driver 580: not supported), nvtop PR 463 (GB10 with an answer: MemTotal). All such boards
             are ARM ones; GH200 is one too, and reports its own HBM.
         """
         if self._sources.machine not in ("aarch64", "arm64"):
@@ -114,13 +120,16 @@ class GpuReader:
         return ram is not None and abs(total.bytes - ram) <= _ONE_POOL_TOLERANCE * ram
 
     def _nvidia_processes(self, uuid: str) -> Figure:
-        """Return what the processes on a GPU hold: all that the driver of a one-pool board can say (llama-swap issue 782)."""
+        """Return the bytes held by the processes on a GPU.
+
+        The driver of a one-pool board reports nothing else (llama-swap issue 782).
+        """
         rows = self._nvidia_rows("compute-apps", ("gpu_uuid", "used_memory"))
         if rows is None:
             return Figure(None, "unknown: nvidia-smi lists no processes")
         held = [_number(memory) for owner, memory in rows if owner == uuid]
         if None in held:
-            return Figure(None, "unknown: nvidia-smi does not say what its processes hold")
+            return Figure(None, "unknown: nvidia-smi does not report the memory of its processes")
         return Figure(int(sum(count or 0 for count in held)) * MIB, "nvidia-smi, the sum over its processes")
 
     def _amd(self) -> list[DeviceUse]:
@@ -131,7 +140,8 @@ class GpuReader:
         """Read an AMD GPU; an APU uses its carve-out and GTT, which is RAM, alike.
 
         Source:
-            Linux, Documentation/gpu/amdgpu: only APUs have the northbridge's voltage, in1 (but for MI300A, whose HBM counts as VRAM).
+            Linux, Documentation/gpu/amdgpu: only APUs have the northbridge's voltage, in1 (except MI300A, whose HBM counts as
+            VRAM).
         """
         unified = any(folder.glob("hwmon/hwmon*/in1_input"))
         total, used = (_sysfs(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
@@ -155,7 +165,7 @@ class GpuReader:
         )
 
     def _apple(self) -> list[DeviceUse]:
-        """Read Apple's GPU from the statistics its driver leaves in the I/O registry. Not run on hardware."""
+        """Read Apple's GPU from its driver's statistics in the I/O registry. Not run on hardware."""
         if self._sources.platform != "darwin" or self._sources.machine != "arm64":
             return []
         out = self._sources.run(["ioreg", "-r", "-d", "1", "-w", "0", "-c", "IOAccelerator"], _PATIENCE_S) or ""
@@ -180,7 +190,10 @@ class GpuReader:
         ]
 
     def _recommended(self) -> Figure:
-        """Ask Metal for its recommended working set, in a process that ends: whoever asks constructs the allocator for life."""
+        """Query Metal's recommended working set in a child process.
+
+        The query constructs Metal's allocator for the life of the process that makes it.
+        """
         out = _number(self._sources.run([sys.executable, "-c", _METAL], _PATIENCE_FOR_TORCH_S))
         if out is None:
             return Figure(None, "unknown: torch.mps.recommended_max_memory could not be asked")

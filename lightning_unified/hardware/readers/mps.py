@@ -1,4 +1,7 @@
-"""The reader of Apple's GPU. Everything it asks constructs Metal's allocator: the watermark pair is written first."""
+"""Reader of Apple's GPU; it writes the watermark pair before any query.
+
+Every query constructs Metal's allocator, which reads the pair once.
+"""
 
 from lightning_unified.hardware.environment.mps import ensure_pair
 from lightning_unified.hardware.host.memory import cpu_name, host_available, host_total
@@ -13,11 +16,11 @@ HAS_COUNTERS_SINCE = (2, 13)
 
 
 def read_mps(sources: Sources, index: int | None = None) -> Reading:
-    """Read Apple's GPU: `total` is Metal's recommended working set, `host` the RAM behind it. `index` has no meaning.
+    """Read Apple's GPU: `total` is Metal's recommended working set, `host` the RAM behind it.
 
-    `available` is the lower of what Metal leaves this process and what the machine has free. `get_memory_info` is never
-    asked: on MPS it knows this process only and calls the rest free. The counters are a Metal property and a lock, no
-    wait for the GPU.
+    `available` is the lower of Metal's remainder for this process and the machine's free memory. `get_memory_info` is never
+    used: on MPS it counts this process only and reports the rest as free. The counters cost a Metal property and a lock, and
+    never wait for the GPU. `index` is ignored.
     """
     del index
     ensure_pair(sources)
@@ -40,7 +43,7 @@ def read_mps(sources: Sources, index: int | None = None) -> Reading:
 
 
 def mps_name(sources: Sources) -> str:
-    """Return the GPU's Metal name ("Apple M4 Pro"), the processor's where torch cannot say."""
+    """Return the GPU's Metal name ("Apple M4 Pro"), or the processor's if torch does not know it."""
     try:
         return str(sources.torch.backends.mps.get_name())
     except Exception:
@@ -54,7 +57,7 @@ def _available(sources: Sources, *, total: Figure, driver: Figure, allocated: Fi
     if not bounds:
         return Figure(None, f"unknown: {total.source}; {host_available(sources).source}")
     lowest = min(bounds, key=lambda bound: bound.bytes or 0)
-    # The driver's bytes hold MPSGraph's too, which no tensor can reuse: only the pools' own reserve counts as cached.
+    # The driver's bytes include MPSGraph's, which no tensor can reuse: only the pools' own reserve counts as cached.
     return with_cached(lowest, allocated=allocated, reserved=_counter(sources, "memory_reserved"))
 
 

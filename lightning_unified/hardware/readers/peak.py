@@ -1,4 +1,4 @@
-"""The peak alone: read cheaply enough for every step, and set back to the present use where the counter allows it."""
+"""Read the peak alone, cheaply enough for every step, and reset it where the counter allows it."""
 
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,17 @@ __all__ = ["read_peak", "reset_peak"]
 
 
 def read_peak(device: "str | torch.device", *, sources: Sources | None = None) -> Figure:
-    """Return the highest use of `device`'s pool by this process since the counter began, in bytes."""
+    """Return the peak bytes of `device`'s pool in this process since the counter began."""
     sources = sources or Sources.live()
     return peak_resident(sources) if str(device).startswith("cpu") else read(device, sources=sources).peak
 
 
 def reset_peak(device: "str | torch.device", *, sources: Sources | None = None) -> bool:
-    """Let the peak of `device` count from now on; return False where the counter cannot be set back.
+    """Reset the peak of `device` to its present use; return False if the counter cannot be reset.
 
     Source:
-        Linux `man 5 proc`, clear_refs: writing 5 resets VmHWM to VmRSS. torch.accelerator has an allocator for MPS from 2.13 on.
+        Linux `man 5 proc`, clear_refs: writing 5 resets VmHWM to VmRSS. torch.accelerator has an allocator for MPS since
+            2.13.
     """
     sources = sources or Sources.live()
     kind = str(device).partition(":")[0]

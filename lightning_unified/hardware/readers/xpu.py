@@ -1,4 +1,4 @@
-"""The reader of Intel GPUs. Readings only: Lightning 2.6 has no XPU accelerator to train on."""
+"""Reader of Intel GPUs. Readings only: Lightning 2.6 has no XPU accelerator to train on."""
 
 from lightning_unified.hardware.host.memory import host_available, host_total
 from lightning_unified.hardware.readers.cuda import with_cached
@@ -11,8 +11,8 @@ __all__ = ["read_xpu"]
 def read_xpu(sources: Sources, index: int | None = None) -> Reading:
     """Read a torch.xpu device.
 
-    Integrated GPUs cannot say what is free (`mem_get_info` raises, pytorch issues 189811 and 194487); `MemAvailable`
-    stands in for it. A discrete one that cannot say stays unknown: its memory is not the host's.
+    Integrated GPUs cannot report free memory (`mem_get_info` raises, pytorch issues 189811 and 194487); `MemAvailable`
+    replaces it. For a discrete GPU the figure stays unknown, because its memory is not the host's.
     """
     xpu = sources.torch.xpu
     index = choose_index(index, kind="xpu", module=xpu)

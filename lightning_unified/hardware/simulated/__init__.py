@@ -1,4 +1,4 @@
-"""Machines that are not here: a run on the CPU that sees another machine's memory, limits, errors and pressure."""
+"""Simulated machines: a CPU run sees another machine's memory, limits, errors and pressure."""
 
 from lightning_unified.hardware.simulated.allocator import SimulatedAllocator
 from lightning_unified.hardware.simulated.machine import SimulatedMachine

@@ -1,8 +1,9 @@
-"""A GPU's allocator without the GPU: what it counts, where it stops, and in which words it says so."""
+"""A GPU's allocator without the GPU: its counters, its limits and its out-of-memory errors."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lightning_unified.errors import HostFrozenError
 from lightning_unified.hardware.allocators.pools import Block, CudaSegments, MetalHeaps, Pools
@@ -13,26 +14,26 @@ from lightning_unified.units import GIB, KIB, MIB
 __all__ = ["SimulatedAllocator"]
 
 _MOST_RATIO = 2.0
-_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set is the one that is read
+_CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first that is set
 _MANUAL = (
     "See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 
 
 class SimulatedAllocator:
-    """Counts what tensors take of a simulated device, and raises as its backend does.
+    """Counts the memory tensors take of a simulated device, and raises as its backend does.
 
-    What the environment says of limits is read when the allocator is first asked for anything, as torch does; a card's own limit
-    is what the driver still has. A freed block stays reserved until a new one needs its place, until the low watermark is
-    passed (Metal), or until `empty_cache`.
+    Limits are read from the environment when the allocator is first used, as torch does. A card's own limit is the driver's
+    remaining memory. A freed block stays reserved until a new one needs its place, until the low watermark is passed (Metal),
+    or until `empty_cache`.
 
-    May be asked from any thread; blocks come back through a queue, because a tensor can die in the middle of anything.
+    Any thread may call it. Freed blocks come back through a queue, because a tensor can die at any moment.
 
     Args:
         profile: The machine.
-        environ: Where Metal's watermark ratios, and CUDA's share of memory, would stand.
-        room: Bytes the driver could still give; asked where the pool is bounded.
-        bounded: Whether anything is refused at all; without it the counters go as high as they must.
+        environ: Environment with Metal's watermark ratios and CUDA's share of memory, if set.
+        room: Returns the bytes the driver can still give; used if the pool is bounded.
+        bounded: Whether memory runs out; otherwise the counters grow without a limit.
     """
 
     def __init__(
@@ -53,37 +54,20 @@ class SimulatedAllocator:
         self.constructed = False
 
     def construct(self) -> None:
-        """Exist from here on: read the environment, which no later change of it reaches.
+        """Construct the allocator: read the environment; later changes of it have no effect.
 
         Raises:
             RuntimeError: If Metal's ratios are a pair that torch refuses.
         """
         if not self.constructed:
             self.constructed = True
-            if self.profile.backend == "mps":
-                self._read_ratios()
-            else:
-                self._read_share()
-
-    def _read_ratios(self) -> None:
-        high = float(self._environ.get(HIGH, self.profile.high or 0))
-        low = float(self._environ.get(LOW, self.profile.low or 0))
-        if not 0 <= high <= _MOST_RATIO:
-            raise RuntimeError(f"invalid high watermark ratio {high:g}")
-        if not 0 <= low <= (high or _MOST_RATIO):
-            raise RuntimeError(f"invalid low watermark ratio {low:g}")
-        self._high = int(high * self.profile.total) if high else None
-        self._low = int(low * self.profile.total) if low else None
-
-    def _read_share(self) -> None:
-        """Take the one setting of torch's that caps: `per_process_memory_fraction`."""
-        text = next((self._environ[name] for name in _CUDA_SETTINGS if self._environ.get(name)), "")
-        for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
-            if key == "per_process_memory_fraction":
-                self._high = int(float(value) * self.profile.total)
+            self._high, self._low = _limits(self.profile, self._environ)
 
     def cap(self, fraction: float) -> None:
-        """Limit the pools to `fraction` of the profile's total: `set_per_process_memory_fraction`; on Metal 0 is no limit."""
+        """Limit the pools to a fraction of the total, as `set_per_process_memory_fraction` does.
+
+        On Metal 0 means no limit.
+        """
         most = _MOST_RATIO if self.profile.backend == "mps" else 1.0
         if not isinstance(fraction, float):
             raise TypeError("Invalid type for fraction argument, must be `float`")
@@ -95,27 +79,27 @@ class SimulatedAllocator:
 
     @property
     def limit(self) -> int | None:
-        """The cap in bytes, None while there is none."""
+        """The cap in bytes, None without one."""
         self.construct()
         return self._high
 
     @property
     def allocated(self) -> int:
-        """Bytes in live tensors, rounded as the backend rounds them."""
+        """Bytes of live tensors, rounded as the backend rounds them."""
         with self._lock:
             self._take_back()
             return self._allocated
 
     @property
     def reserved(self) -> int:
-        """Bytes the pools hold of the device, live or not."""
+        """Bytes the pools hold on the device, live or not."""
         with self._lock:
             self._take_back()
             return self._pools.reserved
 
     @property
     def driver(self) -> int:
-        """Bytes the driver holds for the process: the pools, and its own."""
+        """Bytes the driver holds for the process: the pools and its context."""
         return self.reserved + (self.profile.context if self.constructed else 0)
 
     @property
@@ -129,19 +113,19 @@ class SimulatedAllocator:
         return self._peak_reserved
 
     def reset_peak(self) -> None:
-        """Let both peaks count from now on."""
+        """Reset both peaks to the present use."""
         with self._lock:
             self._take_back()
             self._peak, self._peak_reserved = self._allocated, self._pools.reserved
 
     def empty_cache(self) -> None:
-        """Give the driver back what no tensor is in."""
+        """Return memory without tensors to the driver."""
         with self._lock:
             self._take_back()
             self._pools.release()
 
     def allocate(self, size: int) -> Block:
-        """Return the place of a new tensor of `size` bytes.
+        """Return the block of a new tensor of `size` bytes.
 
         Raises:
             RuntimeError: On Metal, if it is out of memory or one buffer is too long.
@@ -164,7 +148,7 @@ class SimulatedAllocator:
             return block
 
     def free(self, block: Block) -> None:
-        """Give a block back; counted when the allocator is next asked for anything."""
+        """Free a block; it is counted at the allocator's next use."""
         self._returned.append(block)
 
     def _take_back(self) -> None:
@@ -176,7 +160,7 @@ class SimulatedAllocator:
     def _found(self, size: int) -> Block | None:
         metal = self.profile.backend == "mps"
         pressed = metal and size > MIB and self._low is not None and self.driver >= self._low
-        # Metal looks at what one more block would come to even where a freed one could be had.
+        # Metal compares the size of one more block with its limit, even if a freed block could be reused.
         fits = not metal or self._within_cap(size)
         block = self._pools.reuse(size) if fits else None
         if block is not None:
@@ -202,39 +186,95 @@ class SimulatedAllocator:
         return not self._bounded or self._high is None or held + more <= self._high
 
     def _out_of_memory(self, size: int) -> Exception:
+        shortage = _Shortage(
+            profile=self.profile,
+            requested=size,
+            allocated=self._allocated,
+            reserved=self._pools.reserved,
+            driver=self.driver,
+            free=max(0, self._room()),
+            limit=self._high,
+        )
         if self.profile.backend == "mps":
-            return RuntimeError(self._metal_text(size))
+            return RuntimeError(_metal_text(shortage))
         capped = not self._within_cap(self._pools.growth(size, pressed=False))
         if self.profile.freezes and not capped:
-            return HostFrozenError(
-                f"simulated {self.profile.name}: the host would freeze here instead of raising, with {_words(self._pools.reserved)} held and "
-                f"{_words(size)} more asked of {_words(self._room())}; give a budget, so that the allocator is capped before it gets there."
-            )
+            return HostFrozenError(_frozen_text(shortage))
         import torch
 
-        return torch.OutOfMemoryError(self._cuda_text(size))
+        return torch.OutOfMemoryError(_cuda_text(shortage))
 
-    def _metal_text(self, size: int) -> str:
-        held = f"MPS allocated: {_words(self._pools.reserved)}, other allocations: {_words(self.profile.context)}"
-        tried = f"Tried to allocate {_words(size)} on shared pool."
-        if self._high is None:
-            return f"MPS backend out of memory ({held}). {tried}"
-        return (
-            f"MPS backend out of memory ({held}, max allowed: {_words(self._high)}). {tried} Use {HIGH}=0.0 to disable upper limit for "
-            "memory allocations (may cause system failure)."
-        )
 
-    def _cuda_text(self, size: int) -> str:
-        rocm, reserved = self.profile.backend == "rocm", self._pools.reserved
-        process = f"Including non-PyTorch memory, this process has {_words(self.driver)} memory in use. "
-        allowed = "" if self._high is None else f"{_words(self._high)} allowed; "
-        return (
-            f"{'HIP' if rocm else 'CUDA'} out of memory. Tried to allocate {_words(size)}. GPU 0 has a total capacity of "
-            f"{_words(self.profile.total)} of which {_words(max(0, self._room()))} is free. {'' if rocm else process}{allowed}"
-            f"Of the allocated memory {_words(self._allocated)} is allocated by PyTorch, and {_words(reserved - self._allocated)} is reserved "
-            "by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  {_MANUAL}"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shortage:
+    """State of a device when memory runs out, in bytes; `limit` is None without a cap."""
+
+    profile: Profile
+    requested: int
+    allocated: int
+    reserved: int
+    driver: int
+    free: int
+    limit: int | None
+
+
+def _limits(profile: Profile, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return the high and low watermark in bytes that torch reads from the environment; None for no limit.
+
+    Raises:
+        RuntimeError: If Metal's ratios are a pair that torch refuses.
+    """
+    if profile.backend != "mps":
+        return _share_limit(profile, environ), None
+    high = float(environ.get(HIGH, profile.high or 0))
+    low = float(environ.get(LOW, profile.low or 0))
+    if not 0 <= high <= _MOST_RATIO:
+        raise RuntimeError(f"invalid high watermark ratio {high:g}")
+    if not 0 <= low <= (high or _MOST_RATIO):
+        raise RuntimeError(f"invalid low watermark ratio {low:g}")
+    return int(high * profile.total) if high else None, int(low * profile.total) if low else None
+
+
+def _share_limit(profile: Profile, environ: Mapping[str, str]) -> int | None:
+    """Return the limit of the one CUDA setting that caps: `per_process_memory_fraction`."""
+    text = next((environ[name] for name in _CUDA_SETTINGS if environ.get(name)), "")
+    limit = None
+    for key, _, value in (entry.strip().partition(":") for entry in text.split(",")):
+        if key == "per_process_memory_fraction":
+            limit = int(float(value) * profile.total)
+    return limit
+
+
+def _frozen_text(shortage: _Shortage) -> str:
+    return (
+        f"simulated {shortage.profile.name}: the host would freeze here instead of raising, with {_words(shortage.reserved)} held and "
+        f"{_words(shortage.requested)} more requested of {_words(shortage.free)}; give a budget, so that the allocator is capped before "
+        "it gets there."
+    )
+
+
+def _metal_text(shortage: _Shortage) -> str:
+    held = f"MPS allocated: {_words(shortage.reserved)}, other allocations: {_words(shortage.profile.context)}"
+    tried = f"Tried to allocate {_words(shortage.requested)} on shared pool."
+    if shortage.limit is None:
+        return f"MPS backend out of memory ({held}). {tried}"
+    return (
+        f"MPS backend out of memory ({held}, max allowed: {_words(shortage.limit)}). {tried} Use {HIGH}=0.0 to disable upper limit for "
+        "memory allocations (may cause system failure)."
+    )
+
+
+def _cuda_text(shortage: _Shortage) -> str:
+    rocm, reserved, allocated = shortage.profile.backend == "rocm", shortage.reserved, shortage.allocated
+    process = f"Including non-PyTorch memory, this process has {_words(shortage.driver)} memory in use. "
+    allowed = "" if shortage.limit is None else f"{_words(shortage.limit)} allowed; "
+    return (
+        f"{'HIP' if rocm else 'CUDA'} out of memory. Tried to allocate {_words(shortage.requested)}. GPU 0 has a total capacity of "
+        f"{_words(shortage.profile.total)} of which {_words(shortage.free)} is free. {'' if rocm else process}{allowed}"
+        f"Of the allocated memory {_words(allocated)} is allocated by PyTorch, and {_words(reserved - allocated)} is reserved "
+        "by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  {_MANUAL}"
+    )
 
 
 def _words(size: int) -> str:

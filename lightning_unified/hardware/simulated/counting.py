@@ -1,4 +1,7 @@
-"""Which tensors live, seen from below autograd: every storage that an operation makes on the CPU counts as the device's until it dies."""
+"""Count live tensors below autograd, as the memory of a simulated device.
+
+Every storage that an operation makes on the CPU counts as the device's until it dies.
+"""
 
 import os
 import sys
@@ -27,22 +30,22 @@ _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (*_OURS, *_OTHERS))
 
 
 class LiveTensors(TorchDispatchMode):
-    """While active, places what operations make on the CPU in a simulated allocator, which may raise its out-of-memory error.
+    """While active, places every storage made on the CPU in a simulated allocator, which may raise.
 
-    A storage counts once, whatever views of it there are, from the operation that made it until nothing holds it, autograd's
-    saved tensors included. What was there before counts from `hold`, or from the first operation in which it meets a parameter
-    or a gradient: there everything must be on the device. It counts with its own size, so that rows out of a large data
-    set are not the data set.
+    A storage counts once, whatever its views, from the operation that made it until nothing holds it, autograd's saved
+    tensors included. A storage that existed before counts from `hold`, or from the first operation in which it meets a
+    parameter or a gradient, because there everything must be on the device. It counts with the tensor's own size, so rows of
+    a large data set do not count as the data set.
 
-    Not seen: what a kernel takes and gives back inside itself, and what compiled code takes past the dispatcher. A child process
-    that was forked meanwhile counts nothing.
+    Not counted: memory that a kernel takes and frees inside, and memory that compiled code takes past the dispatcher. A
+    forked child process counts nothing.
 
     Args:
-        allocator: Where tensors are placed.
+        allocator: The simulated allocator.
 
     Attributes:
-        peak_place: The operation that led to the allocator's peak, and the line it was called from.
-        elsewhere: Types of real devices that were used meanwhile; what is on them does not count.
+        peak_place: Operation that led to the allocator's peak, and the line that called it.
+        elsewhere: Types of real devices used meanwhile; tensors there do not count.
     """
 
     def __init__(self, allocator: SimulatedAllocator) -> None:
@@ -51,7 +54,7 @@ class LiveTensors(TorchDispatchMode):
         self._process = os.getpid()
         self._living: dict[int, tuple[weakref.ref[Any], Block, int]] = {}
         self._makes: dict[Any, bool] = {}
-        self.peak_place = "what was there before the first operation"
+        self.peak_place = "tensors made before the first operation"
         self.elsewhere: set[str] = set()
 
     @override
@@ -80,20 +83,20 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that exist already, each with its own bytes, as far as they do not count yet."""
+        """Count existing tensors that do not count yet, each with its own bytes."""
         for tensor in tensors:
             storage = self._storage(tensor)
             if storage is not None and storage._cdata not in self._living:
                 self._count(storage, min(storage.nbytes(), tensor.numel() * tensor.element_size()))
 
     def forget(self) -> None:
-        """Let nothing count that counts now: the device is given up, though the tensors live on."""
+        """Stop counting all tensors: the process gives the device up, though the tensors live on."""
         for key in list(self._living):
             _, block, _ = self._living.pop(key)
             self._allocator.free(block)
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of a dense tensor in host memory; None for one that has none: sparse, meta, fake."""
+        """Return the storage of a dense tensor in host memory; None for sparse, meta and fake tensors."""
         if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -111,7 +114,7 @@ class LiveTensors(TorchDispatchMode):
             others = (self._storage(other) for other in inputs)
             if all(
                 other is None or other._cdata != storage._cdata for other in others
-            ):  # else a view of what does not count
+            ):  # otherwise a view of a storage that does not count
                 self._count(storage, storage.nbytes())
         elif storage.nbytes() != known[2]:  # resized in place
             self._drop(storage._cdata)
@@ -133,7 +136,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _place(func: Any) -> str:
-    """Return an operation's name, in whose backward it runs, and the innermost line that is neither torch's nor ours."""
+    """Return an operation, the backward it runs in, and the innermost line of the user's code."""
     node = torch._C._current_autograd_node()
     name = f"{func}" if node is None else f"{func} in the backward of {node.name().removesuffix('Backward0')}"
     frame = sys._getframe(1)
@@ -143,13 +146,13 @@ def _place(func: Any) -> str:
 
 
 def _makes_storages(func: Any) -> bool:
-    """Return whether an operation can return new memory, or memory of another size: not one that only views or writes its inputs."""
+    """Return whether an operation can return new or resized memory, not only views of its inputs."""
     schema = getattr(func, "_schema", None)
     return schema is None or "resize" in schema.name or any(each.alias_info is None for each in schema.returns)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results, which nest lists at most."""
+    """Return the tensors among an operation's arguments or results, through nested lists and tuples."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The host of a simulated machine: its memory and what its operating system says of it, as files and sysctls computed when read."""
+"""The host of a simulated machine: its memory, as files and sysctls computed when read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -9,7 +9,7 @@ from lightning_unified.units import KIB
 
 __all__ = ["HostFiles", "SimulatedHost"]
 
-# Judgement: how much must be left for the level to be normal, and above critical. XNU decides by what its compressor still finds.
+# Judgement: shares of RAM left below which the level is warn, and critical. XNU decides by the memory its compressor can still free.
 _MAC_WARN, _MAC_CRITICAL = 0.15, 0.05
 _LEVELS = {"normal": 1, "warn": 2, "critical": 4}
 _MAC_PAGE, _LINUX_PAGE = 16 * KIB, 4 * KIB
@@ -17,16 +17,16 @@ _XSW_USED_BITS = 128  # struct xsw_usage, sys/sysctl.h: total, available, used, 
 
 
 class SimulatedHost:
-    """RAM, who holds it, and the figures that the system makes of that.
+    """RAM, its holders, and the figures the system reports about it.
 
-    What goes beyond RAM is swap, which never gets back to zero by itself: it counts what was written.
+    Bytes beyond RAM are swap. Swap never falls by itself: it counts the bytes written.
 
     Args:
         profile: The machine.
-        device_bytes: What the GPU holds now; part of `in_use` where the pool is one.
+        device_bytes: Returns the bytes the GPU holds now; part of the RAM in use on a unified pool.
 
     Attributes:
-        others: Bytes held by the system and other programs; a test sets it.
+        others: Bytes held by the system and other programs; tests set it.
     """
 
     def __init__(self, profile: Profile, device_bytes: Callable[[], int]) -> None:
@@ -37,17 +37,17 @@ class SimulatedHost:
 
     @property
     def available(self) -> int:
-        """Bytes of RAM that could be had without swapping."""
+        """Bytes of RAM available without swapping."""
         return max(0, self.profile.ram - self._in_use())
 
     @property
     def level(self) -> str:
-        """`"normal"`, `"warn"` or `"critical"`, as macOS would say."""
+        """`"normal"`, `"warn"` or `"critical"`, as macOS reports it."""
         share = self.available / self.profile.ram
         return "critical" if share < _MAC_CRITICAL else "warn" if share < _MAC_WARN else "normal"
 
     def sysctl(self, name: str) -> int | str | None:
-        """Return a macOS sysctl's value; None on other machines, and for names that no reader asks."""
+        """Return a macOS sysctl's value; None on other machines and for names no reader uses."""
         if self.profile.backend != "mps":
             return None
         available = self.available // _MAC_PAGE
@@ -99,11 +99,11 @@ class SimulatedHost:
 
 
 class HostFiles:
-    """A folder or file of a simulated host: the part of `pathlib.Path` that readers of procfs and sysfs use.
+    """A folder or file of a simulated host: the part of `pathlib.Path` that readers use.
 
     Args:
-        files: Gives every file by path.
-        path: Where this one is.
+        files: Returns every file's text by path.
+        path: Path of this file or folder.
     """
 
     def __init__(self, files: Callable[[], Mapping[str, str]], path: str | PurePosixPath) -> None:
@@ -116,7 +116,7 @@ class HostFiles:
         return self._path < other._path
 
     def __fspath__(self) -> str:
-        return f"/nonexistent{self._path}"  # what opens it by name must not find the real machine's
+        return f"/nonexistent{self._path}"  # opening it by name must not find the real machine's file
 
     def __str__(self) -> str:
         return str(self._path)
@@ -133,11 +133,11 @@ class HostFiles:
 
     @property
     def parent(self) -> "HostFiles":
-        """The folder this lies in."""
+        """The folder that holds this path."""
         return HostFiles(self._files, self._path.parent)
 
     def read_text(self, errors: str | None = None) -> str:
-        """Return the file's text as it is now."""
+        """Return the file's present text."""
         del errors
         try:
             return self._files()[str(self._path)]
@@ -145,30 +145,30 @@ class HostFiles:
             raise FileNotFoundError(f"{self._path} is not a file of the simulated host") from None
 
     def write_text(self, text: str) -> int:
-        """Refuse: nothing of a simulated host can be written."""
+        """Raise: files of a simulated host cannot be written."""
         raise PermissionError(f"{self._path} of the simulated host cannot be written: {text!r}")
 
     def is_file(self) -> bool:
-        """Return whether there is a file."""
+        """Return whether the file exists."""
         return str(self._path) in self._files()
 
     def is_dir(self) -> bool:
-        """Return whether anything lies below."""
+        """Return whether any file lies below."""
         return any(name.startswith(f"{self._path}/") for name in self._files())
 
     def exists(self) -> bool:
-        """Return whether there is a file or a folder."""
+        """Return whether a file or folder of this path exists."""
         return self.is_file() or self.is_dir()
 
     def glob(self, pattern: str) -> Iterator["HostFiles"]:
-        """Yield the files below whose path from here is like `pattern`."""
+        """Yield the files below whose relative path matches `pattern`."""
         for name in self._files():
             path = PurePosixPath(name)
             if path.is_relative_to(self._path) and fnmatch(str(path.relative_to(self._path)), pattern):
                 yield HostFiles(self._files, path)
 
     def iterdir(self) -> Iterator["HostFiles"]:
-        """Yield what lies directly in this folder."""
+        """Yield the files and folders directly in this folder."""
         below = (PurePosixPath(name) for name in self._files())
         inside = {path.relative_to(self._path).parts[0] for path in below if path.is_relative_to(self._path)}
         yield from (self / part for part in sorted(inside))

@@ -1,4 +1,4 @@
-"""A machine that is not here: its readings, limits and errors, while the work is done by this machine's CPU."""
+"""A simulated machine: its readings, limits and errors, while this machine's CPU does the work."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,14 +28,14 @@ class SimulatedMachine:
     Tensors stay on the CPU; `active` counts them as the device's. Anything that reads hardware takes `sources` and `device`.
 
     Args:
-        machine: A profile, or the name of one.
-        environ: Environment variables of the machine; it is written to where a reader writes, a copy of what is given.
-        bounded: Whether memory runs out; without it the counters go as high as they must.
+        machine: A profile, or its name.
+        environ: Environment variables of the machine; readers write to a copy.
+        bounded: Whether memory runs out; otherwise the counters grow without a limit.
 
     Attributes:
-        profile: What the machine is.
-        allocator: What is counted on its device.
-        sources: Where readers find all of it.
+        profile: The machine's profile.
+        allocator: Allocator of its device.
+        sources: Sources of all its figures.
 
     Raises:
         HardwareError: If no profile has that name.
@@ -64,13 +64,13 @@ class SimulatedMachine:
         self._living: LiveTensors | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Describe how another process makes the same machine; nothing counts on its device there."""
+        """Pickle as the arguments of the same machine; in another process its device holds nothing."""
         make = partial(SimulatedMachine, environ=dict(self.sources.environ), bounded=self._bounded)
         known = PROFILES.get(self.profile.name) is self.profile
         return make, (self.profile.name if known else self.profile,), {"others": self.others}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Put the machine under the same pressure."""
+        """Restore the bytes held by other programs."""
         self.others = state["others"]
 
     @property
@@ -80,7 +80,7 @@ class SimulatedMachine:
 
     @property
     def others(self) -> int:
-        """Bytes of RAM that the system and other programs hold; set it to put the machine under pressure."""
+        """Bytes of RAM held by the system and other programs; set it to put the machine under pressure."""
         return self._host.others
 
     @others.setter
@@ -88,14 +88,14 @@ class SimulatedMachine:
         self._host.others = count
 
     def reading(self) -> Reading:
-        """Return what the device's pool says now."""
+        """Return a reading of the device's pool."""
         return read(self.device, sources=self.sources)
 
     @contextmanager
     def active(self, *, holding: "Iterable[Tensor]" = ()) -> "Iterator[LiveTensors]":
-        """Count what is made inside the block as the device's, `holding` with it, and run attention as the device does.
+        """Count storages made inside the block, and `holding`, as the device's; run attention as it does.
 
-        What is left of it counts on after the block, until it dies or is forgotten.
+        Storages that survive the block keep counting until they die or `forget` is called.
         """
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -109,12 +109,12 @@ class SimulatedMachine:
             yield stack.enter_context(self._living)
 
     def forget(self) -> None:
-        """Let nothing count that counts now: what a process gives up when it leaves the device."""
+        """Stop counting all tensors, as when a process leaves the device."""
         if self._living is not None:
             self._living.forget()
 
     def _free(self) -> int:
-        """Return what the driver calls free once it is asked, which makes its context exist."""
+        """Return the driver's free bytes; the query constructs the context."""
         self.allocator.construct()
         return self._room() if self.profile.backend != "cuda" or not self.profile.unified else self._free_pages()
 

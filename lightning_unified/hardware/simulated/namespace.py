@@ -1,4 +1,4 @@
-"""What stands for the torch module on a simulated machine: the calls the readers make, answered from the allocator's counters."""
+"""Stand-in for the torch module on a simulated machine, answered from the allocator's counters."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,11 +12,13 @@ _COUNTERS_ON_MPS_SINCE = (2, 13)
 
 
 def torch_of(allocator: SimulatedAllocator, *, free: Callable[[], int]) -> SimpleNamespace:
-    """Return a namespace that answers as torch would on the machine, with the version and the CPU of the torch that is here.
+    """Return a namespace that answers the readers' calls as torch would on the machine.
+
+    Version and CPU are those of the installed torch.
 
     Args:
         allocator: The simulated device.
-        free: What `mem_get_info` calls free; bytes.
+        free: Returns the free bytes of `mem_get_info`.
     """
     import torch
     from torch.utils import _foreach_utils
@@ -123,7 +125,7 @@ def _accelerator(allocator: SimulatedAllocator) -> SimpleNamespace:
 
 
 def _constructing(allocator: SimulatedAllocator, ask: Callable[[], int]) -> Callable[[], int]:
-    """Return `ask` behind what every question to Metal does first."""
+    """Return `ask` preceded by the allocator's construction, as every query to Metal does."""
 
     def answer() -> int:
         allocator.construct()

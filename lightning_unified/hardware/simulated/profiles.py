@@ -1,4 +1,4 @@
-"""The machines that can be simulated, each constant with where it comes from."""
+"""Profiles of the machines that can be simulated, each constant with its source."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,29 +19,29 @@ def _gib(amount: float) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What is known of a machine. Amounts are bytes.
+    """Constants of a machine. Amounts are bytes.
 
     Attributes:
-        name: What `simulate=` takes, as in `"m2-16gb"`.
-        hardware: The leaf of `conf/hardware/` it stands for.
-        backend: Which software stack drives its GPU.
-        chip: The GPU's name, as its driver writes it.
-        ram: Memory of the host; of a unified pool all of it.
-        unified: Whether the GPU draws on the host's memory.
-        total: The denominator of the allocator's fraction: Metal's recommended working set, elsewhere `props.total_memory`.
-        others: What the system and other programs hold of `ram` at rest.
+        name: Value of `simulate=`, as in `"m2-16gb"`.
+        hardware: Its `conf/hardware` name.
+        backend: Software stack that drives its GPU.
+        chip: The GPU's name, as its driver reports it.
+        ram: Memory of the host; on a unified pool all memory.
+        unified: Whether the GPU uses the host's memory.
+        total: Denominator of the allocator's fraction: Metal's recommended working set, elsewhere `props.total_memory`.
+        others: Bytes of `ram` held by the system and other programs at rest.
         bf16: Whether the GPU computes in bfloat16 or emulates it.
-        flash: Whether attention with gradients has a kernel that keeps no scores.
-        cores: Cores that a process may use; of a Mac the performance cores.
-        max_buffer: The largest single buffer (Metal's `maxBufferLength`); None where there is no such limit.
-        page_cache: How much of what is available is page cache at rest: MemAvailable less MemFree.
-        gtt: AMD APU: what the GPU may map of the host's memory (`mem_info_gtt_total`); None elsewhere.
-        context: What the driver holds for the process beside torch's pools.
+        flash: Whether attention with gradients has a kernel that saves no scores.
+        cores: Cores a process may use; on a Mac the performance cores.
+        max_buffer: Largest single buffer (Metal's `maxBufferLength`); None without such a limit.
+        page_cache: Page cache within the available bytes at rest: MemAvailable less MemFree.
+        gtt: AMD APU: host memory the GPU may map (`mem_info_gtt_total`); None elsewhere.
+        context: Bytes the driver holds for the process besides torch's pools.
         capability: CUDA's compute capability.
         arch: AMD's name of the architecture.
-        high, low: Metal's watermark ratios where nobody sets any; None on backends that have none.
-        freezes: Whether the machine hangs, instead of raising, when its one pool is used up.
-        origin: By field, where its value comes from; `"judgement"` where it was set by us.
+        high, low: Metal's default watermark ratios; None on other backends.
+        freezes: Whether the machine hangs, instead of raising, when its pool is exhausted.
+        origin: Source of each value, by field; `"judgement"` for our own.
     """
 
     name: str
@@ -284,7 +284,7 @@ def profile(name: str) -> Profile:
     """Return the machine called `name`.
 
     Raises:
-        HardwareError: If there is none, naming the nearest.
+        HardwareError: If there is none; the message names the nearest.
     """
     wanted = str(name).lower()
     if wanted in PROFILES:
@@ -292,4 +292,4 @@ def profile(name: str) -> Profile:
     near = [each for each in PROFILES if each.startswith(wanted)]
     near = near or difflib.get_close_matches(wanted, PROFILES, n=1, cutoff=0.4)
     hint = f" did you mean {near[0]}?" if near else ""
-    raise HardwareError(f"simulate={name} is not a machine that is known;{hint} There are {', '.join(PROFILES)}.")
+    raise HardwareError(f"simulate={name} is not a known machine;{hint} There are {', '.join(PROFILES)}.")

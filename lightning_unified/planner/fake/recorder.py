@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.backends.calls import BACK, RESULT
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT
 from lightning_unified.cost_model.trace.trace import Category, Event, Give, Phase, Take, Work
 from lightning_unified.planner.fake.flops import own_flops
 from lightning_unified.planner.fake.known_values import tensors_among

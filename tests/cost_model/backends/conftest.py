@@ -1,4 +1,4 @@
-"""Counting what a step on fake tensors keeps and runs, and what a real CPU kernel takes."""
+"""Helpers that measure the memory of fake steps and of real CPU kernels."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,4 +1,7 @@
-"""Workspaces of cuDNN's convolutions, against what an H200 took under torch 2.11 and cuDNN 9.19: `benchmarks/cost_model/record_convolutions.py`."""
+"""cuDNN's convolution workspaces, compared with an H200 (torch 2.11, cuDNN 9.19).
+
+`benchmarks/cost_model/record_convolutions.py` made the recordings.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from lightning_unified.cost_model.backends import hidden_bytes
-from lightning_unified.cost_model.backends.calls import BACK, RESULT
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT
 
 aten = torch.ops.aten
 MIB = 2**20

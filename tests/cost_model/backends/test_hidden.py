@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified.cost_model.backends import Hidden, hidden_bytes
-from lightning_unified.cost_model.backends.hidden import REPAIRS, SAVED
+from lightning_unified.cost_model.backends.kernel_memory.hidden import REPAIRS, SAVED
 
 aten = torch.ops.aten
 HAS_CHUNKED_LOSS = hasattr(torch.nn.functional, "linear_cross_entropy")  # torch 2.13
@@ -252,7 +252,7 @@ def test_a_gradient_that_lies_otherwise_than_the_output_is_copied(fake, name):
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_cudnn_accumulates_the_gradient_of_queries_and_spreads_grouped_keys_and_values(fake, groups):
+def test_cudnn_accumulates_query_gradients_and_expands_grouped_keys_and_values(fake, groups):
     said = attention_gradient("_scaled_dot_product_cudnn_attention_backward", torch.bfloat16, groups=groups)
     assert said == 2 * 4 * 100 * (64 + 1) * 4 + (2 * 2 * 4 * 100 * 64 * 2 if groups < 4 else 0) + 256
 
@@ -316,5 +316,5 @@ def test_a_fake_loss_still_shows_a_scalar_and_so_needs_the_repair(fake):
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"no backend 'tpu' is known here: it is one of cpu, cuda, rocm, mps"):
+    with pytest.raises(ValueError, match=r"backend='tpu' is not known; use one of cpu, cuda, rocm, mps"):
         hidden_bytes(aten.mm.default, (), {}, None, backend="tpu")

@@ -1,4 +1,4 @@
-"""Sums over rows, whose blocks meet in a buffer: sizes recorded on an H200 under torch 2.11."""
+"""Buffers of sums over rows, compared with sizes recorded on an H200 under torch 2.11."""
 
 import pytest
 import torch

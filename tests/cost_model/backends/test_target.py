@@ -125,7 +125,7 @@ def test_a_tensor_class_of_the_users_own_still_takes_over():
 
 def test_an_unknown_backend_is_refused_by_name():
     with (
-        pytest.raises(ValueError, match=r"no backend 'tpu' is known here: it is one of cpu, cuda, rocm, mps"),
+        pytest.raises(ValueError, match=r"backend='tpu' is not known; use one of cpu, cuda, rocm, mps"),
         mimic("tpu"),
     ):
         pass

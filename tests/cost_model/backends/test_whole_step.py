@@ -1,4 +1,4 @@
-"""Whole steps: what fake tensors and repairs add up to, against the memory events of the real step and a record of a GPU."""
+"""Memory of whole steps, compared with real memory events and a recording of a GPU."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""A call of an operation, as a repair reads it."""
+"""A call of an operation, and the order in which it allocates and frees memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Call:
     """One call, fake or real.
 
     Attributes:
-        args: In the order of the operation's schema, defaults filled in.
-        results: Those of its results that are tensors.
+        args: Arguments in the order of the operation's schema, defaults filled in.
+        results: Results that are tensors.
     """
 
     args: Sequence[Any]
@@ -25,8 +25,8 @@ class Call:
 
 
 Order = tuple[int, ...]
-"""What happens to memory in a call: bytes of a block that is taken (0 for none), `BACK` where the latest of them is given back, `RESULT` where
-the next result is taken. Results that are not named come first, blocks that are not given back end with the call."""
+"""Memory events of a call: bytes of a block that is taken (0 for none), `BACK` where the latest block is given back, `RESULT` where
+the next result is taken. Results without an entry come first; blocks without a `BACK` end with the call."""
 
 Repair = Callable[[Call], int | Order]
 Kept = Callable[[Call], int]

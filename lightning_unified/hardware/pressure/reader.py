@@ -1,4 +1,8 @@
-"""The operating system's own verdict on memory: not how much is used, but whether the machine is running out of ways to cope."""
+"""Read memory pressure: how hard the operating system works to provide memory.
+
+A full pool is no problem by itself. Pressure shows in stalls (PSI on Linux), swap and compressor traffic, low reserves, and
+macOS's own level. Each sample compares the counters with the previous sample.
+"""
 
 import mmap
 from dataclasses import dataclass, field
@@ -15,36 +19,37 @@ __all__ = ["Level", "Pressure", "PressureReader"]
 
 Level = Literal["normal", "warn", "critical", "unknown"]
 
-# XNU, bsd/kern/kern_memorystatus_notify.c: the flags of dispatch sources. What is not listed is unknown, never normal.
+# XNU, bsd/kern/kern_memorystatus_notify.c: flags of dispatch sources. Any other value is unknown, never normal.
 _MAC_LEVELS: dict[object, Level] = {1: "normal", 2: "warn", 4: "critical"}
 
-# Judgement, all of them. Stalls are PSI's "full" share (Documentation/accounting/psi.rst in Linux): above a tenth the machine mostly
-# pages. Swap-out of 16 MiB/s is more than the tidying away of idle pages; decompression is the cheaper way back, so only much of
-# it counts, and both at once mean that the same pages go and come. Floors are shares of the pool with a ceiling, so that
-# a machine of 128 GiB does not complain while it has left what a small one has in all.
+# All thresholds are judgement. Stalls are PSI's "full" share (Documentation/accounting/psi.rst in Linux): above a tenth the machine
+# mostly pages. Swap-out of 16 MiB/s exceeds the routine eviction of idle pages. Decompression is cheaper than swap-in, so its threshold
+# is higher; both at once mean that the same pages move out and in. Reserves are shares of the pool with a ceiling, so that a machine
+# of 128 GiB does not warn while it has as much left as a small one has in total.
 _STALL_WARN, _STALL_CRITICAL = 0.10, 0.30
 _SWAP_OUT_WARN = 16 * MIB
 _DECOMPRESSION_WARN = 256 * MIB
-_FLOOR_WARN, _FLOOR_CRITICAL = (0.05, 4 * GIB), (0.02, 1 * GIB)
+_RESERVE_WARN, _RESERVE_CRITICAL = (0.05, 4 * GIB), (0.02, 1 * GIB)
 
-# A GPU that draws on the host's pages (GB10) hangs where a card raises, so the ceilings are higher there. Its driver has failed for want
-# of free blocks of 2 MiB with 22 of 120 GiB available (vllm issue 56824), while free memory alone falls with any file that is read.
-_ONE_POOL_FLOOR_WARN, _ONE_POOL_FLOOR_CRITICAL = (0.05, 8 * GIB), (0.02, 4 * GIB)
+# A GPU that uses the host's pages (GB10) hangs where a card raises, so its ceilings are higher. Its driver has failed for lack of free
+# 2 MiB blocks with 22 of 120 GiB available (vllm issue 56824). Free memory alone is no sign, because it falls with any file read.
+_ONE_POOL_RESERVE_WARN, _ONE_POOL_RESERVE_CRITICAL = (0.05, 8 * GIB), (0.02, 4 * GIB)
 _ONE_POOL_AVAILABLE, _ONE_POOL_BLOCKS = 0.25, 1 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pressure:
-    """What the machine says about its memory now.
+    """Memory pressure of the machine now.
 
     Attributes:
-        level: `"unknown"` where no source could be judged; it is neither good nor bad news.
-        available: Bytes that could be had now, within the cgroup limit where there is one.
-        swap_out_bytes_per_s: Bytes written to swap a second since the sample before; where a Mac's page counters cannot be had, the
-            growth of swap in use, which is less. None while unknown.
-        stall_share: Share of the time since the sample before in which nothing ran for want of memory (PSI "full"). None while unknown.
+        level: `"normal"`, `"warn"`, `"critical"`, or `"unknown"` if no source could be judged.
+        available: Bytes available now, within the cgroup limit if there is one.
+        swap_out_bytes_per_s: Bytes a second written to swap since the previous sample. On a Mac without page counters, the
+            growth of swap in use, which is less. None if unknown.
+        stall_share: Share of the time since the previous sample in which all tasks waited for memory (PSI "full"). None if
+            unknown.
         reasons: Why the level is above normal, or unknown, for people.
-        decompressed_bytes_per_s: macOS: bytes a second that had to be brought back from the compressor. None elsewhere.
+        decompressed_bytes_per_s: macOS: bytes a second read back from the compressor. None elsewhere.
     """
 
     level: Level
@@ -82,14 +87,14 @@ class _Findings:
 
 
 class PressureReader:
-    """Samples the system's counters and judges the change since its previous sample.
+    """Samples the system's counters and judges the change since the previous sample.
 
-    Needs no privileges, waits for nothing and touches no accelerator, so that a thread may ask it beside a running step. A source
-    that is missing contributes nothing; where none is left the level is `"unknown"`.
+    It needs no privileges, waits for nothing and touches no accelerator, so a thread may call it beside a running step. A
+    missing source contributes nothing; without any source the level is `"unknown"`.
 
     Args:
-        sources: Where to read from.
-        one_pool: Whether the run's CUDA or ROCm device draws on the host's memory; free blocks then count too.
+        sources: Sources of the counters.
+        one_pool: Whether the run's CUDA or ROCm device uses the host's memory; then free blocks count too.
     """
 
     def __init__(self, sources: Sources, *, one_pool: bool = False) -> None:
@@ -98,7 +103,7 @@ class PressureReader:
         self._before: _Counters | None = None
 
     def read(self, now: float) -> Pressure:
-        """Return the pressure at `now`, seconds of any clock that only goes forward; the first sample has no rates."""
+        """Return the pressure at `now`, in seconds of a monotonic clock; the first sample has no rates."""
         after, before = self._sample(now), self._before
         self._before = after
         swap = _rate(before, after, "swapped_out")
@@ -117,7 +122,7 @@ class PressureReader:
                 critical=_STALL_CRITICAL,
                 text=f"{stall or 0:.0%} of the time everything waited for memory",
             )
-            self._judge_floors(findings, total=total, available=available, events=events)
+            self._judge_reserves(findings, total=total, available=available, events=events)
         _judge_traffic(findings, swap=swap, decompressed=decompressed, stall=stall)
         reasons = (*findings.critical, *findings.warn)
         return Pressure(
@@ -161,15 +166,22 @@ class PressureReader:
             text = f"kern.memorystatus_vm_pressure_level says {level}"
             (findings.critical if level == "critical" else findings.warn).append(text)
 
-    def _judge_floors(self, findings: _Findings, *, total: Figure, available: Figure, events: dict[str, int]) -> None:
-        """Judge what is left. A full cgroup alone is no pressure, its page cache fills it; one that must kill to go on is."""
+    def _judge_reserves(self, findings: _Findings, *, total: Figure, available: Figure, events: dict[str, int]) -> None:
+        """Judge the bytes that are left.
+
+        A full cgroup alone is no pressure, because its page cache fills it. A cgroup that must kill to continue is.
+        """
         low = False
-        floors = (_ONE_POOL_FLOOR_WARN, _ONE_POOL_FLOOR_CRITICAL) if self._one_pool else (_FLOOR_WARN, _FLOOR_CRITICAL)
+        reserves = (
+            (_ONE_POOL_RESERVE_WARN, _ONE_POOL_RESERVE_CRITICAL)
+            if self._one_pool
+            else (_RESERVE_WARN, _RESERVE_CRITICAL)
+        )
         if available.bytes is not None and total.bytes is not None:
-            warn, critical = (min(int(share * total.bytes), most) for share, most in floors)
+            warn, critical = (min(int(share * total.bytes), most) for share, most in reserves)
             low = available.bytes < warn
             text = (
-                f"only {format_bytes(available.bytes)} of {format_bytes(total.bytes)} can be had ({available.source})"
+                f"only {format_bytes(available.bytes)} of {format_bytes(total.bytes)} is available ({available.source})"
             )
             findings.share(-available.bytes, warn=-warn + 1, critical=-critical + 1, text=text)
             if self._one_pool and available.bytes < _ONE_POOL_AVAILABLE * total.bytes:
@@ -192,13 +204,16 @@ class PressureReader:
             )
 
     def _least_free(self) -> int | None:
-        """Return the free bytes below which every allocation must reclaim first; free memory alone says nothing above it."""
+        """Return the free bytes below which every allocation must reclaim first.
+
+        Free memory above that says nothing about pressure.
+        """
         text = (read_text(self._sources.proc / "sys" / "vm" / "min_free_kbytes") or "").strip()
         return int(text) * KIB if text.isdigit() else None
 
 
 def _judge_traffic(findings: _Findings, *, swap: float | None, decompressed: float | None, stall: float | None) -> None:
-    """Judge what goes out and comes back; each is a warning, and the two ways at once, or with everything waiting, thrashing."""
+    """Judge memory traffic: each direction is a warning; both, or one with stalls, is thrashing."""
     out = swap is not None and swap >= _SWAP_OUT_WARN
     back = decompressed is not None and decompressed >= _DECOMPRESSION_WARN
     thrashes = out and (back or (stall is not None and stall >= _STALL_WARN))
@@ -206,7 +221,7 @@ def _judge_traffic(findings: _Findings, *, swap: float | None, decompressed: flo
     if out:
         found.append(f"{format_bytes(int(swap or 0))} a second go to swap")
     if back:
-        found.append(f"{format_bytes(int(decompressed or 0))} a second come back out of the compressor")
+        found.append(f"{format_bytes(int(decompressed or 0))} a second are read back from the compressor")
 
 
 def _known(counts: dict[str, int | None]) -> dict[str, int]:
@@ -216,7 +231,7 @@ def _known(counts: dict[str, int | None]) -> dict[str, int]:
 def _rate(
     before: _Counters | None, after: _Counters, field: Literal["swapped_out", "decompressed", "stalled"]
 ) -> float | None:
-    """Return by how much a second the counters of `field` grew, the fastest of them; None while unknown."""
+    """Return the growth a second of the fastest counter of `field`; None if unknown."""
     if before is None or after.at <= before.at:
         return None
     then, now = getattr(before, field), getattr(after, field)

@@ -1,9 +1,11 @@
-"""What `torch.nn.functional.linear_cross_entropy` takes in chunks (torch 2.13): one operation, whose fake run shows the results alone.
+"""Memory inside `torch.nn.functional.linear_cross_entropy` in chunks (torch 2.13).
 
-A chunk of logits is made once and used for every chunk of rows, whatever their number; beside it live, for one chunk, the rows of the
-weight that its labels name, and for all rows labels, mask and weights of the losses. Half-precision operands are widened on a CPU.
-Source: `_ChunkContext` in torch's nn/modules/linear_cross_entropy.py; equal to what the CPU takes in float32 (tests), half precision from
-the source.
+The loss is one operation, whose fake run shows its results only. It allocates one chunk of logits and reuses it for all
+chunks of rows. Beside it live the rows of the weight that a chunk's labels select, and for all rows the labels, the mask and
+the weights of the losses. A CPU widens half-precision operands.
+
+Source: `_ChunkContext` in torch's nn/modules/linear_cross_entropy.py. The formula equals the CPU's allocations in float32
+(tests); half precision follows the source.
 """
 
 from typing import NamedTuple
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call
 
 __all__ = ["chunk_of_gradients", "chunk_of_losses"]
 
@@ -19,7 +21,7 @@ _LABEL, _MASK = 8, 1  # bytes
 
 
 class _Sizes(NamedTuple):
-    """Of one call: entries of a chunk's logits, inputs, of the weight, of all rows; and the widths they have."""
+    """Sizes of one call: entries of logits, inputs, weight and rows, and bytes of an entry."""
 
     logits: int
     inputs: int
@@ -31,7 +33,7 @@ class _Sizes(NamedTuple):
 
 
 def chunk_of_gradients(call: Call) -> tuple[int, ...]:
-    """Return what the operation takes that sums the losses and computes their gradients at once."""
+    """Return the blocks of the operation that sums the losses and computes their gradients."""
     sizes = _sizes(call.args[0], call.args[1], rows=call.args[8], dtype=call.args[10])
     inputs, weight = call.args[12], call.args[13]
     blocks = [*_of_losses(sizes), sizes.chunk * sizes.wide]
@@ -45,7 +47,7 @@ def chunk_of_gradients(call: Call) -> tuple[int, ...]:
 
 
 def chunk_of_losses(call: Call) -> tuple[int, ...]:
-    """Return what the operation takes that computes each row's loss, and leaves gradients to the backward pass."""
+    """Return the blocks of the operation that computes each row's loss, without gradients."""
     sizes = _sizes(call.args[0], call.args[1], rows=call.args[6], dtype=call.args[8])
     blocks = [*_of_losses(sizes), 2 * sizes.chunk * sizes.wide]
     if sizes.wide > sizes.item:

@@ -1,7 +1,8 @@
-"""oneDNN's LSTM, whose fake run says that it keeps nothing for the backward pass.
+"""Workspace of oneDNN's LSTM, whose fake run reports an empty one.
 
-The real one keeps a workspace of gates and states that grows with steps and rows, and with their product. It is asked of the operator
-itself: run on this machine's CPU at four small sizes with the layer's true widths, once for each width.
+The real operator saves a workspace of gates and states for the backward pass. Its size grows with steps, with rows, and with
+their product. It is measured by running the operator on this machine's CPU at four small sizes with the layer's true widths,
+once for each width.
 """
 
 from functools import cache
@@ -9,7 +10,7 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_unified.cost_model.backends.calls import Call, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, byte_count
 
 __all__ = ["lstm_temporary", "lstm_workspace"]
 
@@ -18,13 +19,16 @@ _GATES = 4
 _PADDING = 16  # entries that oneDNN adds to a row of gates
 _FLOAT = 4
 _LSTM = 2  # torch's number of the mode
-_WIDE = 256  # entries of a weight's rows from which the backward pass packs it twice
+_WIDE = 256  # least entries of a weight's row at which the backward pass packs it twice
 _ARGUMENTS_FORWARD = 16
 _GRADIENT = 10  # of the output, among the arguments of the backward operation
 
 
 def lstm_workspace(call: Call) -> int:
-    """Return the bytes of the workspace that the backward pass reads: 0 without one, and where the fake result shows it already."""
+    """Return the bytes of the workspace that the backward pass reads.
+
+    It is 0 without gradients, or if the fake result shows the workspace already.
+    """
     if not torch.is_grad_enabled() or call.results[3].numel():
         return 0
     source, weight, recurrent = call.args[:3]
@@ -35,10 +39,10 @@ def lstm_workspace(call: Call) -> int:
 
 
 def lstm_temporary(call: Call) -> int:
-    """Return packed weights, the gates of one step or of all, and the gradient in a row where it is not.
+    """Return the bytes of packed weights, gates and a contiguous gradient.
 
-    Measured at a dozen sizes on an AVX-512 machine, within 5 % of most: float32 packs the gates of all steps in both passes, bfloat16 in
-    the backward pass only, where wide weights are packed a second time.
+    Source: measured at a dozen sizes on an AVX-512 machine, most within 5 %. float32 packs the gates of all steps in both
+    passes; bfloat16 does so in the backward pass only, where wide weights are packed a second time.
     """
     source, weight, recurrent = call.args[:3]
     steps, rows, width = source.shape

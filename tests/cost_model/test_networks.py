@@ -1,4 +1,4 @@
-"""What a module would take to generate: the network in it is found, and its shape fills the formula in."""
+"""Memory of a module's generation: its network is found and its shape read."""
 
 import lightning as L
 import pytest
@@ -44,11 +44,11 @@ def test_the_cache_is_that_which_the_network_takes(gearhead):
 
 def test_a_prompt_leaves_room_for_what_is_generated_where_positions_are_counted(gearhead):
     assert generated(gearhead, rows=4, prompt=40, new=32).prompt == 16
-    with pytest.raises(ValueError, match="48 new tokens have no place in 48 positions"):
+    with pytest.raises(ValueError, match="new=48 tokens after a prompt do not fit into 48 learned positions"):
         generated(gearhead, rows=4, prompt=1, new=48)
 
 
-def test_a_model_of_transformers_shares_heads_grows_its_cache_and_counts_with_what_is_around_it():
+def test_a_transformers_model_counts_with_its_adapters_and_a_growing_cache():
     module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
     found = generated(module, rows=4, prompt=100, new=28, precision="bf16-true")
 
@@ -85,11 +85,11 @@ def test_what_generates_nothing_or_by_an_encoder_is_refused():
     translator = language_model("T5Config", "AutoModelForSeq2SeqLM")
 
     for module in (torch.nn.Linear(2, 2), translator):
-        with pytest.raises(ValueError, match=f"nothing in {type(module).__name__} is known to generate"):
+        with pytest.raises(ValueError, match=f"{type(module).__name__} holds no network known to generate"):
             generated(module, rows=1, prompt=1, new=1)
 
 
-def test_completions_of_one_prompt_share_the_pass_over_it_and_keep_caches_of_their_own():
+def test_completions_of_a_prompt_share_its_pass_but_not_their_caches():
     module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
     one, shared = (generated(module, rows=8, prompts=prompts, prompt=100, new=28, grows=False) for prompts in (8, 2))
 

@@ -1,17 +1,19 @@
-"""The copies that a convolution makes on a CPU, by oneDNN and by torch's own kernels.
+"""Copies of a convolution on a CPU, by oneDNN and by torch's own kernels.
 
-oneDNN computes in blocks of 16 channels. Operands are copied to that layout and results back, and a call takes the greatest sum of what
-lives at once in its passes: the result, the gradient of the input, the gradient of the weight. With strides the gradient of the input
-is computed with the channels last and copied twice. In bfloat16, weights' gradients are summed in float32 next to a transposed image of
-each operand, and a kernel of one point sums an image of its result in float32. Operands in channels-last layout are not copied.
+oneDNN computes in blocks of 16 channels. It copies operands to that layout and results back. A call's memory is the largest
+sum that lives at once in its passes: result, gradient of the input, gradient of the weight. With strides, the gradient of the
+input is computed in channels-last and copied twice. In bfloat16, weights' gradients are summed in float32, beside a
+transposed image of each operand, and a one-point kernel sums an image of its result in float32. Operands in channels-last
+layout are not copied.
 
-Where oneDNN is not asked (float64, one row of a small image, a kernel of one point on one thread) torch unfolds the input into columns,
-group by group, whose results are put together at the end.
+In some cases torch does not use oneDNN: float64, one row of a small image, a one-point kernel on one thread. Then torch
+unfolds the input into columns, group by group, and concatenates the groups' results.
 
-Measured call by call on one AVX-512 machine without matrix tiles (torch 2.13; float32, bfloat16 and float64; 1 to 3 dimensions, strided,
-grouped, transposed) with one thread: equal in float32, within some 40 KiB in bfloat16. Too much is said of groups of a few channels and
-of kernels that are as wide as their stride, whose weights' gradients are matrix products without copies. Left out: what further threads
-take for sums of their own, up to a weight each in float32. When oneDNN is asked: `use_mkldnn` in torch's native/Convolution.cpp.
+Source: measured call by call on one AVX-512 machine without matrix tiles, with one thread (torch 2.13; float32, bfloat16 and
+float64; 1 to 3 dimensions, strided, grouped, transposed). The formula is exact in float32 and within about 40 KiB in
+bfloat16. It overestimates groups of a few channels, and kernels as wide as their stride, whose weights' gradients are matrix
+products without copies. Sums of further threads, up to one weight each in float32, are not modelled. The use of oneDNN
+follows `use_mkldnn` in torch's native/Convolution.cpp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,21 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call, byte_count
-from lightning_unified.cost_model.backends.convolution import is_channels_last
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.convolution import is_channels_last
 
 __all__ = ["cpu_convolution", "cpu_convolution_backward"]
 
 _BLOCK, _HALF_BLOCK = 16, 8
-_FEWEST = 4  # channels of an input from which the gradient of a float32 weight reads it in blocks
+_FEWEST = 4  # least channels of an input at which the gradient of a float32 weight reads it in blocks
 _FLOAT = 4
 _HALF = (torch.float16, torch.bfloat16)
-_OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # below which torch's kernels are taken for faster
+_OWN_ROWS, _OWN_ENTRIES, _OWN_KERNEL = 16, 20480, 3  # torch uses its own kernels below these
 
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """One call: its input (of a transposed one, too, what is convolved), its weight and how they meet."""
+    """One call: input (of a transposed convolution too, the tensor convolved), weight and parameters."""
 
     source: Tensor
     weight: Tensor
@@ -66,18 +68,21 @@ class _Convolution:
 
     @property
     def few(self) -> bool:
-        """Whether the result is computed from the input as it is: it has less than a block of channels."""
+        """Whether the input has less than a block of channels, so the result is computed without a copy."""
         return self.source.shape[1] < _BLOCK and self.groups == 1 and not self.point
 
     @property
     def channels_last_inside(self) -> bool:
-        """Whether the pass against the strides is computed with the channels last."""
+        """Whether the pass against the strides is computed in channels-last layout."""
         wide = self.groups == 1 or min(self.weight.shape[0] // self.groups, self.weight.shape[1]) >= _BLOCK
         return self.strided and (wide or (self.half and self.weight.shape[1] == 1))
 
     @property
     def columns(self) -> int:
-        """The input of a group unfolded, a column for each position of the result; an image at a time where it is dilated."""
+        """Bytes of a group's input unfolded, a column for each position of the result.
+
+        A dilated convolution unfolds one image at a time.
+        """
         smaller = self.source if self.transposed else self.output
         if self.point and not self.strided and not self.transposed:
             return 0
@@ -86,14 +91,14 @@ class _Convolution:
 
     @property
     def image(self) -> int:
-        """One image of the input at the positions of the result, which a kernel of one point with strides picks first."""
+        """Bytes of one image of the input at the result's positions, for a one-point kernel with strides."""
         if not self.point or not self.strided:
             return 0
         return self.source.shape[1] * prod(self.output.shape[2:]) * self.source.element_size()
 
 
 def cpu_convolution(call: Call) -> tuple[int, ...]:
-    """Return what a convolution takes on top of its output: copies of input, weight and output, then the output twice."""
+    """Return the blocks of a convolution beside its output: copies of operands, or the output twice."""
     source, weight, stride, dilation, transposed, groups = (call.args[index] for index in (0, 1, 3, 5, 6, 8))
     output = call.results[0]
     one = _described(source, weight, output, stride, dilation, transposed=transposed, groups=groups)
@@ -109,7 +114,7 @@ def cpu_convolution(call: Call) -> tuple[int, ...]:
 
 
 def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
-    """Return what a convolution's backward takes on top of the gradients, the greater of its two passes."""
+    """Return the blocks of a convolution's backward beside the gradients: the larger of two passes."""
     gradient, source, weight, stride, dilation, transposed, groups, mask = (
         call.args[index] for index in (0, 1, 2, 4, 6, 7, 9, 10)
     )
@@ -128,7 +133,7 @@ def cpu_convolution_backward(call: Call) -> tuple[int, ...]:
 
 
 def _beside(shown: int, *passes: Sequence[int]) -> Iterator[int]:
-    """Yield the pieces of the greatest pass that are there beside the results, whose own are its first."""
+    """Yield the blocks of the largest pass beyond the results, which are its first blocks."""
     for piece in max(passes, key=sum, default=()):
         yield max(piece - shown, 0)
         shown = max(shown - piece, 0)
@@ -149,12 +154,15 @@ def _described(
 
 
 def _by_groups(one: _Convolution, columns: int, *, shown: int) -> int:
-    """Return what torch's own kernel takes: the last group's input and columns, or all results a second time."""
+    """Return the bytes of torch's own kernel.
+
+    These are the last group's input and columns, or all results a second time.
+    """
     return columns if one.groups == 1 else max(columns + byte_count(one.source) // one.groups, shown)
 
 
 def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
-    """The gradient of the input, its copies, and before it those of what it is made of."""
+    """Return the blocks of each pass for the input's gradient."""
     source = byte_count(one.source)
     if one.channels_last_inside and not one.transposed:
         return [(source, byte_count(gradient), byte_count(one.weight)), (source, source, source)]
@@ -163,7 +171,7 @@ def _input_passes(one: _Convolution, gradient: Tensor) -> list[tuple[int, ...]]:
 
 
 def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
-    """Copies of both operands and the weight; in half precision the sums in float32."""
+    """Return copies of both operands and the weight; in half precision also the float32 sums."""
     channels = one.source.shape[1]
     few = one.few and (one.half or channels < _FEWEST)
     block = _HALF_BLOCK if channels <= _HALF_BLOCK and one.groups == 1 and not (one.point or one.half) else _BLOCK
@@ -173,7 +181,10 @@ def _weight_pass(one: _Convolution, gradient: Tensor) -> tuple[int, ...]:
 
 
 def _images(one: _Convolution) -> int:
-    """An image of each operand, transposed for half-precision products; none in float32 and for single channels."""
+    """Return the bytes of one transposed image of each operand, for half-precision products.
+
+    It is 0 in float32 and for single channels.
+    """
     if not one.half or one.weight.shape[1] == 1:
         return 0
     source = byte_count(one.source) if one.few else _blocked(one.source)

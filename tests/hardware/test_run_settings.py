@@ -1,4 +1,4 @@
-"""How a run uses each machine."""
+"""Settings of a run on each machine."""
 
 from dataclasses import asdict, fields
 from typing import Any

@@ -1,31 +1,31 @@
-"""What a matrix product in bfloat16 takes on a CPU: oneDNN packs blocks of its operands and sums in float32.
+"""Memory of a bfloat16 matrix product on a CPU: oneDNN packs blocks and sums in float32.
 
-A block is 256 rows (or as many as divide the rows evenly), 512 deep and 64 columns wide. A first operand that lies in columns, as in
-every gradient of a weight, is packed as well, and where the product is deeper than a block its sums are kept for up to 1024 columns: 1.3
-MiB at most on one thread, whatever the sizes. Threads have their own, but for what is packed and summed of one block of rows.
+A block is 256 rows (or as many as divide the rows evenly), 512 deep and 64 columns wide. oneDNN also packs a first operand
+that lies in columns, as in every weight's gradient. If such a product is deeper than a block, it keeps sums for up to 1024
+columns. One thread takes at most 1.3 MiB, whatever the sizes. Each thread has its own blocks, except for the packed operand
+and the sums of one block of rows.
 
-Measured on one AVX-512 machine without matrix tiles (torch 2.13), and solved from two dozen shapes, which it gives to the byte.
+Source: solved from two dozen shapes on one AVX-512 machine without matrix tiles (torch 2.13), which the formula reproduces to
+the byte.
 """
 
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call
 
 __all__ = ["packed_product"]
 
 _ROWS, _DEPTH, _COLUMNS, _SUMMED_COLUMNS = 256, 512, 64, 1024
 _HALF, _FLOAT = 2, 4
-_PADDING = 32  # entries after a packed row of a whole block, so that rows do not meet in a cache
-_FEWEST = (
-    16**3
-)  # multiplications from which oneDNN is asked (`use_mkldnn_bf16_matmul` in torch's native/mkldnn/Matmul.cpp)
-_OWN = 1024  # bytes that it takes in any case
-_OWN_PACKED = 128  # and more with a packed operand
+_PADDING = 32  # entries after a packed row of a whole block, against cache conflicts
+_FEWEST = 16**3  # most multiplications without oneDNN (`use_mkldnn_bf16_matmul` in torch's native/mkldnn/Matmul.cpp)
+_OWN = 1024  # bytes that every product takes
+_OWN_PACKED = 128  # further bytes with a packed operand
 
 
 def packed_product(call: Call) -> int:
-    """Return the blocks of a product's two matrices, the last two tensors of its arguments."""
+    """Return the bytes of a product's blocks; its matrices are the call's last two tensors."""
     left, right = [each for each in call.args if isinstance(each, Tensor)][-2:]
     (rows, depth), columns = left.shape[-2:], right.shape[-1]
     if (
@@ -45,6 +45,6 @@ def packed_product(call: Call) -> int:
 
 
 def _summed(columns: int) -> int:
-    """Return the columns that are summed at once: as many as divide them evenly, in whole blocks."""
+    """Return the columns summed at once: as many as divide them evenly, in whole blocks."""
     even = -(-columns // -(-columns // _SUMMED_COLUMNS))
     return -(-even // _COLUMNS) * _COLUMNS

@@ -1,4 +1,4 @@
-"""Thrashing told from the run's own steps: they take several times what they took, while memory is being moved about."""
+"""Detect thrashing from the run's own steps: they slow down while the system moves memory."""
 
 import math
 import time
@@ -13,23 +13,23 @@ from lightning_unified.units import MIB, format_bytes
 
 __all__ = ["Thrash", "ThrashDetector"]
 
-# Judgement. A GPU working set that is paged is 12 to 100 times slower (pocket-tts PR 255; 226 s a step on a Mac that swapped), and
-# no honest step of the same shapes is three times slower three times in a row; even then it takes traffic or a gap to be thrashing.
+# Judgement. A paged GPU working set is 12 to 100 times slower (pocket-tts PR 255; 226 s a step on a swapping Mac). No step of the
+# same shapes is three times slower three times in a row without a cause; even then thrashing needs traffic or a gap as a second sign.
 _EARLY, _RECENT, _SLOWER = 8, 3, 3.0
-_TRAFFIC = 4 * MIB  # bytes a second; less than what is pressure in itself, for here the steps bear witness too
+_TRAFFIC = 4 * MIB  # bytes a second; lower than the pressure threshold, because slow steps are a second sign
 _GAP_SHARE = 0.25
-_KINDS = 32  # kinds of step remembered, the least recently seen goes first
+_KINDS = 32  # kinds of step remembered; the least recently seen is dropped first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thrash:
-    """What was found.
+    """A finding of thrashing.
 
     Attributes:
-        seconds: What the quickest of the last steps took.
-        usual_seconds: What steps of its kind took.
-        traffic_bytes_per_s: What went to swap or came back from the compressor meanwhile; None if that is not the sign.
-        gap_bytes: What driver or allocator held beyond what tensors needed; None if that is not the sign.
+        seconds: Seconds of the quickest of the last steps.
+        usual_seconds: Usual seconds of steps of its kind.
+        traffic_bytes_per_s: Bytes a second moved to swap or out of the compressor meanwhile; None if that is not the sign.
+        gap_bytes: Bytes driver or allocator held beyond the need of tensors; None if that is not the sign.
     """
 
     seconds: float
@@ -39,32 +39,32 @@ class Thrash:
 
     @property
     def reason(self) -> str:
-        """What was seen, for the trace and for people."""
+        """The finding in one line, for the event log and for people."""
         signs = []
         if self.traffic_bytes_per_s is not None:
             signs.append(f"{format_bytes(int(self.traffic_bytes_per_s))} a second go to swap or come back")
         if self.gap_bytes is not None:
-            signs.append(f"{format_bytes(self.gap_bytes)} are held beyond what tensors need")
+            signs.append(f"{format_bytes(self.gap_bytes)} are held beyond the need of tensors")
         return f"thrashing: steps take {self.seconds:.3g} s that took {self.usual_seconds:.3g} s, while {' and '.join(signs)}"
 
     def advice(self, backend: Backend) -> str:
-        """Return the one message: what was seen, what it means, and what helps on `backend`, the cheapest first."""
-        ways = ["closing other programs"] if self.traffic_bytes_per_s is not None else []
-        ways.append("batches of one shape, or of a few (pad or bucket them)")
+        """Return the warning: the finding, its meaning, and remedies on `backend`, the cheapest first."""
+        remedies = ["closing other programs"] if self.traffic_bytes_per_s is not None else []
+        remedies.append("batches of one shape, or of a few (pad or bucket them)")
         if backend == "mps":
-            ways.append(f"a lower {LOW}, set before Python starts, so that cached blocks go earlier")
+            remedies.append(f"a lower {LOW}, set before Python starts, so that cached blocks are freed earlier")
         elif backend in {"cuda", "rocm"}:
-            ways.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments")
-        ways.append("a smaller budget or micro-batch (memory.budget, memory.micro_batch_size)")
+            remedies.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments")
+        remedies.append("a smaller budget or micro-batch (memory.budget, memory.micro_batch_size)")
         return (
             f"{self.reason[0].upper()}{self.reason[1:]}. The machine moves memory instead of computing.\n"
-            f"What helps: {'; '.join(ways)}. Caches are cleared between batches while this lasts."
+            f"What helps: {'; '.join(remedies)}. Caches are cleared between batches while this lasts."
         )
 
 
 @dataclass(kw_only=True, slots=True)
 class _Kind:
-    """The steps of one kind: the median of the first ones, or of any later block of as many that was quicker."""
+    """Step times of one kind: the median of its quickest block of steps."""
 
     block: list[float] = field(default_factory=list)
     usual: float | None = None
@@ -77,14 +77,14 @@ class _Kind:
 
 
 class ThrashDetector:
-    """Compares each step with earlier ones of its kind, and the memory traffic with that of the first steps.
+    """Compares each step with earlier ones of its kind, and traffic with that of the first steps.
 
-    Only the time between `begin` and `end` counts, so that validation, checkpoints and the wait for data are outside. Steps are
-    compared with steps of the same kind only, so that a larger batch is not taken for a slow machine; a kind that was not seen
-    eight times says nothing.
+    Only the time between `begin` and `end` counts, so validation, checkpoints and waiting for data are excluded. Steps are
+    compared with steps of the same kind only, so a larger batch is not mistaken for a slow machine. A kind seen fewer than
+    eight times gives no finding.
 
     Args:
-        clock: Seconds, of a clock that only goes forward.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,17 +96,17 @@ class ThrashDetector:
         self._gaps: list[float] = []
 
     def begin(self) -> None:
-        """A training batch begins."""
+        """Note the start of a training batch."""
         self._began = self._clock()
 
     def end(self, kind: Hashable, *, traffic: float | None, gap: int | None, room: int | None) -> Thrash | None:
-        """A training batch ends: return what was found, again after each batch for as long as it lasts.
+        """Note the end of a training batch; return a finding, again after each batch while it lasts.
 
         Args:
-            kind: What makes steps comparable: shapes and micro-batch size.
-            traffic: Bytes a second that go to swap or come back from the compressor; None while unknown.
-            gap: Bytes that driver or allocator hold beyond what tensors need; None where unknown.
-            room: The budget, the measure of the gap; None where unknown.
+            kind: Key of comparable steps: shapes and micro-batch size.
+            traffic: Bytes a second moved to swap or out of the compressor; None if unknown.
+            gap: Bytes driver or allocator hold beyond the need of tensors; None if unknown.
+            room: The budget, against which the gap is measured; None if unknown.
         """
         if self._began is None:
             return None
@@ -136,7 +136,7 @@ class ThrashDetector:
         )
 
     def _note(self, kind: Hashable, seconds: float) -> float | None:
-        """Return what steps of this kind took before this one, None if too few were seen."""
+        """Return the usual seconds of this kind before this step, None if too few were seen."""
         known = self._kinds.setdefault(kind, _Kind())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > _KINDS:

@@ -1,7 +1,7 @@
-"""What CUDA kernels take unseen from the caching allocator.
+"""Memory inside CUDA kernels, taken from the caching allocator.
 
-All are formulas read from torch's sources, which allocate these with `at::empty`; convolutions are judgement. What an H200 was seen to take
-under torch 2.11 is said at each.
+All formulas follow torch's sources, which allocate these buffers with `at::empty`; convolutions are judgement. Each function
+names the allocations of an H200 under torch 2.11 that confirm it.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, Call, Order, Repair, byte_count
-from lightning_unified.cost_model.backends.convolution import cuda_convolution, cuda_convolution_backward
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, Call, Order, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.convolution import cuda_convolution, cuda_convolution_backward
 
 __all__ = ["CUDA_TEMPORARIES"]
 
@@ -20,15 +20,17 @@ _LONG = 8
 _EMBEDDING_SORTS_ABOVE = 3072
 _EMBEDDING_ROWS_A_THREAD = 10
 _SORT_IN_PLACE_UP_TO = 4096
-_BESIDE = 256  # bytes; what cuDNN's workspace is larger than the accumulators in it
-_BLOCK = 64  # queries, and entries of a head, that a block of the efficient kernel's backward pass has
+_BESIDE = 256  # bytes of cuDNN's workspace beyond its accumulators
+_BLOCK = 64  # queries, and entries of a head, of a block in the efficient kernel's backward pass
 _LOCK_BYTES = 16
 
 
 def _flash_backward(call: Call) -> int:
-    """The queries' gradient in float32, its rows rounded to 128 and heads to 32, a float32 a query, and grouped keys and values spread.
+    """Return the bytes of the queries' gradient in float32, and of expanded grouped keys and values.
 
-    Source: `mha_bwd` in flash-attention's `flash_api.cpp`, as torch ships it. cuDNN's kernel keeps the same accumulator.
+    Queries are rounded up to 128 and head entries to 32; each query adds one float32.
+
+    Source: `mha_bwd` in flash-attention's `flash_api.cpp`, as torch ships it. cuDNN's kernel has the same accumulator.
     """
     query, key = call.args[1], call.args[2]
     rows, heads, queries, size = query.shape
@@ -38,9 +40,11 @@ def _flash_backward(call: Call) -> int:
 
 
 def _cudnn_backward(call: Call) -> tuple[int, ...]:
-    """The same as flash, without rounding; and a copy of the output's gradient where it does not lie in memory as the output does.
+    """Return the blocks of flash without rounding, and a copy of the output's gradient.
 
-    Source: an H200's allocations under torch 2.11; the copy from torch's `cudnn/MHA.cpp`.
+    The copy is made unless the gradient has the output's memory layout.
+
+    Source: an H200's allocations under torch 2.11; the copy follows torch's `cudnn/MHA.cpp`.
     """
     gradient, query, key, output = call.args[0], call.args[1], call.args[2], call.args[4]
     rows, heads, queries, size = query.shape
@@ -51,9 +55,11 @@ def _cudnn_backward(call: Call) -> tuple[int, ...]:
 
 
 def _efficient_backward(call: Call) -> Order:
-    """The product of output and its gradient, given back once it is summed to a float32 a query; then the queries' gradient in blocks, each with a lock.
+    """Return the blocks of the efficient kernel's backward pass.
 
-    And a copy of the output's gradient where it does not lie position by position. In half precision there is no such product.
+    These are: a copy of the output's gradient unless it lies position by position; the product of output and its gradient,
+    given back once it is summed to a float32 a query; the queries' gradient in blocks, each with a lock. Half precision has
+    no such product.
 
     Source: `_efficient_attention_backward` in torch's `transformers/cuda/attention_backward.cu`, `GradQTempStorage` in its
     `mem_eff_attention/kernel_backward.h`; in float32 an H200's allocations under torch 2.11.
@@ -70,7 +76,7 @@ def _efficient_backward(call: Call) -> Order:
 
 
 def _embedding_backward(call: Call) -> tuple[int, ...]:
-    """Sorted indices with their radix-sort buffers, six lists of segments, and the partial sums of rows in float32.
+    """Return sorted indices with radix-sort buffers, six lists of segments, and float32 partial sums.
 
     Source: `embedding_dense_backward_cuda` and `EmbeddingBackwardKernel.cu` of torch; up to 3,072 indices are added in place.
     """
@@ -83,9 +89,12 @@ def _embedding_backward(call: Call) -> tuple[int, ...]:
 
 
 def _accumulating_put(call: Call) -> tuple[int, ...]:
-    """Linear and sorted indices, their order, and radix-sort buffers, six lists of the rows that are added; a copy of values out of a row.
+    """Return the blocks of an accumulating `index_put`.
 
-    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`; an H200's allocations show the same.
+    These are linear and sorted indices, their order and radix-sort buffers: six lists of the rows added. Non-contiguous
+    values are copied.
+
+    Source: `index_put_with_sort_kernel` in torch's `cuda/Indexing.cu`; an H200's allocations confirm it.
     """
     accumulates, indices = call.args[3], [each for each in call.args[1] if isinstance(each, Tensor)]
     if not accumulates or not indices:
@@ -95,17 +104,26 @@ def _accumulating_put(call: Call) -> tuple[int, ...]:
 
 
 def _softmax_backward(call: Call) -> int:
-    """The product of gradient and result, which is summed along the row. Source: `softmax_backward_cuda_out` in torch's `cuda/SoftMax.cu`."""
+    """Return the bytes of the product of gradient and result, which is summed along the row.
+
+    Source: `softmax_backward_cuda_out` in torch's `cuda/SoftMax.cu`.
+    """
     return max(byte_count(call.args[0]), byte_count(call.args[1]))
 
 
 def _in_a_row(call: Call) -> int:
-    """The gradient, where it does not lie in a row. Source: the backward passes of torch's `cuda/UpSample*.cu`."""
+    """Return the bytes of a copy of the gradient, unless it is contiguous.
+
+    Source: the backward passes of torch's `cuda/UpSample*.cu`.
+    """
     return 0 if call.args[0].is_contiguous() else byte_count(call.args[0])
 
 
 def _sort(call: Call) -> int:
-    """Keys and indices once more in rows too long to sort in shared memory (judgement from `cuda/Sort.cpp`)."""
+    """Return the bytes of copied keys and indices, for rows too long to sort in shared memory.
+
+    Source: judgement from torch's `cuda/Sort.cpp`.
+    """
     source = call.args[0]
     longest = max(source.shape, default=1)
     return source.numel() * (source.element_size() + _LONG) if longest > _SORT_IN_PLACE_UP_TO else 0

@@ -1,7 +1,7 @@
-"""What CPU kernels take unseen: copies of operands in another dtype or layout.
+"""Memory inside CPU kernels: copies of operands in another dtype or layout.
 
-Every figure here was measured with torch's profiler on one AVX-512 machine (torch 2.13, one thread), and is measured again by the tests.
-Left out because it stays below a few MiB whatever the sizes: attention's buffers a thread, statistics of normalisations.
+Source: torch's profiler on one AVX-512 machine (torch 2.13, one thread); the tests measure every figure again. Not modelled,
+because below a few MiB for all sizes: attention's buffers of each thread, statistics of normalisations.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import Call, Repair, byte_count
-from lightning_unified.cost_model.backends.cpu_convolution import cpu_convolution, cpu_convolution_backward
-from lightning_unified.cost_model.backends.packed_products import packed_product
+from lightning_unified.cost_model.backends.kernel_memory.calls import Call, Repair, byte_count
+from lightning_unified.cost_model.backends.kernel_memory.cpu_convolution import (
+    cpu_convolution,
+    cpu_convolution_backward,
+)
+from lightning_unified.cost_model.backends.kernel_memory.packed_products import packed_product
 
 __all__ = ["CPU_TEMPORARIES", "averaged_losses", "mixed_operands"]
 
@@ -26,14 +29,14 @@ _REDUCTIONS = {
     "aten.soft_margin_loss": 2,
     "aten.binary_cross_entropy": 3,
     "aten.binary_cross_entropy_with_logits": 4,
-}  # which argument says it
-_CHOOSES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")  # their mask is no operand of the arithmetic
+}  # index of the argument that names the reduction
+_CHOOSES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")  # their mask takes no part in type promotion
 
 
 def mixed_operands(name: str, call: Call) -> int:
-    """Return the copies that a pointwise operation makes of operands whose dtype is not the one it computes in.
+    """Return the bytes of a pointwise operation's copies of operands in its common dtype.
 
-    CUDA converts on the way; a CPU copies first, and copies the result when it is written into a narrower tensor.
+    CUDA converts inside the kernel; a CPU copies first, and copies the result if it is written into a narrower tensor.
     """
     operands = [each for each in call.args if isinstance(each, Tensor) and each.dim() > 0]
     if name in _CHOOSES or len({each.dtype for each in operands}) < 2:
@@ -45,31 +48,31 @@ def mixed_operands(name: str, call: Call) -> int:
 
 
 def averaged_losses(name: str, call: Call) -> int:
-    """Return the float32 copy of half-precision losses that a loss makes where it averages them."""
+    """Return the bytes of the float32 copy that averaging half-precision losses makes."""
     reduction = _REDUCTIONS.get(name)
     averages = reduction is not None and call.args[reduction] == _MEAN and call.results[0].dtype in _HALF
     return call.args[0].numel() * _FLOAT if averages else 0
 
 
 def _mean(call: Call) -> int:
-    """A float32 copy of a half-precision input."""
+    """Return the bytes of a float32 copy of a half-precision input."""
     return call.args[0].numel() * _FLOAT if call.args[0].dtype in _HALF else 0
 
 
 def _sum(call: Call) -> int:
-    """A copy in the dtype that was asked for, where it is not the input's."""
+    """Return the bytes of a copy of the input in the requested dtype, if it differs from the input's."""
     return (
         call.args[0].numel() * call.results[0].element_size() if call.results[0].dtype is not call.args[0].dtype else 0
     )
 
 
 def _batch_norm_backward(call: Call) -> int:
-    """The gradient of the input a second time."""
+    """Return the bytes of a second copy of the input's gradient."""
     return byte_count(call.args[0])
 
 
 def _upsample(call: Call) -> int:
-    """Input and output in channels-last layout, where they are not in it already."""
+    """Return the bytes of channels-last copies of input and output, unless they have that layout."""
     source, output = call.args[0], call.results[0]
     return 0 if not source.is_contiguous() else byte_count(source) + byte_count(output)
 

@@ -1,18 +1,27 @@
-"""What cuDNN's convolutions take of CUDA's caching allocator beside their results.
+"""Workspaces of cuDNN's convolutions in CUDA's caching allocator.
 
-Its tensor cores compute in channels-last only, in half precision and, with TF32 allowed, in float32. Operands in torch's default layout are
-copied there and the result back, all in one workspace, channels rounded up to 16 bytes; it is taken after the result and given back at once.
-The gradients of input and weight are two passes, one after the other. That of the weight sums over all positions: where its result has fewer
-tiles than the GPU has multiprocessors, several of these share a tile, each with a sum of its own in float32.
+Tensor cores compute convolutions in channels-last layout only: in half precision and, with TF32 allowed, in float32. cuDNN
+copies operands in torch's default layout to that layout and copies the result back. All copies lie in one workspace, with
+channels rounded up to 16 bytes. The workspace is taken after the result and given back at once.
 
-What is not copied: a weight of one point, which lies the same in both layouts; anything in a product (one point, no stride); operands in
-channels-last; input of few channels, in most kernels; what a one-point kernel with a stride reads, unless it is wide.
+The gradients of input and weight are two passes, one after the other. The weight's gradient sums over all positions. If it
+has fewer tiles than the GPU has multiprocessors, several of these share a tile, each with its own float32 sum.
 
-Source: fitted to an H200's allocations under torch 2.11 and cuDNN 9.19, 1,120 shapes of 2-D convolutions in three dtypes (1 to 7 points a
-side, 3 to 512 channels, 16 to 256 entries a side; `cudnn.benchmark` off, TF32 allowed). Of the passes that take 64 MiB or more, 95 % are
-within 5 % forward, 98 % for the input's gradient, 75 % for the weight's; of those from 1 MiB on 87, 96 and 52 %, and one weight's gradient in
-four is off by more than 25 %: cuDNN's choice of an algorithm is not followed. In channels-last only copies of the weight and its partial sums
-are seen. Other numbers of dimensions, groups and transposed convolutions follow the same formula: judgement.
+Not copied are: a weight of one point, which is the same in both layouts; operands of a product (one point, no stride);
+operands in channels-last; inputs of few channels, in most kernels; inputs of a one-point kernel with a stride, unless it is
+wide.
+
+Source: fitted to an H200's allocations under torch 2.11 and cuDNN 9.19 over 1,120 shapes of 2-D convolutions in three dtypes
+(1 to 7 points a side, 3 to 512 channels, 16 to 256 entries a side; `cudnn.benchmark` off, TF32 allowed).
+
+| share of passes within 5 % | forward | input's gradient | weight's gradient |
+|---|---|---|---|
+| workspaces of 64 MiB or more | 95 % | 98 % | 75 % |
+| workspaces of 1 MiB or more | 87 % | 96 % | 52 % |
+
+One weight's gradient in four is off by more than 25 %, because cuDNN's choice of an algorithm is not modelled. In
+channels-last only copies of the weight and its partial sums are modelled. Other numbers of dimensions, groups and transposed
+convolutions follow the same formula: judgement.
 """
 
 from collections.abc import Sequence
@@ -22,27 +31,27 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, RESULT, Call, Order, byte_count
 from lightning_unified.cost_model.backends.device import multiprocessors
+from lightning_unified.cost_model.backends.kernel_memory.calls import BACK, RESULT, Call, Order, byte_count
 
 __all__ = ["cuda_convolution", "cuda_convolution_backward", "is_channels_last"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT_BYTES = 16
-_BESIDE, _BESIDE_SUMS = 144, 512  # bytes; what a workspace is larger than the copies, and the sums, in it
+_BESIDE, _BESIDE_SUMS = 144, 512  # bytes of a workspace beyond its copies, and beyond its sums
 _FLOAT = 4
 _TILE, _SMALL_TILE, _WIDE_TILE = 128, 64, 256  # channels; the last in half precision only
 _SHORT_SUM = 1024  # entries of the weight for a channel of the result
-_POSITIONS, _HALF_POSITIONS = 1024, 7168  # the fewest that are summed by one multiprocessor
-_HALF_SHARES = 6  # the fewest multiprocessors that share a tile in half precision
-_IDLE = 12  # multiprocessors that have no share in half precision, or of input of few channels
-_LARGE_KERNEL = 7  # points a side, from which on input of few channels is copied
-_WIDE = 256  # channels, from which on what a one-point kernel with a stride reads is copied in float32
+_POSITIONS, _HALF_POSITIONS = 1024, 7168  # fewest positions that one multiprocessor sums
+_HALF_SHARES = 6  # fewest multiprocessors that share a tile in half precision
+_IDLE = 12  # multiprocessors without a share, in half precision and for inputs of few channels
+_LARGE_KERNEL = 7  # least points a side at which an input of few channels is copied
+_WIDE = 256  # least channels at which a one-point kernel with a stride copies its input in float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """What the passes of one convolution have in common: what reads, what is read and what is written, as the forward pass has them."""
+    """One convolution as its passes see it: input, weight and output of the forward pass."""
 
     source: Tensor
     weight: Tensor
@@ -64,7 +73,7 @@ class _Pass:
 
     @property
     def has_few_channels(self) -> bool:
-        """Whether the channels that are read, or those written, do not fill the alignment."""
+        """Whether the channels of the input or of the output do not fill the alignment."""
         least = _ALIGNMENT_BYTES // self.source.element_size()
         return min(self.weight.shape[:2]) < least
 
@@ -76,7 +85,7 @@ class _Pass:
 
 
 def cuda_convolution(call: Call) -> Order:
-    """Return the workspace of a convolution, after its result."""
+    """Return the workspace of a convolution, taken after its result."""
     source, weight, stride, transposed = call.args[0], call.args[1], call.args[3], call.args[6]
     one = _pass(source, weight, call.results[0], stride, transposed=transposed)
     if not _on_tensor_cores(source):
@@ -86,7 +95,10 @@ def cuda_convolution(call: Call) -> Order:
 
 
 def cuda_convolution_backward(call: Call) -> Order:
-    """Return the workspaces of the gradients, each after its result; the bias's gradient is a sum, and last."""
+    """Return the workspaces of the gradients, each after its result.
+
+    The bias's gradient is a sum and comes last.
+    """
     gradient, source, weight, stride = call.args[0], call.args[1], call.args[2], call.args[4]
     transposed, mask = call.args[7], call.args[10]
     one = _pass(source, weight, gradient, stride, transposed=transposed)
@@ -101,7 +113,7 @@ def cuda_convolution_backward(call: Call) -> Order:
 
 
 def is_channels_last(source: Tensor) -> bool:
-    """Return whether a tensor of images lies in memory with its channels last, and not in torch's default order."""
+    """Return whether a tensor of images lies in channels-last layout and not in torch's default."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     layout = formats.get(source.dim())
     return layout is not None and source.is_contiguous(memory_format=layout) and not source.is_contiguous()
@@ -143,12 +155,15 @@ def _backward_weight(one: _Pass) -> int:
 
 
 def _is_read_in_place(one: _Pass) -> bool:
-    """Return whether the forward pass takes the operands as they are."""
+    """Return whether the forward pass reads the operands without copies."""
     return one.is_product or (one.has_one_point and max(one.weight.shape[:2]) < _WIDE)
 
 
 def _is_written_in_place(one: _Pass) -> bool:
-    """Return whether the forward pass writes its result in torch's layout: in float32, one tile of channels of short sums."""
+    """Return whether the forward pass writes its result in torch's layout.
+
+    It does in float32, for one tile of channels with short sums.
+    """
     one_tile = _SMALL_TILE < one.weight.shape[0] <= _TILE
     return not one.is_half and one_tile and prod(one.weight.shape[1:]) <= _SHORT_SUM
 
@@ -158,16 +173,17 @@ def _weight_in_channels_last(one: _Pass) -> int:
 
 
 def _raw(one: _Pass) -> int:
-    """Return the bytes of copies of input with few channels: not rounded in float32."""
+    """Return the bytes of copies of an input of few channels: not rounded in float32."""
     if one.is_half:
         return one.copies
     return sum(byte_count(each) for each in (one.source, one.weight, one.output)) + _BESIDE
 
 
 def _sums(one: _Pass) -> int:
-    """Return the bytes of partial sums of the weight's gradient: as many as multiprocessors, and positions, are left for a tile of it.
+    """Return the bytes of partial sums of the weight's gradient.
 
-    Where there are more tiles than multiprocessors, and most of these would be idle in the end, all share what is left.
+    There are as many sums as multiprocessors, and positions, remain for each tile. If there are more tiles than
+    multiprocessors, and most of these would be idle in the last round, all share the remaining tiles.
     """
     rows, columns, points = *one.weight.shape[:2], prod(one.weight.shape[2:])
     positions = one.output.shape[0] * prod(one.output.shape[2:])

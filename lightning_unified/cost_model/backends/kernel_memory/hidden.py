@@ -1,4 +1,4 @@
-"""Bytes that a kernel takes beside the results its fake run shows: a table of repairs, by backend and operation."""
+"""Table of formulas for the memory inside kernels, by backend and operation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,22 +7,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.cost_model.backends.calls import BACK, RESULT, Call, Kept, Order, Repair, byte_count
-from lightning_unified.cost_model.backends.chunked_loss import chunk_of_gradients, chunk_of_losses
-from lightning_unified.cost_model.backends.cpu_kernels import CPU_TEMPORARIES, averaged_losses, mixed_operands
-from lightning_unified.cost_model.backends.cuda_kernels import CUDA_TEMPORARIES
-from lightning_unified.cost_model.backends.mkldnn import lstm_temporary, lstm_workspace
+from lightning_unified.cost_model.backends.kernel_memory.calls import (
+    BACK,
+    RESULT,
+    Call,
+    Kept,
+    Order,
+    Repair,
+    byte_count,
+)
+from lightning_unified.cost_model.backends.kernel_memory.chunked_loss import chunk_of_gradients, chunk_of_losses
+from lightning_unified.cost_model.backends.kernel_memory.cpu_kernels import (
+    CPU_TEMPORARIES,
+    averaged_losses,
+    mixed_operands,
+)
+from lightning_unified.cost_model.backends.kernel_memory.cuda_kernels import CUDA_TEMPORARIES
+from lightning_unified.cost_model.backends.kernel_memory.mkldnn import lstm_temporary, lstm_workspace
 
 __all__ = ["REPAIRS", "SAVED", "Hidden", "hidden_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What one call takes unseen.
+    """Memory that one call takes beside its visible results.
 
     Attributes:
-        order: What is taken and given back before the call ends, and where its results are taken in between.
-        saved: Bytes that live as long as the results do, because the backward pass reads them or the results' memory is larger than they are.
+        order: Blocks taken and given back before the call ends, and the places of its results among them.
+        saved: Bytes that live as long as the results, because the backward pass reads them or a result's memory exceeds its
+            size.
     """
 
     order: Order = ()
@@ -30,7 +43,7 @@ class Hidden:
 
     @property
     def temporary(self) -> int:
-        """The most that lives at once beside the results, in bytes."""
+        """Peak of live bytes beside the results."""
         held, most = [], 0
         for step in self.order:
             if step == BACK:
@@ -47,37 +60,43 @@ _CHUNKED = "torch_nn._linear_cross_entropy_batch_chunked"
 
 
 def _probabilities_are_tested(call: Call) -> int:
-    """A boolean an entry: rows without any score are found by comparing all."""
+    """Return the bytes of a boolean for each entry.
+
+    All scores are compared to find rows that are masked in full.
+    """
     return call.args[0].numel()
 
 
 def _exponentials(call: Call) -> int:
-    """The shifted scores, exponentiated in place."""
+    """Return the bytes of the shifted scores, which are exponentiated in place."""
     return byte_count(call.args[0])
 
 
 def _losses(call: Call) -> int:
-    """The loss of each entry, before it is reduced."""
+    """Return the bytes of each entry's loss before the reduction."""
     return byte_count(call.args[0]) if call.args[2] else 0
 
 
 def _weighted_losses(call: Call) -> int:
-    """The loss of each entry, in an operation that takes a weight before the reduction."""
+    """Return the bytes of each entry's loss, for an operation with a weight argument."""
     return byte_count(call.args[0]) if call.args[3] else 0
 
 
 def _logistic_losses(call: Call) -> int:
-    """The logarithms of the sigmoids, and the loss of each entry before it is reduced."""
+    """Return the bytes of the log-sigmoids and of each entry's loss before the reduction."""
     return byte_count(call.args[0]) * (2 if call.args[4] else 1)
 
 
 def _in_a_row(call: Call) -> int:
-    """Copies of operands that do not lie in a row: the input on the way there, gradient and input on the way back."""
+    """Return the bytes of copies of non-contiguous operands.
+
+    These are the input in the forward pass, gradient and input in the backward pass.
+    """
     tensors = [each for each in call.args[:2] if isinstance(each, Tensor)]
     return sum(byte_count(each) for each in tensors if not each.is_contiguous())
 
 
-# Composite or shared between backends.
+# Composite operations, and formulas shared by all backends.
 _ANYWHERE: Mapping[str, Repair] = {
     "aten._safe_softmax": _probabilities_are_tested,
     "aten.logsumexp": _exponentials,
@@ -91,7 +110,7 @@ _ANYWHERE: Mapping[str, Repair] = {
     f"{_CHUNKED}_no_reduction": chunk_of_losses,
 }
 
-# Results that are made as large as the input and then shrunk to a scalar, whose memory stays as large as it was.
+# Results allocated as large as the input and then resized to a scalar; their memory keeps its size.
 _SHRUNK: Mapping[str, Kept] = {
     "aten.mse_loss": _losses,
     "aten.smooth_l1_loss": _losses,
@@ -99,7 +118,7 @@ _SHRUNK: Mapping[str, Kept] = {
     "aten.binary_cross_entropy": _weighted_losses,
 }
 
-# Operands are copied before there are results, where a repair does not say when.
+# Operations that copy operands before they allocate results, unless the formula states an order.
 _FIRST = (
     "aten.native_layer_norm",
     "aten.native_layer_norm_backward",
@@ -124,20 +143,20 @@ SAVED: Mapping[str, Mapping[str, Kept]] = {
 
 
 def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, backend: str) -> Hidden:
-    """Return what a call of an operation takes that its arguments and results do not show.
+    """Return the memory that a call takes beside its arguments and visible results.
 
     Args:
-        func: The operation, as a dispatch mode sees it: `torch.ops.aten.mm.default`.
-        args: Of the call; fake or real.
-        kwargs: Of the call.
-        result: Of the call.
-        backend: Whose kernel it is: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+        func: The operation as a dispatch mode sees it: `torch.ops.aten.mm.default`.
+        args: Arguments of the call, fake or real.
+        kwargs: Keyword arguments of the call.
+        result: Result of the call.
+        backend: Backend of the kernel: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
 
     Raises:
         ValueError: For another backend.
     """
     if backend not in REPAIRS:
-        raise ValueError(f"no backend {backend!r} is known here: it is one of {', '.join(REPAIRS)}")
+        raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(REPAIRS)}.")
     name = str(func).rpartition(".")[0]
     temporary, saved = REPAIRS[backend].get(name), SAVED[backend].get(name)
     mixes = backend == "cpu" and torch.Tag.pointwise in getattr(func, "tags", ())
@@ -155,7 +174,7 @@ def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def _order(found: int | Order) -> Order:
-    """Return the order without blocks of no bytes, unless one may be given back in it; nothing where there is no other block."""
+    """Return the order without empty blocks, unless a `BACK` may refer to one."""
     order = found if isinstance(found, tuple) else (found,)
     if all(step <= 0 for step in order):
         return ()
@@ -167,6 +186,6 @@ def _sequence(result: Any) -> Sequence[Any]:
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the arguments in the order of the operation's schema, its defaults filled in."""
+    """Return the arguments in the order of the operation's schema, defaults filled in."""
     rest = func._schema.arguments[len(args) :]
     return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]

@@ -1,4 +1,4 @@
-"""When clearing an allocator's caches is worth what it costs, and whether it is varying shapes that fill them."""
+"""Decide when to clear an allocator's caches, and detect batch shapes that fill them."""
 
 import time
 from collections import deque
@@ -10,23 +10,23 @@ from lightning_unified.units import format_bytes
 
 __all__ = ["CachePolicy", "ShapeWatch", "idle_bytes"]
 
-# Judgement: a quarter of the budget held for nothing is worth a clear (rule of the field reports on MPS), under pressure a twentieth.
-# A clear may cost a hundredth of the run's time, under pressure a tenth: what it prevents then costs several times more.
+# Judgement: unused caches of a quarter of the budget are worth a clear (field reports on MPS), under pressure a twentieth.
+# Clears may cost 1 % of the run's time, under pressure 10 %: the stall they prevent then costs several times more.
 _SHARE, _SHARE_PRESSED = 0.25, 0.05
 _COST, _COST_PRESSED = 0.01, 0.10
-_STEPS = 16  # steps whose median is what a step takes
+_STEPS = 16  # number of steps whose median is the usual step time
 _GROWN, _SHAPES = 0.10, 4
 
 
 def idle_bytes(reading: Reading, *, seen: int = 0) -> int | None:
-    """Return what driver or allocator hold beyond the most that tensors have needed; None where nothing counts it.
+    """Return the bytes that driver or allocator hold beyond the peak of tensors; None if not counted.
 
-    The most, and not what is live at the end of a batch: activations are freed by then, and the next batch takes their blocks
-    again.
+    The peak counts, not the live bytes at the end of a batch: activations are freed by then, and the next batch reuses their
+    blocks.
 
     Args:
-        reading: The device's pool.
-        seen: The greatest use that was sampled, for a backend that counts no peak (MPS before torch 2.13).
+        reading: Reading of the device's pool.
+        seen: Highest use sampled, for a backend without a peak counter (MPS before torch 2.13).
     """
     if reading.reserved.bytes is None or reading.allocated.bytes is None:
         return None
@@ -34,14 +34,13 @@ def idle_bytes(reading: Reading, *, seen: int = 0) -> int | None:
 
 
 class CachePolicy:
-    """Clears neither never nor by habit: when much is held for nothing, and not more often than its measured cost allows.
+    """Decides when to clear caches: if much is held unused and the measured cost allows it.
 
-    The cost of a clear is the time it took and what the step after it took longer than steps do, because blocks are asked for
-    anew and, on MPS, graphs are compiled anew. The next clear waits until that cost is a hundredth of the time since the last
-    one; until the first clear nothing is known, and nothing waited for.
+    The cost of a clear is its own time and the extra time of the next step, which allocates blocks anew and, on MPS, compiles
+    graphs anew. The next clear waits until that cost is 1 % of the time since the last one. The first clear does not wait.
 
     Args:
-        clock: Seconds, of a clock that only goes forward.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +54,7 @@ class CachePolicy:
         """Return whether to clear now.
 
         Args:
-            idle: Bytes held for nothing; None where unknown.
+            idle: Bytes held unused; None if unknown.
             budget: Bytes the run may use.
             pressed: Whether the system warns that memory is short.
         """
@@ -67,11 +66,11 @@ class CachePolicy:
         return not self._is_after and waited * (_COST_PRESSED if pressed else _COST) >= self._cost
 
     def cleared(self, seconds: float) -> None:
-        """Caches were cleared, which took `seconds`."""
+        """Record that a clear took `seconds`."""
         self._cleared_at, self._cost, self._is_after = self._clock(), seconds, True
 
     def stepped(self, seconds: float) -> None:
-        """A training step took `seconds`; the first one after a clear shows what else it cost."""
+        """Record that a training step took `seconds`; the first after a clear adds to its cost."""
         if not self._is_after:
             self._steps.append(seconds)
             return
@@ -81,7 +80,7 @@ class CachePolicy:
 
 
 class ShapeWatch:
-    """Notices that what is held beyond tensors grows while batches come in ever other shapes; says so once."""
+    """Detects caches that grow while batches keep changing shape, and says so once."""
 
     def __init__(self) -> None:
         self._shapes: set[object] = set()
@@ -89,11 +88,11 @@ class ShapeWatch:
         self._told = False
 
     def look(self, shape: object, *, beyond: int | None, budget: int) -> str | None:
-        """Return the advice, the first time that there is reason for it.
+        """Return the advice, the first time there is a reason for it.
 
         Args:
-            shape: The shapes of the batch's tensors.
-            beyond: Bytes held beyond what tensors have needed; None where unknown.
+            shape: Shapes of the batch's tensors.
+            beyond: Bytes held beyond the peak of tensors; None if unknown.
             budget: Bytes the run may use.
         """
         if self._told or beyond is None:
@@ -106,6 +105,6 @@ class ShapeWatch:
             return None
         self._told = True
         return (
-            f"Batches come in many shapes, and what is kept for shapes of before has grown by {format_bytes(grown)}. "
-            "Pad batches to one length, or sort them into a few (buckets): blocks and compiled graphs are then used again."
+            f"Batches have many shapes, and caches kept for earlier shapes have grown by {format_bytes(grown)}. "
+            "Pad batches to one length, or sort them into a few (buckets): blocks and compiled graphs are then reused."
         )

@@ -1,4 +1,4 @@
-"""The leaf of `conf/hardware/`: how a run uses a machine, as written and as resolved."""
+"""How a run uses the machine (`conf/hardware`): settings as written, and with `auto` resolved."""
 
 import math
 from collections.abc import Iterable
@@ -19,25 +19,25 @@ _CHOICES = {
     "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
     "attention": ("auto", "flash", "efficient", "math"),
 }
-_ROOMY_HOST = 16 * GIB  # below this a second interpreter with torch loaded costs more than it brings
+_ROOMY_HOST = 16 * GIB  # judgement: on a smaller host a loader process costs more memory than it gains time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareSettings:
-    """How a run uses a machine; `"auto"` stands for what `resolve` finds.
+    """How a run uses a machine; `resolve` replaces each `"auto"`.
 
     Attributes:
-        name: The leaf's name.
-        accelerator: Lightning's accelerator, as a string: an instance makes Lightning choose the wrong scaler.
-        precision: The precision policy; `"auto"` stays, the precision floor decides it.
-        num_workers: Loader processes. Each is an interpreter in the host's memory.
-        persistent_workers: Whether loader processes live over epochs.
+        name: Name of the `conf/hardware` file.
+        accelerator: Lightning's accelerator, as a string: with an instance Lightning chooses the wrong scaler.
+        precision: Precision of the run; `resolve` keeps `"auto"`, because the precision package decides it.
+        num_workers: Number of loader processes. Each is an interpreter in the host's memory.
+        persistent_workers: Whether loader processes live across epochs.
         prefetch_factor: Batches each loader process holds ready; None without loader processes.
         pin_memory: Whether batches are copied into page-locked memory first.
-        start_method: How loader processes start; None without them.
-        host_threads: Threads of one operator on the CPU: `torch.set_num_threads` and, for children, `OMP_NUM_THREADS`.
+        start_method: Start method of loader processes; None without them.
+        host_threads: Threads of one CPU operator: `torch.set_num_threads` and, for child processes, `OMP_NUM_THREADS`.
         optimizer_kernel: `"fused"`, `"foreach"` or `"forloop"`.
-        attention: `"flash"`, `"efficient"` or `"math"`: what a plan reckons with; only the last keeps the scores.
+        attention: Attention kernel the plan assumes: `"flash"`, `"efficient"` or `"math"`; only math saves the scores.
         compile: Whether the module is compiled.
     """
 
@@ -68,14 +68,14 @@ class HardwareSettings:
     def resolve(
         self, reading: Reading, capabilities: Iterable[Capability], *, sources: Sources | None = None
     ) -> "HardwareSettings":
-        """Return the same settings with a value for each `"auto"` but that of `precision`.
+        """Return the settings with a value for each `"auto"`, except that of `precision`.
 
-        What needs loader processes goes when there are none, because the DataLoader raises on it.
+        Without loader processes their settings become None or False, because the DataLoader raises on them.
 
         Args:
-            reading: The device the run will use.
-            capabilities: What it can do.
-            sources: Default this machine; for its cores.
+            reading: Reading of the device the run will use.
+            capabilities: Its capabilities.
+            sources: Sources of the number of cores; default this machine.
         """
         sources, known = sources or Sources.live(), list(capabilities)
         threads = host_threads(sources) if self.host_threads == "auto" else self.host_threads
@@ -102,10 +102,10 @@ class HardwareSettings:
 
 
 def host_threads(sources: Sources | None = None) -> int:
-    """Return how many threads one CPU operator should use: the performance cores this process may run on.
+    """Return the number of threads for one CPU operator: the performance cores this process may use.
 
-    Efficiency cores slow an operator down to their own speed, since its threads wait for each other. A cgroup's
-    processor quota counts too: threads beyond it are stopped for the rest of every period.
+    Efficiency cores slow an operator down to their own speed, because its threads wait for each other. A cgroup's processor
+    quota counts too: threads beyond it are stopped for the rest of each period.
     """
     sources = sources or Sources.live()
     performance = sources.sysctl("hw.perflevel0.physicalcpu")
@@ -121,7 +121,10 @@ def _accelerator(reading: Reading) -> str:
 
 
 def _workers(reading: Reading, cores: int) -> int:
-    """A CPU run needs its cores for itself; on one pool each worker takes from the model, so at most two."""
+    """Return the number of loader processes.
+
+    A CPU run needs its cores for itself. On a unified pool each process takes memory from the model, so at most two start.
+    """
     if reading.backend == "cpu":
         return 0 if cores < 4 else 1
     if reading.pool == "dedicated":
@@ -131,21 +134,24 @@ def _workers(reading: Reading, cores: int) -> int:
 
 
 def _start_method(reading: Reading) -> str:
-    """Fork copies a process that holds a GPU context and touches its pages; macOS has spawn as its own default."""
+    """Return the start method of loader processes.
+
+    A forked process would inherit a GPU context and touch its pages; macOS's own default is spawn.
+    """
     if reading.backend == "cpu":
         return "fork"
     return "spawn" if reading.backend == "mps" else "forkserver"
 
 
 def _kernel(precision: str, known: list[Capability]) -> str:
-    # Fused kernels unscale by themselves, which Lightning refuses together with clipping: fp16 goes without.
+    # Fused kernels unscale gradients inside the step, which Lightning refuses with clipping: fp16 runs without them.
     if capability("fused_adamw", known) and not precision.removeprefix("fp").startswith("16"):
         return "fused"
     return "foreach" if capability("foreach", known) else "forloop"
 
 
 def _attention(reading: Reading, known: list[Capability]) -> str:
-    # Cards older than the flash kernel have the memory-efficient one, which keeps no scores either.
+    # Cards too old for the flash kernel have the memory-efficient one, which saves no scores either.
     without_flash = "efficient" if reading.backend == "cuda" else "math"
     return "flash" if capability("flash_attention_training", known) else without_flash
 
@@ -155,5 +161,5 @@ def _check_count(field: str, value: object, *, least: int) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise HardwareError(
-            f"hardware.{field}={value!r} is not a count; use a whole number of at least {least}, or auto."
+            f"hardware.{field}={value!r} is not a valid count; use a whole number of at least {least}, or auto."
         )

@@ -1,0 +1,118 @@
+"""Records of the plan search: the options it compares, the candidates it times, and its choice."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from lightning_unified.cost_model.trace.trace import Trace
+
+__all__ = ["Candidate", "Choice", "Option", "Sizes", "what_would_fit"]
+
+
+class Sizes(Protocol):
+    """Traces of one step at any micro-batch size, under one setting of the memory options."""
+
+    def at(self, rows: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step of `parts` micro-batches of `rows` rows, whole batch included."""
+        ...
+
+    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
+        """Return the peak of live bytes of that step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One setting of the memory options, with the traces that price it.
+
+    Attributes:
+        traces: Traces of the step under this setting. They may be made lazily: the search never asks options that cannot win.
+        recompute: Modules under activation checkpointing, in words: `"none"`, `"6 of 12 blocks"`, `"all"`, `"all, attention
+            kept"`.
+        again: Share of the forward pass that is recomputed, from 0 to 1. Of two options that differ in nothing else, the one
+            with the smaller share is never slower.
+        precision: Lightning's name of the precision.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the user's.
+        loss_chunk: Rows of logits computed at once; None computes the loss as the module does.
+        changes: Number of the user's own settings that this option changes. Of two plans with equal time, fewer changes win.
+        least_seconds: Function of the number of micro-batches that returns a lower bound of the step time, known without
+            traces. The search raises predictions below the bound to it. The bound never falls with more micro-batches. With a
+            bound the search traces the option only while it can win. None traces it in any case and lists its best split
+            among the alternatives.
+        split: Rows of each micro-batch, if only this split is searched; None searches all. Options with a split come in the
+            order of their lower bounds.
+        no_faster_than: Traces of a step that is never slower than this option; predictions are raised to its time.
+    """
+
+    traces: Sizes
+    recompute: str = "none"
+    again: float = 0.0
+    precision: str = "32-true"
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+    changes: int = 0
+    least_seconds: Callable[[int], float] | None = None
+    no_faster_than: Sizes | None = None
+    split: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One plan: an option together with a split of the batch.
+
+    Attributes:
+        micro_batch_size: Rows of the largest micro-batch.
+        parts: Number of micro-batches in a step.
+        recompute, precision, optimizer_kernel, loss_chunk: As in `Option`.
+        peak_bytes: Peak of live tensor bytes.
+        reserved_bytes: Peak of bytes that the allocator reserves; the search compares this figure with the budget.
+        seconds: Predicted seconds of a step.
+        fits: Whether `reserved_bytes` is within the budget.
+    """
+
+    micro_batch_size: int
+    parts: int
+    recompute: str
+    precision: str
+    optimizer_kernel: str | None
+    loss_chunk: int | None
+    peak_bytes: int
+    reserved_bytes: int
+    seconds: float
+    fits: bool
+
+    def describe(self) -> str:
+        """Return the plan in words: `"2 parts of up to 32 rows, recomputed: 6 of 12 blocks, bf16-mixed"`."""
+        rows = f"{self.micro_batch_size} row{'s' * (self.micro_batch_size != 1)}"
+        upper = "up to " * (self.micro_batch_size != 1)  # parts of unequal size differ by one unit
+        size = f"the whole batch of {rows} at once" if self.parts == 1 else f"{self.parts} parts of {upper}{rows}"
+        recompute = "nothing recomputed" if self.recompute == "none" else f"recomputed: {self.recompute}"
+        named = [size, recompute, self.precision]
+        named += [f"{self.optimizer_kernel} optimizer"] if self.optimizer_kernel else []
+        named += [f"the loss in chunks of {self.loss_chunk}"] if self.loss_chunk else []
+        return ", ".join(named)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for `plan.json`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Result of a search.
+
+    Attributes:
+        best: The fitting plan of least predicted time; None if none fits.
+        alternatives: The other options, each with its best split. Plans that fit come first, fastest first. Plans that do not
+            fit follow with their smallest micro-batches, least bytes first.
+        reason: Why the search chose `best`, or why nothing fits.
+    """
+
+    best: Candidate | None
+    alternatives: tuple[Candidate, ...]
+    reason: str
+
+
+def what_would_fit(choice: Choice) -> list[tuple[str, int]]:
+    """Return each plan that did not fit with the bytes it needs, least first, for a refusal."""
+    return [(plan.describe(), plan.reserved_bytes) for plan in choice.alternatives if not plan.fits]

@@ -1,0 +1,1 @@
+"""Signs that a run is short of memory: pressure, thrashing, caches worth clearing."""
