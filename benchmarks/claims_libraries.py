@@ -22,7 +22,8 @@ import yaml
 from claims_cpu import record
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_unified.data import TextData, corpora
+from lightning_unified.data import TextData
+from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import split
 from lightning_unified.data.tokenizer import train_tokenizer
 

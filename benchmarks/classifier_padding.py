@@ -24,10 +24,10 @@ from campaign.records import origin
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, logging
 
-from lightning_unified.data import LabelData
-from lightning_unified.data.documents import installed_files
-from lightning_unified.data.label_rows import LabelRows
+from lightning_unified.data.documents.document import installed_files
 from lightning_unified.data.loader import plan_epoch
+from lightning_unified.models.classifier import LabelData
+from lightning_unified.models.classifier.data.label_rows import LabelRows
 
 LONG = 128
 ROWS = 32

@@ -23,12 +23,12 @@ from compression.practice import JudgedBy, practise
 from lightning.pytorch.callbacks import Callback
 from omegaconf import OmegaConf
 
-from lightning_unified.data.passage_data import PassageData
-from lightning_unified.models.compressor import checkpoint
+from lightning_unified.models.compressor.data.passage_data import PassageData
 from lightning_unified.models.compressor.evaluation import baselines, held_out
 from lightning_unified.models.compressor.evaluation.evaluate import evaluate
 from lightning_unified.models.compressor.evaluation.plot import plot
-from lightning_unified.models.compressor.inference import compress
+from lightning_unified.models.compressor.inference import checkpoint
+from lightning_unified.models.compressor.inference.compress import compress
 from lightning_unified.models.compressor.module import Compressor
 
 RESULTS = Path(__file__).parent / "results"

@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_unified.models.gearhead.codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
+from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 from planner.hub import Causal, Sequence, has_peft, has_transformers
 from planner.language import Classifier, Decoder, Diagnostics, Translator, add_lora
 from planner.learner import OPTIMIZERS, Learner

@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.data import corpora, settings
+from lightning_unified.data import settings
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
 from lightning_unified.data.resumable import ResumableData
+from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import Split, split
 from lightning_unified.data.tokenizer import load_tokenizer, train_tokenizer
 

@@ -27,9 +27,10 @@ from numpy.typing import ArrayLike
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents import error_codes as codes
+from lightning_unified.data.documents import record as layout
+from lightning_unified.data.documents.document import Document
 from lightning_unified.data.tokenizer import encode_records, encode_texts
-from lightning_unified.models.gearhead import codes, layout
 
 __all__ = ["IGNORED", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
 

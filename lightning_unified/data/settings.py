@@ -5,7 +5,7 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.data.corpora import SOURCES
+from lightning_unified.data.sources.corpora import SOURCES
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["check"]

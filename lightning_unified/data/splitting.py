@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
 
 __all__ = ["Split", "merge_groups", "ordered_groups", "split"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS
+from lightning_unified.data.documents.record import SPECIAL_TOKENS
 
 __all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "serial", "train_tokenizer"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from lightning_unified.nn.kept_attention import KeptAttention, graph_contexts
+from lightning_unified.nn.saved_attention import KeptAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
-from lightning_unified.nn.kept_attention import KeptAttention
+from lightning_unified.nn.saved_attention import KeptAttention
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 

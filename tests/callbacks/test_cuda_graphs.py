@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_unified import CudaGraphs, UnifiedStrategy
 from lightning_unified.callbacks import cuda_graphs
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls
 from lightning_unified.planner.fake.fake_copy import fake_copy
 from lightning_unified.planner.held import callback_bytes, held_bytes
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS
+from lightning_unified.data.documents.record import SPECIAL_TOKENS
 from lightning_unified.models.gearhead.module import GearHead
 
 SIZES = {"vocabulary": 300, "positions": 96, "width": 32, "layers": 2, "heads": 4, "feed_forward": 64}

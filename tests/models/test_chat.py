@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from lightning_unified.data.tokenizer import train_tokenizer
-from lightning_unified.models.chat import ChatTokenizer
+from lightning_unified.models.pretrained.chat import ChatTokenizer
 
 TEMPLATE = (
     "{% for message in messages %}\n{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>' }}\n{% endfor %}"

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_unified.data.documents.record import EOS_ID
 from lightning_unified.models.gearhead.generate import Sampling, filter_logits, generate
-from lightning_unified.models.gearhead.layout import EOS_ID
 
 GREEDY = Sampling(max_new_tokens=20, temperature=0)
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_unified.models.gearhead import layout
+from lightning_unified.data.documents import record as layout
 from lightning_unified.models.gearhead.__main__ import main
 from lightning_unified.models.gearhead.generate import Sampling
 from lightning_unified.models.gearhead.inference import Diagnoser

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graph_recording import _TENSOR, Recording
-from lightning_unified.nn.gradient_room import differentiate
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.gradient_buffer import differentiate
+from lightning_unified.nn.cuda_graphs.recording import _TENSOR, Recording
 
 
 @pytest.fixture

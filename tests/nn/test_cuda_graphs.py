@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graph_recording import Recording, call_of
-from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings
-from lightning_unified.nn.gradient_room import GradientRoom, differentiate
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientRoom, differentiate
+from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls, eager_calls, is_recorded, release_recordings
+from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
 from lightning_unified.nn.recomputing import Recomputing
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 SETTLED = cuda_graphs._SETTLED

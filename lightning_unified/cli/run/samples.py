@@ -20,9 +20,9 @@ _NEW_TOKENS = 60
 
 def sample_texts(module: LightningModule, *, seed: int) -> list[str]:
     """Return texts that `module` writes, the same for the same weights and `seed`; none for a module that writes nothing."""
+    from lightning_unified.data.documents.record import Record, prompt
     from lightning_unified.models.gearhead.generate import Sampling
     from lightning_unified.models.gearhead.inference import Diagnoser
-    from lightning_unified.models.gearhead.layout import Record, prompt
     from lightning_unified.models.gearhead.module import GearHead
 
     if not isinstance(module, GearHead) or module.tokenizer is None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_unified.models.classifier import checkpoint
-from lightning_unified.models.classifier.inference import Classification, classify
-from lightning_unified.models.classifier.reading import Given, read_texts
+from lightning_unified.models.classifier.inference import checkpoint
+from lightning_unified.models.classifier.inference.classify import Classification, classify
+from lightning_unified.models.classifier.inference.text_files import Given, read_texts
 
 __all__ = ["main"]
 
@@ -94,7 +94,7 @@ def _print_table(texts: Sequence[Given], found: Sequence[Classification], names:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from lightning_unified.models.classifier.exporting import export
+    from lightning_unified.models.classifier.inference.exporting import export
 
     module = checkpoint.load(options.checkpoint, device="cpu")
     written = export(module, options.folder, program=not options.no_program)
@@ -104,8 +104,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from lightning_unified.models.classifier import render
-    from lightning_unified.models.classifier.explain import explain
+    from lightning_unified.models.classifier.explanation import render
+    from lightning_unified.models.classifier.explanation.explain import explain
 
     texts = read_texts(options.files, lines=options.lines, field=options.field)
     module = checkpoint.load(options.checkpoint, device=options.device)

@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_unified.models.compressor import checkpoint, render
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
 from lightning_unified.models.compressor.evaluation.plot import plot
 from lightning_unified.models.compressor.evaluation.subject import require_trained
 from lightning_unified.models.compressor.evaluation.table import tables
-from lightning_unified.models.compressor.inference import compress
+from lightning_unified.models.compressor.inference import checkpoint, render
+from lightning_unified.models.compressor.inference.compress import compress
 
 __all__ = ["main"]
 

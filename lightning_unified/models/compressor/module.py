@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.compressor.codec import Codec
-from lightning_unified.models.compressor.joint import JointLoss
+from lightning_unified.models.compressor.network.codec import Codec
+from lightning_unified.models.compressor.objective.joint import JointLoss
+from lightning_unified.models.compressor.objective.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.optimizer import build_optimizer
 from lightning_unified.models.compressor.presets import preset as preset_config
-from lightning_unified.models.compressor.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
 from lightning_unified.models.epoch_sums import EpochSums
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
-from lightning_unified.models.compressor.codec import Codec
+from lightning_unified.models.compressor.network.codec import Codec
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 
 __all__ = ["build_optimizer"]

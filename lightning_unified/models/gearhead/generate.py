@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_unified.models.gearhead.layout import EOS_ID, PAD_ID
+from lightning_unified.data.documents.record import EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 
 __all__ = ["Sampling", "filter_logits", "generate"]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from lightning_unified.data.documents import error_codes as codes
+from lightning_unified.data.documents import record as layout
 from lightning_unified.models.choices import inference_device
-from lightning_unified.models.gearhead import codes, layout
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.presets import GearHeadConfig

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.data.documents.record import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.epoch_sums import EpochSums
-from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import preset as preset_config

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_unified.models.gearhead.codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
+from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 
 __all__ = ["PRESETS", "GearHeadConfig", "Preset", "preset"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_unified.models.adapters import adapt_linear_layers
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.gguf import GGUF_PACKAGES, converted
-from lightning_unified.models.source import find_model, require
-from lightning_unified.models.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.adapters import adapt_linear_layers
+from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
+from lightning_unified.models.pretrained.source import find_model, require
+from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
 
 __all__ = [
     "DTYPES",

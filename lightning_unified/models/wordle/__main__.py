@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_unified.models.wordle import terminal
-from lightning_unified.models.wordle.candidates import Patterns
-from lightning_unified.models.wordle.games import GameReport, Player, TrainedPlayer, play_games
-from lightning_unified.models.wordle.solvers import EntropyGreedy, RandomConsistent, Solver
-from lightning_unified.models.wordle.state import MAX_TURNS, State, Turn
-from lightning_unified.models.wordle.words import WordList, read_words
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State, Turn
+from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.play import terminal
+from lightning_unified.models.wordle.play.games import GameReport, Player, TrainedPlayer, play_games
+from lightning_unified.models.wordle.play.solvers import EntropyGreedy, RandomConsistent, Solver
 
 __all__ = ["main"]
 
@@ -161,7 +161,7 @@ def _model_and_words(options: argparse.Namespace) -> tuple[TrainedPlayer | None,
         return None, read_words(options.words or "builtin")
     if options.words is not None:
         raise ValueError("--words was given beside --checkpoint, which has its own words; leave one of them out.")
-    player: Any = import_module("lightning_unified.models.wordle.player")  # needs torch and transformers
+    player: Any = import_module("lightning_unified.models.wordle.play.player")  # needs torch and transformers
     model: TrainedPlayer = player.ModelPlayer(options.checkpoint, device=options.device)
     return model, model.words
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.chat import ChatTokenizer
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.grpo import GRPO
 from lightning_unified.models.grpo.policy import (
@@ -20,6 +19,7 @@ from lightning_unified.models.grpo.policy import (
     load_policy,
     read_architecture,
 )
+from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.wordle.presets import preset as preset_called
 from lightning_unified.models.wordle.task import WordleTask
 from lightning_unified.nn.recomputing import Recomputing

@@ -9,9 +9,9 @@ then the places that are known and, exactly six tokens later each, the letters o
 import re
 from dataclasses import dataclass
 
-from lightning_unified.models.wordle.feedback import marks
-from lightning_unified.models.wordle.state import MAX_TURNS, State, known
-from lightning_unified.models.wordle.words import LENGTH
+from lightning_unified.models.wordle.game.feedback import marks
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State, known
+from lightning_unified.models.wordle.game.words import LENGTH
 
 __all__ = ["STOP", "Answer", "completion", "messages", "parse"]
 

@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.models.wordle.candidates import Patterns
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State
+from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.prompts import parse
-from lightning_unified.models.wordle.state import MAX_TURNS, State
-from lightning_unified.models.wordle.words import WordList
 
 __all__ = ["COMPONENTS", "Reward"]
 

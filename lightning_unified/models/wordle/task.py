@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.wordle.candidates import Patterns
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.prompts import STOP
 from lightning_unified.models.wordle.rewards import COMPONENTS, Reward
-from lightning_unified.models.wordle.state import State
-from lightning_unified.models.wordle.words import WordList
 
 __all__ = ["WordleTask"]
 

