@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import RecordedCalls
 
 __all__ = ["CudaGraphs"]
 

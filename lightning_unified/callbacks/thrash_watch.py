@@ -10,7 +10,7 @@ import torch
 from lightning import Trainer
 
 from lightning_unified.hardware import Pressure, Reading, Thrash, ThrashDetector, idle_bytes, read
-from lightning_unified.nn.cuda_graphs.graphs import may_be_recorded
+from lightning_unified.nn.cuda_graphs import may_be_recorded
 from lightning_unified.step.split import tensors_in
 
 __all__ = ["ThrashWatch"]

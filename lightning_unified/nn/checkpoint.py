@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from lightning_unified.nn.saved_attention import KeptAttention, graph_contexts
+from lightning_unified.nn.saved_attention import SavedAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 
@@ -56,7 +56,7 @@ def recompute_call(
     *,
     owner: nn.Module | None = None,
     random_state: RandomState | None = None,
-    kept: KeptAttention | None = None,
+    kept: SavedAttention | None = None,
 ) -> Any:
     """Return `function(*args, **kwargs)` as `recompute` does, for a function that reads and writes the buffers of `owner`.
 
@@ -95,7 +95,7 @@ def _eager(
     *,
     owner: nn.Module | None,
     random_state: RandomState | None,
-    kept: KeptAttention | None,
+    kept: SavedAttention | None,
 ) -> Any:
     again = _Again(_Noise(random_state), _Buffers(owner) if owner is not None else None, kept)
     first = contextlib.nullcontext() if kept is None else kept.first()
@@ -174,7 +174,7 @@ def _each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
 class _Again(AbstractContextManager[None]):
     """The surroundings of the second run; may be entered more than once, as `retain_graph=True` does."""
 
-    def __init__(self, noise: _Noise, buffers: _Buffers | None, kept: KeptAttention | None) -> None:
+    def __init__(self, noise: _Noise, buffers: _Buffers | None, kept: SavedAttention | None) -> None:
         self._noise, self._buffers, self._kept = noise, buffers, kept
         self._stack = contextlib.ExitStack()
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
-from lightning_unified.nn.saved_attention import KeptAttention
+from lightning_unified.nn.saved_attention import SavedAttention
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 
@@ -150,7 +150,7 @@ class _StandIn:
             return self._forward(*args, **kwargs)
         if not self._keep_attention:
             return recompute_call(self._forward, args, kwargs, owner=block)
-        kept = KeptAttention()
+        kept = SavedAttention()
         result = recompute_call(self._forward, args, kwargs, owner=block, kept=kept)
         if not kept.count and not torch.compiler.is_compiling():
             self._say(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from typing_extensions import override
 
-__all__ = ["KeptAttention", "attention_kernels", "graph_contexts"]
+__all__ = ["SavedAttention", "attention_kernels", "graph_contexts"]
 
 # Those of torch 2.11 to 2.13 that save their output for the backward pass; math attention is made of other operations.
 _KERNELS = (
@@ -52,7 +52,7 @@ class _Output(NamedTuple):
     noise: Tensor | None
 
 
-class KeptAttention:
+class SavedAttention:
     """What the attention kernels gave in one call of a block, in order.
 
     Attributes:

@@ -17,7 +17,7 @@ from lightning_unified.cost_model.rates.calibration import Calibration, machine_
 from lightning_unified.cost_model.search import Candidate, Choice
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, DryRunError
-from lightning_unified.nn.cuda_graphs.graphs import is_recorded
+from lightning_unified.nn.cuda_graphs import is_recorded
 from lightning_unified.planner.batch_kinds import Kinds
 from lightning_unified.planner.batch_size_probe import tried
 from lightning_unified.planner.first_validation import FirstValidation

@@ -14,7 +14,7 @@ from lightning_unified.callbacks import PressureGuard, RunCheckpoint
 from lightning_unified.callbacks.pressure_watch import PressureWatch
 from lightning_unified.callbacks.thrash_watch import ThrashWatch
 from lightning_unified.hardware import Budget, Figure, Pressure
-from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import RecordedCalls
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

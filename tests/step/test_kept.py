@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from lightning_unified.nn.cuda_graphs.graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.step.recovery.cache_care import CacheCare
 from lightning_unified.units import GIB, MIB
 from tests.support.lasting import Lasting

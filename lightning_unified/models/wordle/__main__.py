@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_unified.models.commands import add_device, command_parser, run_command
 from lightning_unified.models.wordle.game.candidates import Patterns
 from lightning_unified.models.wordle.game.state import MAX_TURNS, State, Turn
 from lightning_unified.models.wordle.game.words import WordList, read_words
@@ -25,21 +25,11 @@ _SOLVERS = ("entropy", "random")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(error, code=2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, code=1)
-    except (KeyboardInterrupt, EOFError):
-        print()
-    return 0
+    return run_command(_parser(), arguments, dialogue=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.wordle", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser, commands = command_parser("wordle", description=__doc__)
     play = commands.add_parser("play", help="play; with a checkpoint, against the model, or watch it")
     play.add_argument("--watch", action="store_true", help="watch the model of the checkpoint play and think")
     play.set_defaults(run=_play)
@@ -58,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     solve.set_defaults(run=_solve)
     for command in (play, evaluate):
         command.add_argument("--checkpoint", help="the .ckpt file that training has saved")
-        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+        add_device(command)
     for command in (play, solve):
         command.add_argument("--secret", help="the word to find")
     for command in (play, evaluate, solve):
@@ -185,13 +175,6 @@ def _secret(options: argparse.Namespace, words: WordList) -> str | None:
     if secret not in words.answer_index:
         raise ValueError(f"--secret {secret} is not one of the {len(words.answers)} answers of the list; see --words.")
     return secret
-
-
-def _fail(error: Exception, *, code: int) -> int:
-    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -1,1 +1,11 @@
-"""Blocks recorded as CUDA graphs, with gradients that stay where a recording writes them."""
+"""Training calls of a network, recorded as CUDA graphs and replayed."""
+
+from lightning_unified.nn.cuda_graphs.graphs import (
+    RecordedCalls,
+    eager_calls,
+    is_recorded,
+    may_be_recorded,
+    release_recordings,
+)
+
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]

@@ -1,4 +1,4 @@
-"""One place for the gradients of recorded backward passes and of their parameters: a graph writes to fixed addresses, every time."""
+"""Gradient buffer: fixed addresses to which recorded backward passes write their gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["GradientRoom", "differentiate"]
+__all__ = ["GradientBuffer", "differentiate"]
 
 
-class GradientRoom:
-    """Where recorded backward passes add up the gradients of a network's trained parameters: one block for each dtype.
+class GradientBuffer:
+    """The gradients of a network's trained parameters, one block for each dtype.
 
-    What autograd gets are views of it, which it keeps as the parameters' gradients: they are in memory once. The room is used again
-    once nobody has any of them any more, as after `zero_grad`.
+    Autograd receives views of the buffer and keeps them as the parameters' gradients, so that each gradient is in memory once.
+    The buffer is used again as soon as no tensor shares it, for example after `zero_grad`.
 
     Args:
-        parameters: The trained ones, by name.
+        parameters: The trained parameters by name.
 
     Attributes:
         parameters: The same.
         blocks: The memory, as many bytes as the parameters have.
-        places: Of each parameter's gradient in it, by name, in the order of `parameters`.
+        places: The view of each parameter's gradient by name, in the order of `parameters`.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -30,7 +30,7 @@ class GradientRoom:
         self.blocks: list[Tensor] = []
         self._members: list[list[str]] = []
         for dtype in dict.fromkeys(one.dtype for one in parameters.values()):
-            # those that would leave the next one unaligned come last: kernels of many tensors are slower on such
+            # sizes that would leave the next tensor unaligned come last: multi-tensor kernels are slower on unaligned memory
             names = sorted(
                 (n for n, p in parameters.items() if p.dtype is dtype), key=lambda n: parameters[n].numel() % 16 > 0
             )
@@ -48,14 +48,14 @@ class GradientRoom:
         return {name: found[name] for name in self.parameters}
 
     def receive(self, add: Callable[[], None], *, used: Sequence[bool]) -> list[Tensor | None]:
-        """Have gradients added to the places, and return what autograd is to have of each; None for what it has, or gets nothing of.
+        """Add gradients to the buffer and return what autograd receives for each parameter.
 
-        Where the parameters' gradients are the places already, as of an earlier part of a batch, that was all. Where somebody else
-        has kept them, they keep their values.
+        None stands for a parameter without a gradient, and for one whose gradient lies in the buffer already, as after an earlier
+        micro-batch. Tensors that share the buffer for another reason keep their values.
 
         Args:
             add: Adds gradients to the places.
-            used: Which of them.
+            used: Whether each place receives a gradient.
         """
         if not self._is_held:
             self._clear()
@@ -73,7 +73,7 @@ class GradientRoom:
         return self._given(new, used)
 
     def adopt(self) -> None:
-        """Make the places the gradients that parameters have by now, with their values, so that those are not in memory beside them."""
+        """Move the parameters' current gradients into the buffer, so that they are in memory once."""
         if self._is_held or _reduces():
             return
         for one, place in zip(self.parameters.values(), self._views(self.blocks).values(), strict=True):
@@ -82,7 +82,7 @@ class GradientRoom:
 
     @property
     def _is_held(self) -> bool:
-        """Whether anybody has a part of it."""
+        """Whether a tensor outside shares the buffer."""
         return [_users(block) for block in self.blocks] != self._own
 
     def _clear(self) -> None:
@@ -93,7 +93,7 @@ class GradientRoom:
         return [one if is_used else None for one, is_used in zip(self._views(blocks).values(), used, strict=True)]
 
     def _are_gradients(self, used: Sequence[bool]) -> bool:
-        """Return whether the places are gradients of their parameters, nobody else's, and nothing is to run when more is added."""
+        """Return whether only the parameters' gradients share the buffer, and no hook must run when more is added."""
         if _reduces():
             return False
         users = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
@@ -109,12 +109,12 @@ class GradientRoom:
 
 
 def _reduces() -> bool:
-    """Return whether gradients may be reduced over processes, for which autograd is waited for and buckets may be their memory."""
+    """Return whether processes may reduce gradients: they wait for autograd, and buckets may hold the gradients."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _users(block: Tensor) -> int:
-    """Return how many tensors share the memory of `block`, and a constant."""
+    """Return the number of tensors that share the memory of `block`, plus a constant."""
     return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
 
 
@@ -124,18 +124,18 @@ def differentiate(
     leaves: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
-    room: GradientRoom,
+    buffer: GradientBuffer,
 ) -> tuple[list[bool], list[Tensor]]:
-    """Add the gradients of `leaves` to their places as they come, each freed at once, and return which came, and those of `inputs`.
+    """Add each gradient of `leaves` to its place at once; return which leaves have one, and the gradients of `inputs`.
 
     Args:
-        outputs: Of the network; those that require a gradient are differentiated.
-        leaves: What stands for the parameters, by name.
-        inputs: Tensors whose gradient is wanted.
-        incoming: Gradients of the outputs, None for one that has none.
-        room: Of the parameters.
+        outputs: The network's outputs; those that require a gradient are differentiated.
+        leaves: The tensors that stand for the parameters, by name.
+        inputs: Tensors whose gradient is needed.
+        incoming: Gradients of the outputs, None for an output without one.
+        buffer: The gradient buffer of the parameters.
     """
-    hooks = [leaf.register_hook(partial(_add, room.places[name])) for name, leaf in leaves.items()]
+    hooks = [leaf.register_hook(partial(_add, buffer.places[name])) for name, leaf in leaves.items()]
     try:
         got = torch.autograd.grad(
             [one for one in outputs if one.requires_grad],
@@ -150,5 +150,5 @@ def differentiate(
 
 
 def _add(place: Tensor, grad: Tensor) -> Tensor:
-    """Add a gradient to its place, and let autograd have the place instead."""
+    """Add a gradient to its place, and return the place to autograd."""
     return place.add_(grad)

@@ -1,6 +1,7 @@
-"""Forward and backward passes of a network recorded as CUDA graphs, one pair for each shape: a step of a small model waits for its host.
+"""Record a network's forward and backward passes as CUDA graphs, one pair for each input shape.
 
-A replay tells the device in one call what Python tells it in hundreds. benchmarks/classifier_rivals.py shows what that is worth.
+A step of a small model waits for its host: Python launches hundreds of kernels one by one. A replay launches them with one
+call. benchmarks/classifier_rivals.py measures the gain.
 """
 
 import logging
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientRoom
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
 from lightning_unified.nn.cuda_graphs.recordable import Looking, reads_outside, saves_elsewhere, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Call, Recording, Turn, call_of, record, recording_stream
 
@@ -26,58 +27,56 @@ log = logging.getLogger("lightning_unified")
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
 _SETTLED = 8  # judgement: calls in a row that bring no new shape before all shapes are recorded
-_STALE = 256  # judgement: calls after which a shape that has not come makes place for another
-_CHANGES = 64  # judgement: so often may the network change before it is left alone for good
+_STALE = 256  # judgement: calls without a shape after which another shape may take its place
+_CHANGES = 64  # judgement: changes of the network after which its calls stay eager
 
 
 class RecordedCalls:
-    """Stands in for the calls of `network` in training from construction until `remove`, and replays those whose shape it has recorded.
+    """Replace the training calls of `network` until `remove`, and replay the shapes that are recorded.
 
-    Outputs and gradients are those of the eager calls: the same kernels on the same memory of weights, random numbers drawn anew at
-    each replay, gradients handed to autograd, which accumulates them and calls the parameters' hooks. Calls run eagerly
+    Outputs and gradients equal those of eager calls: the same kernels read the same weights, and each replay draws new random
+    numbers. Autograd receives the gradients, accumulates them and calls the parameters' hooks. A call runs eagerly
 
-    - without gradients, in eval mode, under torch's dispatch and function modes (a plan's fakes), in a recording of somebody else's;
-    - with arguments that are no plain tensors on the network's device and no plain constants;
-    - of a shape that is new. The first one is looked at for whatever cannot be recorded, which is said once in the log. Recording
-      begins when a few calls in a row have brought nothing new, and then all that came again are recorded, the largest first. A new
-      shape after that gives all recordings back before it runs and begins that anew: its memory is not to come on top of theirs;
-    - of more shapes than `most` that come now and then, and after a recorded call that still waits for its backward pass;
+    - without gradients, in eval mode, under torch's dispatch and function modes (as in a dry run), or inside another recording;
+    - with arguments other than plain tensors on the network's device and plain constants;
+    - with a new shape. The first such call is checked for operations that cannot be recorded; the log names them once. Recording
+      begins after a few calls without a new shape. It covers all shapes that came more than once, the largest first. A later new
+      shape frees all recordings before it runs, so that its memory does not add to theirs, and recording begins again;
+    - with more than `most` shapes in turn, or while an earlier replay still waits for its backward pass;
     - inside `eager_calls`.
 
-    All recordings share one pool of memory, and one room for the gradients of the trained parameters, which is where these are between a
-    replay and `zero_grad`. The first time that memory runs out in a recording that is raised, so that who can makes the batch smaller; the
-    second time there will be no more of them, for a run is not to end for them. Copies of the network, by
-    `copy.deepcopy`, `pickle` or `torch.save`, are eager ones, as after `Module.compile`, whose place in the module this takes.
+    All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. If
+    memory runs out in a recording, the first error is raised, so that callers may reduce the micro-batch size. After the second,
+    calls stay eager, and the run continues. Copies of the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they
+    do after `Module.compile`, whose place in the module this class takes.
 
-    What Python does in the forward pass (counting, printing, looking at the clock) happens at the recording and not at replays.
+    Python side effects of the forward pass (counters, prints, clocks) happen at the recording and not at replays.
 
     Args:
-        network: Its trained parameters lie on one device.
-        most: Shapes that are recorded.
+        network: The network; its trained parameters lie on one device.
+        most: Number of shapes to record at most.
 
     Attributes:
-        gradients: The room for gradients: as many bytes as the trained parameters have. A list that stays the same one.
+        gradients: The gradient buffer's blocks, as many bytes as the trained parameters. The list object never changes.
 
     Raises:
-        ValueError: If the network has no trained parameter, or its calls are stood in for already.
+        ValueError: If the network has no trained parameter, or its calls are replaced already.
     """
 
     def __init__(self, network: nn.Module, *, most: int = 16) -> None:
         trained = [one for one in network.parameters() if one.requires_grad]
         name = type(network).__name__
         if not trained:
-            raise ValueError(f"{name} has no parameter that is trained: there is no backward pass to record.")
+            raise ValueError(f"{name} has no trained parameter: there is no backward pass to record.")
         if network._compiled_call_impl is not None:
-            raise ValueError(
-                f"calls of {name} are stood in for already (Module.compile does it too): remove that first."
-            )
+            raise ValueError(f"calls of {name} are replaced already (Module.compile does it too): remove that first.")
         self._network, self._most, self._device = network, most, trained[0].device
         self.gradients: list[Tensor] = []
-        self._room = GradientRoom({})
+        self._buffer = GradientBuffer({})
         self._state: tuple[Any, ...] | None = None
         self._known: dict[Hashable, Call] = {}
-        self._again: set[Hashable] = set()  # of these, the ones that came more than once
-        self._last: dict[Hashable, int] = {}  # the number of the call in which each came last
+        self._again: set[Hashable] = set()  # the keys that came more than once
+        self._last: dict[Hashable, int] = {}  # the call number in which each key came last
         self._calls = 0
         self._pool: Any = None
         self._recordings: dict[Hashable, Recording] = {}
@@ -89,36 +88,36 @@ class RecordedCalls:
         self._said: set[str] = set()
         self._begin(state_of(network))
         if self._device.type == "cuda":
-            recording_stream(self._device)  # takes its memory before anybody plans with what is left
+            recording_stream(self._device)  # takes its memory before a plan counts the free bytes
         network._compiled_call_impl = self  # pyright: ignore[reportAttributeAccessIssue]  # what __call__ calls; torch drops it from copies
 
     @property
     def is_refused(self) -> bool:
-        """Whether something is known by now that no call can be recorded for."""
+        """Whether a reason is known why no call can be recorded."""
         return self._refused
 
     @property
     def recorded(self) -> int:
-        """How many shapes are recorded now."""
+        """The number of recorded shapes."""
         return len(self._recordings)
 
     def gather(self) -> None:
-        """Move the gradients that there are into the room, out of what activations have left."""
-        self._room.adopt()
+        """Move existing gradients into the gradient buffer, out of memory that activations left."""
+        self._buffer.adopt()
 
     def release(self) -> None:
-        """Give all recordings back; they are made anew when their shapes come again."""
+        """Free all recordings; they are made again when their shapes come again."""
         self._recordings.clear()
         self._quiet, self._pool = 0, None
 
     def remove(self) -> None:
-        """Leave the network as it was; twice does no harm."""
+        """Restore the network; a second call does nothing."""
         if vars(self._network).get("_compiled_call_impl") is self:
             self._network._compiled_call_impl = None
         self.release()
         self._forget()
         self._written.clear()
-        self._leave_room()
+        self._free_buffer()
         self._state = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +144,7 @@ class RecordedCalls:
         return self._recordings[call.key].replay(call.tensors, turn=turn)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Return the call if it may be replayed, as far as what is around it decides that."""
+        """Return the call, or None if modes, hooks or contexts around it forbid a replay."""
         watched = (
             not (self._network.training and torch.is_grad_enabled())
             or self._changes > _CHANGES
@@ -163,22 +162,22 @@ class RecordedCalls:
 
     @property
     def _waits(self) -> bool:
-        """Whether a replayed forward pass is still to have its backward pass, whose memory another replay would take."""
+        """Whether a replayed forward pass waits for its backward pass, whose memory another replay would overwrite."""
         turn = None if self._turn is None else self._turn()
         return turn is not None and not turn.over
 
     def _begin(self, state: tuple[Any, ...]) -> None:
-        """Forget everything: the network is another one than it was."""
+        """Start anew for a network that has changed."""
         self.release()
         self._forget()
         self._written.clear()
         self._state, self._changes = state, self._changes + 1
         trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
         if self._shortages < 2:
-            if _kinds(trained) != _kinds(self._room.places):
-                self._room = GradientRoom(trained)
-                self.gradients[:] = self._room.blocks
-            self._room.parameters = trained
+            if _kinds(trained) != _kinds(self._buffer.places):
+                self._buffer = GradientBuffer(trained)
+                self.gradients[:] = self._buffer.blocks
+            self._buffer.parameters = trained
         self._device = next(iter(trained.values())).device if trained else self._device
         self._refused = False
         reason = why_not(self._network) if trained else "none of its parameters is trained"
@@ -190,7 +189,7 @@ class RecordedCalls:
             self._refuse(reason)
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call of a shape, which warms up the kernels, and look at what it does."""
+        """Run the first call of a shape, which warms up the kernels, and check whether it can be recorded."""
         if len(self._known) >= self._most:
             self._forget_stale()
         if len(self._known) >= self._most:
@@ -198,7 +197,7 @@ class RecordedCalls:
             return self._network._call_impl(*args, **kwargs)
         failures = _failures(self._device)
         if failures != self._failures:
-            # memory ran out since: what was called before that may be too large to be called again
+            # memory ran out since: earlier shapes may be too large to come again
             self._failures = failures
             self._forget()
         self.release()
@@ -218,9 +217,9 @@ class RecordedCalls:
         leaves = tree_leaves(result)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(type(leaf) not in (Tensor, type(None)) for leaf in leaves):
-            return "it returns something that is neither tensor nor None"
+            return "it returns something other than tensors and None"
         if not any(one.requires_grad for one in outputs):
-            return "nothing that it returns is differentiated"
+            return "none of its outputs requires a gradient"
         if any(id(one) in written for one in call.tensors):
             return "it writes into its arguments"
         if state_of(self._network) != self._state:
@@ -228,21 +227,21 @@ class RecordedCalls:
         return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
 
     def _record(self) -> bool:
-        """Record the shapes that have come again and are not recorded, the largest first: its memory serves the smaller ones.
+        """Record the shapes that came more than once, the largest first: smaller ones reuse its memory.
 
         Returns:
-            Whether that was possible; if not, it never will be.
+            Whether recording succeeded; False is final.
 
         Raises:
-            torch.OutOfMemoryError: If memory runs out for the first time; nothing is left of any recording then, and no shape known.
+            torch.OutOfMemoryError: If memory runs out for the first time; all recordings and known shapes are dropped then.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         due = [call for key, call in self._known.items() if key in self._again and key not in self._recordings]
-        self._room.adopt()
+        self._buffer.adopt()
         try:
             for call in sorted(due, key=lambda one: one.elements, reverse=True):
                 self._recordings[call.key] = record(
-                    self._network, call, room=self._room, written=[*self._written.values()], pool=self._pool
+                    self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
                 )
         except BaseException as error:
             self.release()
@@ -253,12 +252,12 @@ class RecordedCalls:
         else:
             return True
         self._refuse(_SHORT)
-        self._leave_room()
+        self._free_buffer()
         return False
 
-    def _leave_room(self) -> None:
-        """Give the room for gradients back, but for what are gradients now."""
-        self._room = GradientRoom({})
+    def _free_buffer(self) -> None:
+        """Free the gradient buffer, except for blocks that hold current gradients."""
+        self._buffer = GradientBuffer({})
         self.gradients.clear()
 
     def _forget(self) -> None:
@@ -267,7 +266,7 @@ class RecordedCalls:
         self._last.clear()
 
     def _forget_stale(self) -> None:
-        """Forget shapes that come no more, as after batches are cut otherwise."""
+        """Forget shapes that no longer come, as after a change of the micro-batch size."""
         for key in [key for key in self._known if self._calls - self._last[key] > _STALE]:
             for shapes in (self._known, self._last, self._recordings):
                 shapes.pop(key, None)
@@ -286,24 +285,24 @@ class RecordedCalls:
 
 
 def is_recorded(network: nn.Module) -> bool:
-    """Return whether calls of `network`, or of a module in it, are replayed by now."""
+    """Return whether a recording exists for `network` or a module in it."""
     return any(one.recorded for one in _stand_ins(network))
 
 
 def may_be_recorded(network: nn.Module) -> bool:
-    """Return whether calls of `network`, or of a module in it, are replayed or may come to be: what is reserved then tells nothing of waste."""
+    """Return whether calls of `network` or a module in it may be recorded; reserved memory then does not show waste."""
     return any(not one.is_refused for one in _stand_ins(network))
 
 
 def release_recordings(network: nn.Module) -> None:
-    """Give the recordings of `network` and of all modules in it back, as where memory is short."""
+    """Free the recordings of `network` and of all modules in it, for example where memory is short."""
     for one in _stand_ins(network):
         one.release()
 
 
 @contextmanager
 def eager_calls() -> Iterator[None]:
-    """Let all networks run eagerly inside, as if nothing stood in for their calls, which nobody learns of."""
+    """Run all networks eagerly inside the context, without a log entry."""
     token = _paused.set(True)
     try:
         yield
@@ -323,5 +322,5 @@ def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _failures(device: torch.device) -> int:
-    """Return how often memory has run out on the device; what only counts elsewhere is 0."""
+    """Return how often memory has run out on a CUDA device; 0 for other devices."""
     return torch.cuda.memory_stats(device).get("num_ooms", 0) if device.type == "cuda" else 0

@@ -1,7 +1,7 @@
-"""Whether a network's call can be recorded as a CUDA graph, found without recording it: a recording that fails breaks the generator.
+"""Check whether a call can be recorded as a CUDA graph, without a trial recording.
 
-A graph repeats what the device was told. What Python decides by values, what waits for the device, what is copied from the host and what
-hooks do would happen once, at the recording, or end it with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
+A graph repeats kernel launches. Decisions by value, waits for the device, copies from the host and hooks would happen once, at
+the recording. Or they would end the recording with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,9 +24,9 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def state_of(network: nn.Module) -> tuple[Any, ...]:
-    """Return all of `network` that a recording takes for granted: where its tensors are, which are trained, modes, hooks, stand-ins.
+    """Return the state of `network` that a recording assumes: tensor addresses, trained parameters, modes, hooks, replaced forwards.
 
-    A plain walk, for it is asked at every call: a tenth of a millisecond for a hundred modules.
+    It runs at every call, so it is a plain walk: a tenth of a millisecond for a hundred modules.
     """
     found: list[Any] = []
     stack = [network]
@@ -45,7 +45,7 @@ def state_of(network: nn.Module) -> tuple[Any, ...]:
 
 
 def why_not(network: nn.Module) -> str | None:
-    """Return in words why no call of `network` as it is now can be recorded; None if nothing about its modules tells."""
+    """Return the reason why no call of `network` can be recorded in its present state; None without one."""
     for name, module in network.named_modules():
         where = f"{name or 'it'} ({type(module).__name__})"
         if is_recomputed(module):
@@ -65,21 +65,21 @@ def why_not(network: nn.Module) -> str | None:
 
 
 def saves_elsewhere() -> bool:
-    """Return whether what is saved for the backward pass goes through hooks: recomputed (torch.utils.checkpoint), moved or packed."""
+    """Return whether hooks recompute (torch.utils.checkpoint), move or pack tensors saved for the backward pass."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Looking(TorchDispatchMode):
-    """Looks at every operation of a forward pass that runs as if it were recorded, and at nothing else about it.
+    """Dispatch mode that checks every operation of a forward pass for reasons against a recording.
 
-    Modules that ask whether the stream is being recorded, to leave out a look at values (transformers' masks), are told that it is,
-    so that what runs and is looked at is what a recording would hold.
+    Some modules skip a check of values while the stream is being recorded (transformers' masks). Inside this mode they are told
+    that it is, so that the same operations run as in a recording.
 
     Args:
-        device: Where all of the forward pass is to be.
+        device: The device on which the whole forward pass must run.
 
     Attributes:
-        reason: In words, why it cannot be recorded; None if nothing was found.
+        reason: Why the pass cannot be recorded; None without a reason.
     """
 
     supports_higher_order_operators = True
@@ -114,7 +114,7 @@ class Looking(TorchDispatchMode):
             return f"{func.name()} calls functions of its own"
         name = str(func).removesuffix(".default")
         if "c10d" in func.namespace:
-            return f"{name} talks to other processes"
+            return f"{name} communicates with other processes"
         if saves_elsewhere():
             return "what it saves for the backward pass is recomputed, moved or packed"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -137,14 +137,15 @@ def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def reads_outside(outputs: Sequence[Tensor], *, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> str | None:
-    """Return in words what the outputs depend on that is neither an input nor a parameter; None if there is nothing.
+    """Return a tensor, in words, on which the outputs depend beside inputs and parameters; None without one.
 
-    Its gradient would be left out, silently; and torch's older form of checkpointing, which cannot be recorded, shows here too.
+    A recording would silently leave out its gradient. The older form of torch's checkpointing, which cannot be recorded, is
+    found here too.
 
     Args:
-        outputs: Of an eager call, with their autograd graph.
-        inputs: Of the call.
-        parameters: Of the network.
+        outputs: The outputs of an eager call, with their autograd graph.
+        inputs: The call's inputs.
+        parameters: The network's parameters.
     """
     known = {id(one) for one in (*inputs, *parameters)}
     seen = {one.grad_fn for one in inputs if one.grad_fn is not None}

@@ -1,4 +1,4 @@
-"""One shape's forward and backward pass as two CUDA graphs, and their replay as one step of autograd."""
+"""Two CUDA graphs for one input shape, forward and backward, replayed as one autograd function."""
 
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientRoom, differentiate
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
 
 __all__ = ["Call", "Recording", "Turn", "call_of", "record", "recording_stream"]
 
@@ -22,13 +22,13 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What a network is called with.
+    """The arguments of one call of a network.
 
     Attributes:
-        key: Equal for calls that one recording serves: shapes, dtypes, autocast and all that is no tensor.
-        values: Positional arguments, then those by name.
-        names: Of the latter.
-        autocast: Whether it is on, and its dtype.
+        key: Shapes, dtypes, autocast and constants; calls with equal keys share one recording.
+        values: Positional arguments, then keyword arguments.
+        names: Names of the keyword arguments.
+        autocast: Whether autocast is on, and its dtype.
     """
 
     key: Hashable
@@ -43,16 +43,16 @@ class Call:
 
     @property
     def elements(self) -> int:
-        """Of all its tensors."""
+        """Elements of all tensors."""
         return sum(one.numel() for one in self.tensors)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the network takes."""
+        """Return the positional and the keyword arguments."""
         first = len(self.values) - len(self.names)
         return self.values[:first], dict(zip(self.names, self.values[first:], strict=True))
 
     def example(self) -> "Call":
-        """Return the same with tensors of its own, which a recording reads."""
+        """Return a copy with its own tensors, from which a recording reads."""
         own = (
             value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
             for value in self.values
@@ -61,7 +61,7 @@ class Call:
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device) -> Call | None:
-    """Return the call; None if there is no tensor, or an argument is neither a plain one on `device` nor a plain constant."""
+    """Return the call; None without a tensor, or with an argument other than plain tensors on `device` and constants."""
     values = (*args, *kwargs.values())
     kinds: list[Any] = []
     for value in values:
@@ -79,7 +79,7 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.dev
 
 
 class Turn:
-    """A replayed forward pass, from then until its backward pass has run or nobody can ask for it any more."""
+    """A replayed forward pass that waits for its backward pass."""
 
     __slots__ = ("__weakref__", "over")
 
@@ -93,14 +93,14 @@ class Recording:
 
     Attributes:
         forward: Reads `inputs`, writes `outputs`.
-        backward: Reads `incoming`, adds to `room` and writes `of_inputs`.
-        inputs: Where a call's tensors go.
+        backward: Reads `incoming`, adds to `buffer` and writes `of_inputs`.
+        inputs: Tensors to which a call's tensors are copied.
         outputs: The tensors of what the network returns.
-        structure: How it returns them, with all that is no tensor.
-        incoming: Gradients of the outputs, None for one that has none.
-        room: Where the gradients of the trained parameters are, shared with other recordings.
-        used: Which of them the backward pass writes.
-        of_inputs: Gradients of the inputs; None for one that has none.
+        structure: The tree of the returned value, with everything but tensors.
+        incoming: Gradients of the outputs, None for an output without one.
+        buffer: The gradient buffer, shared with other recordings.
+        used: Whether the backward pass writes each parameter's gradient.
+        of_inputs: Gradients of the inputs; None for an input without one.
         written: Buffers that the forward pass writes.
     """
 
@@ -110,14 +110,14 @@ class Recording:
     outputs: list[Tensor]
     structure: tuple[list[Any], Any]
     incoming: list[Tensor | None]
-    room: GradientRoom
+    buffer: GradientBuffer
     used: list[bool]
     of_inputs: list[Tensor | None]
     written: list[Tensor]
 
     def replay(self, given: Sequence[Tensor], *, turn: Turn) -> Any:
-        """Return what the network returns for `given`, in tensors of their own."""
-        results = iter(_Replay.apply(self, turn, *given, *self.room.parameters.values()))
+        """Replay the forward pass for `given` and return its outputs as copies."""
+        results = iter(_Replay.apply(self, turn, *given, *self.buffer.parameters.values()))
         leaves, spec = self.structure
         return tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
@@ -126,7 +126,7 @@ _TENSOR = object()
 
 
 class _Replay(torch.autograd.Function):
-    """Autograd's view of a recording: its parameters are arguments, so that their hooks and `.grad` are served as ever."""
+    """A recording as an autograd function: parameters are arguments, so that their hooks run and `.grad` accumulates."""
 
     @staticmethod
     @override
@@ -150,14 +150,14 @@ class _Replay(torch.autograd.Function):
         recording, turn = ctx.recording, ctx.turn
         if turn.over:
             raise RuntimeError(
-                "the backward pass of a recorded step was asked for a second time, and what it needs is overwritten by the first: take the "
+                "the backward pass of a recorded step was called a second time, and the first one has overwritten its tensors: take the "
                 "network out of CudaGraphs (of=…) if its graph must be kept."
             )
         turn.over = True
         for own, given in zip(recording.incoming, grads, strict=True):
             if own is not None:
                 own.copy_(given)
-        of_parameters = recording.room.receive(recording.backward.replay, used=recording.used)
+        of_parameters = recording.buffer.receive(recording.backward.replay, used=recording.used)
         of_inputs = (None if one is None else one.clone() for one in recording.of_inputs)
         return (None, None, *of_inputs, *of_parameters)
 
@@ -166,33 +166,33 @@ def record(
     network: nn.Module,
     call: Call,
     *,
-    room: GradientRoom,
+    buffer: GradientBuffer,
     written: Sequence[Tensor],
     pool: Any,
 ) -> Recording:
-    """Return the recording of `network` called with `call`, whose tensors are those it will read.
+    """Record `network` called with `call`; replays read the tensors of `call`.
 
-    Nothing is computed. The parameters are stood in for by leaves over the same memory, since autograd would run the accumulation
-    of gradients on the streams of earlier eager passes, which no recording may wait for. Autocast keeps no casts between calls:
-    those of a recording are in its memory.
+    Nothing is computed. Leaves over the same memory replace the parameters: autograd would accumulate the parameters' gradients on
+    the streams of earlier eager passes, for which no recording may wait. Autocast caches no casts between calls, since a
+    recording's casts lie in its own memory.
 
     Args:
         network: In train mode, on a CUDA device.
         call: An `example`.
-        room: Where the gradients of the trained parameters go.
+        buffer: The gradient buffer.
         written: Buffers that the forward pass writes.
-        pool: Of memory, of recordings that do not run interleaved.
+        pool: The memory pool, shared by recordings that never interleave.
 
     Raises:
         torch.OutOfMemoryError: If memory runs out, with nothing left behind.
     """
     inputs, device = call.tensors, call.tensors[0].device
-    leaves = {name: one.detach().requires_grad_() for name, one in room.parameters.items()}
+    leaves = {name: one.detach().requires_grad_() for name, one in buffer.parameters.items()}
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream, (on, dtype) = recording_stream(device), call.autocast
     settings: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
     args, kwargs = call.arguments()
-    # the outer stream context stands even where the end of a recording raises, which torch.cuda.graph does not live through
+    # the outer stream context holds even where the end of a recording raises; torch.cuda.graph leaves its own stream set then
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad(), _no_collection():
         with (
             torch.autocast(device.type, dtype, enabled=on, cache_enabled=False),
@@ -204,7 +204,7 @@ def record(
         incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
         wanted = [one for one in inputs if one.requires_grad]
         with torch.cuda.graph(backward, **settings):
-            used, of_inputs = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, room=room)
+            used, of_inputs = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, buffer=buffer)
     left = iter(of_inputs)
     return Recording(
         forward=forward,
@@ -213,7 +213,7 @@ def record(
         outputs=[one.detach() for one in outputs],
         structure=([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
-        room=room,
+        buffer=buffer,
         used=used,
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=list(written),
@@ -222,10 +222,10 @@ def record(
 
 @cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all recordings on a device, one for good: cuBLAS keeps a workspace for each stream it ever ran on.
+    """Return the one stream of all recordings on a device: cuBLAS keeps a workspace of some MiB for each stream.
 
-    Some MiB, which it takes here, once for this thread and once for autograd's: the first recording would have them in its pool, which
-    could not be given back then, and a plan that is made before would not know of them.
+    A small product takes the workspaces here, one for this thread and one for autograd's. Otherwise the first recording would hold
+    them in its pool, which could not be freed then, and an earlier plan would not count them.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.enable_grad():
@@ -236,7 +236,7 @@ def recording_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leave cycles alone meanwhile: what they hold of the device must not be given back in the middle of a recording."""
+    """Pause garbage collection: no device memory may be freed in the middle of a recording."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchmetrics import Metric
 
-from lightning_unified.nn.cuda_graphs.graphs import eager_calls
+from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.hooks import inside_hook

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_unified.nn.cuda_graphs.graphs import may_be_recorded, release_recordings
+from lightning_unified.nn.cuda_graphs import may_be_recorded, release_recordings
 
 __all__ = ["KeptMemory"]
 

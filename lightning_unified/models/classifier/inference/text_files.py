@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_unified.models.commands import read_text
+
 __all__ = ["Given", "read_texts"]
 
 Given = tuple[str, str]  # where a text is from, and the text
@@ -26,7 +28,7 @@ def read_texts(sources: Sequence[str], *, lines: bool = False, field: str = "tex
         if source == "-":
             found += _lines(sys.stdin.read(), "-")
             continue
-        text, kind = _read(Path(source)), Path(source).suffix.lower()
+        text, kind = read_text(Path(source)), Path(source).suffix.lower()
         if kind in {".csv", ".tsv"}:
             found += _table(text, source, field, "\t" if kind == ".tsv" else ",")
         elif kind == ".jsonl":
@@ -36,15 +38,6 @@ def read_texts(sources: Sequence[str], *, lines: bool = False, field: str = "tex
     if not found:
         raise ValueError(f"there is no text in {', '.join(sources)}.")
     return found
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; give text files, or - for standard input.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first.") from error
 
 
 def _lines(text: str, source: str) -> list[Given]:
