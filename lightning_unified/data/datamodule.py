@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data import settings
+from lightning_unified.data.loader import LoaderOptions
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
 from lightning_unified.data.resumable import ResumableData
@@ -86,18 +87,8 @@ class TextData(ResumableData):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            seed=seed,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-            pin_memory=pin_memory,
-        )
-        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        super().__init__(LoaderOptions.of(locals()))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         settings.check(dict(self.hparams))
         self.source = source
@@ -126,7 +117,7 @@ class TextData(ResumableData):
 
     def example_validation_batch(self) -> dict[str, Tensor]:
         """Return the same for a batch of validation."""
-        return _zeros(self._val_batch_size, self.sequence_length)
+        return _zeros(self.options.rows_of_validation, self.sequence_length)
 
     def baselines(self) -> dict[str, float]:
         """Return the perplexity of Kneser-Ney models on the validation targets: `{"bigram": ..., "trigram": ...}`.
@@ -153,7 +144,7 @@ class TextData(ResumableData):
             "texts_left_out": prepared.texts_left_out,
             "train": _side(parts.train, prepared.train) | {"batches": len(prepared.train) // self.batch_size},
             "validation": _side(parts.validation, prepared.validation)
-            | {"batches": -(-len(prepared.validation) // self._val_batch_size)},
+            | {"batches": -(-len(prepared.validation) // self.options.rows_of_validation)},
             "dropped_from_validation": {
                 "lines": parts.dropped_lines,
                 "of_lines": parts.validation_lines,
@@ -164,7 +155,7 @@ class TextData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self._seed)
+        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self.options.seed)
         texts_left_out = 0
         if self.loss_on == "answer":
             records = [document for document in documents if document.record is not None]
@@ -175,7 +166,7 @@ class TextData(ResumableData):
                     "texts; set data.loss_on=all."
                 )
             documents = records
-        parts = split(documents, fraction=self._val_fraction, seed=self._seed)
+        parts = split(documents, fraction=self._val_fraction, seed=self.options.seed)
         tokenizer = self._tokenizer([document.content for document in parts.train])
         train_sequences = sequences(tokenizer, parts.train, loss_on=self.loss_on)
         train = self._cut(train_sequences, stride=self.sequence_length - 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lightning_unified.data.loader import ResumableLoader
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.models.classifier import LabelData
 from lightning_unified.models.classifier.data.encoder_tokenizer import (
     encode,
@@ -129,7 +129,7 @@ def test_a_loader_process_gives_the_same_batches():
 
 def test_ranks_share_the_rows_of_each_batch(tweet_data):
     def labels(**place):
-        loader = ResumableLoader(tweet_data.rows[0], batch_size=16, shuffle=True, drop_last=True, **place)
+        loader = ResumableLoader(tweet_data.rows[0], LoaderOptions(batch_size=16, drop_last=True), **place)
         return [batch["input_ids"][batch["attention_mask"]].tolist() for batch in loader]
 
     alone, ranks = labels(), [labels(rank=rank, world_size=2) for rank in (0, 1)]

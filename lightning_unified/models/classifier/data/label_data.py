@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_unified.data import settings
-from lightning_unified.data.loader import ResumableLoader, plan_epoch
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader, plan_epoch
 from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.models.classifier.data import label_sources
@@ -97,18 +97,8 @@ class LabelData(ResumableData):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            seed=seed,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-            pin_memory=pin_memory,
-        )
-        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        super().__init__(LoaderOptions.of(locals()))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         settings.check(dict(self.hparams), sources=label_sources.SOURCES, paths=_PATHS)
         _check_lengths(padded_lengths, text_length=text_length)
@@ -162,10 +152,10 @@ class LabelData(ResumableData):
         batches = plan_epoch(
             rows.bucket_of,
             batch_size=self.batch_size,
-            seed=self._seed,
+            seed=self.options.seed,
             epoch=epoch,
             shuffle=True,
-            drop_last=self._drop_last,
+            drop_last=self.options.drop_last,
         )
         return sum(len(batch) * (pad_to or rows.length_of(batch)) for batch in batches)
 
@@ -175,7 +165,7 @@ class LabelData(ResumableData):
             raise ValueError(
                 f"data.source={self.source} holds no test set out, and data.test_fraction=0 takes none; give a share, as in 0.2."
             )
-        return self._loader(self.test_rows, self._val_batch_size, shuffle=False, drop_last=False)
+        return self._loader(self.test_rows, self.options.validation())
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +186,7 @@ class LabelData(ResumableData):
 
     def example_validation_batch(self) -> dict[str, Tensor]:
         """Return the same for a batch of validation."""
-        return _zeros(self._val_batch_size, self.text_length)
+        return _zeros(self.options.rows_of_validation, self.text_length)
 
     def describe(self) -> dict[str, Any]:
         """Return what there is, what was left out, and the tokens of the first epoch; all counts."""
@@ -217,7 +207,7 @@ class LabelData(ResumableData):
     @cached_property
     def _prepared(self) -> _Prepared:
         texts = label_sources.load(self.source, path=self.path)
-        sides = part(texts, val_fraction=self._val_fraction, test_fraction=self._test_fraction, seed=self._seed)
+        sides = part(texts, val_fraction=self._val_fraction, test_fraction=self._test_fraction, seed=self.options.seed)
         names = sorted({text.label for text in sides.train})
         if self._pretrained is None:
             tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=self._asked_vocab_size)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_unified.data import settings
 from lightning_unified.data.documents.document import Document
+from lightning_unified.data.loader import LoaderOptions
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import Split, split
@@ -86,18 +87,8 @@ class PassageData(ResumableData):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            seed=seed,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-            pin_memory=pin_memory,
-        )
-        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        super().__init__(LoaderOptions.of(locals()))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         settings.check(dict(self.hparams))
         if tokenizer_file and pretrained:
@@ -135,7 +126,7 @@ class PassageData(ResumableData):
 
     def example_validation_batch(self) -> dict[str, Tensor]:
         """Return the same for a batch of validation."""
-        return self._zeros(self._val_batch_size)
+        return self._zeros(self.options.rows_of_validation)
 
     def _zeros(self, rows: int) -> dict[str, Tensor]:
         sides = {("input_ids", "mask"): self.text_length}
@@ -162,8 +153,8 @@ class PassageData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self._seed)
-        parts = split(documents, fraction=self._val_fraction, seed=self._seed)
+        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self.options.seed)
+        parts = split(documents, fraction=self._val_fraction, seed=self.options.seed)
         tokenizer = self._tokenizer([document.content for document in parts.train])
         train = _encoded(tokenizer, parts.train)
         sizes = {"length": self.text_length, "continuation_length": self.continuation_length, "shortest": _SHORTEST}

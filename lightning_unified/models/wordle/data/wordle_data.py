@@ -1,6 +1,7 @@
 """Wordle for a language model, from a list of words to batches: traces to imitate, then states to answer."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.data.loader import ResumableLoader
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import train_tokenizer
 from lightning_unified.models.grpo.policy import find_policy
@@ -91,18 +92,9 @@ class WordleData(ResumableData):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            val_batch_size=val_batch_size or sft_batch_size,
-            seed=seed,
-            drop_last=False,
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-            pin_memory=pin_memory,
-        )
-        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        options = LoaderOptions.of(locals())
+        super().__init__(replace(options, val_batch_size=val_batch_size or sft_batch_size))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         _check_least(batch_size=batch_size, sft_batch_size=sft_batch_size, inner_iterations=inner_iterations)
         _check_least(grpo_steps=grpo_steps, prompt_length=prompt_length, text_length=text_length)
@@ -151,7 +143,9 @@ class WordleData(ResumableData):
     @cached_property
     def _rows(self) -> tuple[WordleBatches, TraceRows]:
         prepared = self._prepared
-        rounds = partial(round_of, games=prepared, length=self.text_length, seed=self._seed, teacher=self._teacher)
+        rounds = partial(
+            round_of, games=prepared, length=self.text_length, seed=self.options.seed, teacher=self._teacher
+        )
         world_size = 1 if self.trainer is None else self.trainer.world_size
         batches = WordleBatches(
             rounds=rounds,
@@ -164,7 +158,7 @@ class WordleData(ResumableData):
             grpo_steps=self._grpo_steps,
             batch_size=self.batch_size,
             inner_iterations=self._inner,
-            seed=self._seed,
+            seed=self.options.seed,
             rank=0 if self.trainer is None else self.trainer.global_rank,
             world_size=world_size,
         )
@@ -180,11 +174,8 @@ class WordleData(ResumableData):
                 )
         return WordleLoader(
             self.rows[0],
-            batch_size=1,
-            shuffle=False,
-            seed=self._seed,
+            replace(self.options, batch_size=1, shuffle=False),
             processed=self._processed_batches,
-            **self._loader_arguments,
         )
 
     def example_batch(self) -> dict[str, Tensor]:
@@ -199,7 +190,7 @@ class WordleData(ResumableData):
 
     def example_validation_batch(self) -> dict[str, Tensor]:
         """Return the same for a batch of validation."""
-        return self._zero_traces(self._val_batch_size)
+        return self._zero_traces(self.options.rows_of_validation)
 
     def _zero_traces(self, rows: int) -> dict[str, Tensor]:
         tokens = torch.zeros(rows, self.text_length, dtype=torch.int64)
@@ -221,7 +212,7 @@ class WordleData(ResumableData):
     def _prepared(self) -> Games:
         words = read_words(self.words_source)
         patterns = Patterns(words)
-        train, held_out = split_secrets(words, held_out_fraction=self.held_out_fraction, seed=self._seed)
+        train, held_out = split_secrets(words, held_out_fraction=self.held_out_fraction, seed=self.options.seed)
         states = self._states(words, train, patterns=patterns, round_number=0)
         if not states:
             raise ValueError(f"data.slips={self._teacher['slips']}: the teacher won no game to learn from; lower it.")
@@ -242,7 +233,7 @@ class WordleData(ResumableData):
     def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
         """Return the turns of a round of games whose states are asked in the second phase."""
         return list(
-            traces(words, secrets, seed=self._seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
+            traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
         )
 
     def _chat(self, states: Sequence[Trace]) -> ChatTokenizer:
