@@ -20,6 +20,7 @@ from lightning_unified.models.epoch_sums import EpochSums
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import preset as preset_config
+from lightning_unified.models.gearhead.samples import write_samples
 from lightning_unified.nn.adamw import learning_rate_factor
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
@@ -247,6 +248,10 @@ class GearHead(LightningModule):
             lambda step: learning_rate_factor(step, warmup_steps=warmup, total_steps=total, schedule=schedule),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def write_samples(self, *, seed: int) -> list[str]:
+        """Return texts of the trained model, for a person to look at; none without a tokenizer."""
+        return [] if self.tokenizer is None else write_samples(self.network, tokenizer=self.tokenizer, seed=seed)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
