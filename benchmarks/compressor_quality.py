@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from lightning_unified.models.compressor.data.passage_data import PassageData
 from lightning_unified.models.compressor.evaluation import baselines, held_out
 from lightning_unified.models.compressor.evaluation.evaluate import evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.inference.compress import compress
 from lightning_unified.models.compressor.module import Compressor

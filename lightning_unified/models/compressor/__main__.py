@@ -12,9 +12,8 @@ from rich.progress import Progress
 from lightning_unified.models.commands import add_device, command_parser, read_text, run_command
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot, tables
 from lightning_unified.models.compressor.evaluation.subject import require_trained
-from lightning_unified.models.compressor.evaluation.table import tables
 from lightning_unified.models.compressor.inference import checkpoint, render
 from lightning_unified.models.compressor.inference.compress import compress
 

@@ -13,15 +13,15 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.grpo.budget import CompletionBudget
-from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
+from lightning_unified.models.grpo.batches.budget import CompletionBudget
+from lightning_unified.models.grpo.batches.kept import KeptRollouts, SamplerSlot
+from lightning_unified.models.grpo.batches.rollouts import Sampling, judged, prepared
+from lightning_unified.models.grpo.batches.sequences import has_values, outline, supervised
 from lightning_unified.models.grpo.objective import Objective, Terms
 from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
 from lightning_unified.models.grpo.rollout import Sampler
-from lightning_unified.models.grpo.rollouts import Sampling, judged, prepared
 from lightning_unified.models.grpo.scoring import check_head, head_of, score
-from lightning_unified.models.grpo.sequences import has_values, outline, supervised
 from lightning_unified.models.grpo.task import Task
 
 __all__ = ["GRPO"]

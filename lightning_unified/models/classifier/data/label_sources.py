@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from lightning_unified.data.documents.document import installed_files
-from lightning_unified.models.classifier.data import label_builtin, label_files
+from lightning_unified.models.classifier.data import label_files, labelled
 from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["SOURCES", "load"]
@@ -114,7 +114,7 @@ def _rated_files(archive: Path) -> Iterator[tuple[str, str]]:
 _READERS: dict[str, Callable[[], list[LabelledText]]] = {
     "20newsgroups": lambda: _table("20newsgroups", source="20newsgroups"),
     "bbc": _bbc,
-    "builtin": label_builtin.texts,
+    "builtin": labelled.texts,
     "r8": lambda: _table("reuters-r8", source="r8"),
 }
 SOURCES = (*sorted([*_READERS, "sentiment"]), "files")

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_unified.models.compressor.evaluation import held_out
-from lightning_unified.models.compressor.evaluation.budget import check_keep
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot
+from lightning_unified.models.compressor.evaluation.subject import check_keep
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["EvaluateCompression"]

@@ -12,12 +12,11 @@ import torch
 
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.models.compressor.evaluation import baselines, timing
-from lightning_unified.models.compressor.evaluation.budget import check_keep, top_k
 from lightning_unified.models.compressor.evaluation.measures import MEASURES, Sums, full_context, measure
 from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
 from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
 from lightning_unified.models.compressor.evaluation.statistics import Comparison, Estimate, compare, estimate
-from lightning_unified.models.compressor.evaluation.subject import Subject, require_trained
+from lightning_unified.models.compressor.evaluation.subject import Subject, check_keep, require_trained, top_k
 
 __all__ = ["KEEPS", "evaluate"]
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_unified.models.compressor.evaluation.pieces import Batch
-from lightning_unified.models.compressor.evaluation.reconstruction import greedy
-from lightning_unified.models.compressor.evaluation.rouge import rouge_l
+from lightning_unified.models.compressor.evaluation.reconstruction import greedy, rouge_l
 from lightning_unified.models.compressor.evaluation.subject import Subject
 
 __all__ = ["MEASURES", "Sums", "full_context", "measure"]

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_unified.models.compressor.evaluation.budget import check_keep, top_k
-from lightning_unified.models.compressor.evaluation.subject import require_trained
+from lightning_unified.models.compressor.evaluation.subject import check_keep, require_trained, top_k
 from lightning_unified.models.compressor.inference.checkpoint import load
 from lightning_unified.models.compressor.module import Compressor
 

@@ -1,4 +1,4 @@
-"""A decode step recorded as a CUDA graph, so that the device does not wait for Python between its kernels."""
+"""Record decode steps as CUDA graphs, so that the device does not wait for Python between kernels."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["capture"]
+__all__ = ["capture", "pool_bytes"]
 
 _WARM_UP = 2  # the first call compiles and tunes, the second finds everything there
 
@@ -64,3 +64,14 @@ def _recorded(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def pool_bytes(pool: Any) -> int:
+    """Return the bytes that the allocator has taken of the device for a pool that graphs share.
+
+    Args:
+        pool: As `torch.cuda.graph_pool_handle` gives it.
+    """
+    return sum(
+        one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)
+    )

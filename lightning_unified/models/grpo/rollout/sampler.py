@@ -13,10 +13,9 @@ from lightning_unified.models.grpo.rollout.compiled import can_compile
 from lightning_unified.models.grpo.rollout.drawing import Drawing
 from lightning_unified.models.grpo.rollout.growing_decoder import GrowingDecoder, can_select
 from lightning_unified.models.grpo.rollout.language_model import causal_lm, forward_last, sampling
-from lightning_unified.models.grpo.rollout.progress import Progress
+from lightning_unified.models.grpo.rollout.progress import Progress, Stopping
 from lightning_unified.models.grpo.rollout.static_cache import is_plain_cache
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
-from lightning_unified.models.grpo.rollout.stopping import Stopping
 
 __all__ = ["DECODINGS", "Completions", "Sampler"]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.models.grpo.batches.rollouts import Sampling
 from lightning_unified.models.grpo.rollout import Sampler
-from lightning_unified.models.grpo.rollouts import Sampling
 
 __all__ = ["KeptRollouts", "SamplerSlot"]
 
