@@ -28,7 +28,7 @@ def add_device(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, dialogue: bool = False) -> int:
-    """Run the chosen command and return its exit code: 0 done, 1 the command failed, 2 an argument makes no sense.
+    """Run the chosen command and return its exit code: 0 done, 1 failed, 2 invalid argument.
 
     An error is one line on standard error. With LIGHTNING_UNIFIED_DEBUG=1 it is raised with its traceback.
 

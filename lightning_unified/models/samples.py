@@ -1,4 +1,4 @@
-"""Sample texts of a trained model: what a run may ask of any model."""
+"""Protocol of models that write sample texts after training."""
 
 from typing import Protocol, runtime_checkable
 

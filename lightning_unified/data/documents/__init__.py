@@ -1,1 +1,1 @@
-"""What the sources give: documents, diagnostic records and the error codes in them."""
+"""Documents, diagnostic records, and error codes in texts."""

@@ -1,4 +1,4 @@
-"""A document: one text or one diagnostic record, and the group it may not be parted from."""
+"""A document: one text or one diagnostic record, with the group that a split keeps together."""
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,11 +14,11 @@ class Document:
     """One text or one record.
 
     Attributes:
-        group: Documents of one group are never parted between training and validation.
+        group: A split keeps documents of one group on one side.
         text: A plain text; empty when `record` is given.
         record: A diagnostic record; None for a plain text.
-        keys: What the document shares with others. Groups that have a key in common are merged before the split, so
-            that near copies (the same paragraph in two topics, the same fault under two codes) stay on one side.
+        keys: Content that other documents may share. Groups with a common key are merged before the split, so that near copies
+            (the same paragraph in two topics, the same fault under two codes) stay on one side.
     """
 
     group: str
@@ -28,12 +28,12 @@ class Document:
 
     @property
     def content(self) -> str:
-        """The text as a model reads it: a record is laid out in its fields, without `<s>` and `</s>` for a plain text."""
+        """The text that a model reads; a record is rendered with its tags, a plain text without `<s>` and `</s>`."""
         return self.text if self.record is None else render(self.record)
 
 
 def installed_files(package: str, *, source: str) -> dict[str, Path]:
-    """Return the files of an installed distribution by their names in it, without importing any of its code.
+    """Return the files of an installed distribution by name, without importing its code.
 
     Args:
         package: Name of the distribution.

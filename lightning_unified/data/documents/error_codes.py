@@ -1,9 +1,9 @@
-"""Fault codes in text: where they stand, which row of the error table is theirs, and which subsystem they speak of.
+"""Fault codes in texts: their positions, their rows of the error table, and their subsystems.
 
 Three families are read. OBD-II (SAE J2012): a letter P, B, C or U, a digit 0 to 3 and three hexadecimal digits. J1939 and
 J1587: a keyword (SPN, FMI, MID, PID, SID, PSID, PPID, CID, EID) and a number, joined or apart. Vendors' own: `E1234`
-(four or five digits) and letters-hyphen-digits such as `HYD-204`. A compound such as `SPN157 FMI 3` is two codes side by side:
-the model adds up what it knows of the parameter and of the failure mode, so that each pair need not be seen in training.
+(four or five digits) and letters-hyphen-digits such as `HYD-204`. A compound such as `SPN157 FMI 3` is two codes side by side: the
+model adds the embeddings of the parameter and of the failure mode, so that training need not contain each pair.
 
 The 9,999 ids of the table, 0 being "no code":
 
@@ -115,18 +115,18 @@ def parse(text: str) -> list[Code]:
 
 
 def find(text: str) -> list[tuple[int, int, int]]:
-    """Return `(start, end, id)` of every code in `text`: what a tokenizer's offsets are laid over."""
+    """Return `(start, end, id)` of every code in `text`, to be aligned with a tokenizer's offsets."""
     return [(code.start, code.end, code.id) for code in parse(text)]
 
 
 def align(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the row of the error table at each token of `text`: a code's at its last token, 0 everywhere else.
+    """Return the error-table row of each token: a code's row at its last token, 0 elsewhere.
 
-    The last, where all of the code has been read: at its first token, the row would give away the tokens still to come.
+    At the first token of a code, its row would give away the tokens that follow.
 
     Args:
         text: The text that was tokenized.
-        offsets: Of each token its first character and one past its last, as a tokenizer gives them.
+        offsets: First character of each token and one past its last, as a tokenizer returns them.
     """
     rows = [0] * len(offsets)
     starts = [start for start, _ in offsets]
@@ -136,7 +136,7 @@ def align(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def canonical(code: str) -> str:
-    """Return the one spelling of `code`; a text in no known notation is only trimmed and its blanks made single.
+    """Return the canonical spelling of `code`; for an unknown notation, only normalise blanks.
 
     Raises:
         ValueError: If `code` is blank.
@@ -150,10 +150,10 @@ def canonical(code: str) -> str:
 
 
 def encode(code: str) -> int:
-    """Return the row of the error table, 1 to 9999, for one code given by itself.
+    """Return the row of the error table, 1 to 9999, of a single code.
 
-    A compound has the row of its first part; the rows of all its parts are what `parse` returns. A text in no known
-    notation is hashed, so that a vendor's code this module has never heard of still has a row.
+    A compound has the row of its first part; `parse` returns the rows of all parts. A text in an unknown notation is hashed, so
+    that an unknown vendor's code still has a row.
 
     Raises:
         ValueError: If `code` is blank.
@@ -184,7 +184,7 @@ def subsystem(code: str) -> int:
 
 
 def subsystem_name(index: int) -> str:
-    """Return a class of the diagnostic head for people: `"powertrain P_3: ignition, misfire and engine speed"`.
+    """Return the name of a class of the diagnostic head: `"powertrain P_3: ignition, misfire and engine speed"`.
 
     Raises:
         ValueError: If `index` is not 0 to 63.

@@ -1,4 +1,4 @@
-"""The text of one diagnostic record: which fields it has, in which order, between which tags.
+"""Text layout of a diagnostic record: its fields, their order and their tags.
 
     <s><equipment> Caterpillar 320 Excavator
     <symptom> loses power under load
@@ -6,9 +6,9 @@
     <cause> low fuel pressure, clogged filter
     <solution> replace filters, bleed, check 280-320 bar</s>
 
-Training data and inference share this file, so that a prompt is always the beginning of a text the model was trained on.
-Case is kept: P0087 is a code, p0087 is not how anyone writes it. A record without codes says `<error> none`: the
-diagnostic head is asked at `<error>`, before any code is read, and every record can then ask it.
+Training and inference share this module, so that a prompt is always the beginning of a training text. Case is kept: P0087 is a
+code, and nobody writes p0087. A record without codes has `<error> none`. The diagnostic head predicts at `<error>`, before the model
+reads a code, so every record has a prediction.
 """
 
 import re
@@ -47,7 +47,7 @@ _ANY_TAG = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One fault as a technician would file it; cause and solution are empty while they are asked for."""
+    """One fault as a technician files it; in a question, cause and solution are empty."""
 
     equipment: str
     symptom: str
@@ -57,7 +57,7 @@ class Record:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> "Record":
-        """Return the record in a JSON object; keys this layout does not know are left out.
+        """Return the record in a JSON object; unknown keys are ignored.
 
         Args:
             fields: `equipment` and `symptom`, both required; `error_codes` (a list, or one text with commas),
@@ -89,28 +89,28 @@ def render(record: Record) -> str:
     """Return the whole text of `record`, from `<s>` to `</s>`.
 
     Raises:
-        ValueError: If a field holds one of the tags, which would forge another field.
+        ValueError: If a field contains a tag, which would start another field.
     """
     return f"{_question(record)} {_line(record.probable_cause)}\n<solution> {_line(record.solution)}</s>"
 
 
 def prompt(record: Record) -> str:
-    """Return the text up to and including `<cause>`: what a model is given to continue.
+    """Return the prompt: the text up to and including `<cause>`.
 
     Raises:
-        ValueError: If a field holds one of the tags.
+        ValueError: If a field contains a tag.
     """
     return _question(record)
 
 
 def question_offset(text: str) -> int | None:
-    """Return the character after `<error>`: the diagnostic head is asked at the token that ends here, or None."""
+    """Return the position after `<error>`, where the diagnostic head predicts, or None."""
     start = text.find("<error>")
     return None if start < 0 else start + len("<error>")
 
 
 def answer_offset(text: str) -> int | None:
-    """Return the character after `<cause>`, from where cause, solution and `</s>` are the answer, or None."""
+    """Return the position after `<cause>`, where the answer begins, or None."""
     start = text.find("<cause>")
     return None if start < 0 else start + len("<cause>")
 
@@ -118,7 +118,7 @@ def answer_offset(text: str) -> int | None:
 def parse(text: str) -> dict[str, Any]:
     """Return the fields found in `text`, under the names of `Record`; a field that is absent is empty.
 
-    The first occurrence of a field counts, and `</s>` ends the record: a model that goes on and repeats tags changes nothing.
+    The first occurrence of a field counts, and `</s>` ends the record, so repeated tags after it have no effect.
     """
     fields: dict[str, Any] = dict.fromkeys(_TAGS.values(), "")
     seen = set()

@@ -1,6 +1,6 @@
-"""A dozen records and a dozen short texts written for this project, for tests and demonstrations.
+"""A dozen records and a dozen short texts, written for tests and demonstrations.
 
-They are far too few to learn a language or a trade from. Every text and every record is a group of its own.
+They are far too few to train a useful model. Every text and every record is a group.
 """
 
 from lightning_unified.data.documents.document import Document

@@ -1,4 +1,4 @@
-"""The sources by name, and the two corpora of plain text: Python's own topics and the documentation of botocore.
+"""Sources by name, and two corpora of plain text: Python's help topics and botocore's documentation.
 
 `pydoc` ships with Python: nothing is downloaded, and the text changes with the Python version. `botocore` (Apache-2.0) is
 27 MB of technical English. Both are read at run time and never copied into this package.
@@ -21,7 +21,7 @@ __all__ = ["SOURCES", "botocore", "load", "pydoc"]
 
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
 _TAG = re.compile(r"<[^>]+>")
-_LINKING_CHARACTERS = 80  # shorter paragraphs ("Changed in version 3.8: ...") are in common use and link nothing
+_LINKING_CHARACTERS = 80  # shorter paragraphs ("Changed in version 3.8: ...") are common phrases and link no topics
 _SHORTEST_PASSAGE = 60  # shorter ones are labels ("The Amazon Resource Name.") that hundreds of services share
 
 
@@ -31,12 +31,12 @@ def load(source: str, *, path: str | None = None, max_groups: int | None = None,
     Args:
         source: One of `SOURCES`.
         path: A file or folder, for `files` only.
-        max_groups: Use only so many groups (topics, services, files, families of codes), drawn by `seed`; None for all.
+        max_groups: Number of groups (topics, services, files, families of codes) to draw by `seed`; None for all.
         seed: Draws the groups when `max_groups` is given.
 
     Raises:
         FileNotFoundError: If the package, file or folder is not there.
-        ValueError: If a file of the user's cannot be read as what it should be.
+        ValueError: If a user's file does not have its expected format.
     """
     if source == "files":
         documents = files.read(Path(path or ""))
@@ -62,8 +62,8 @@ def pydoc() -> list[Document]:
 def botocore(*, max_groups: int | None = None, seed: int = 0) -> list[Document]:
     """Return the documentation of AWS services: one document a service, one passage a line, no passage twice.
 
-    The newest API version of each service is read. Passages are what stands under the key `documentation`, freed of tags,
-    longer than 60 characters.
+    The newest API version of each service is read. A passage is a string under the key `documentation`, without tags and longer
+    than 60 characters.
 
     Raises:
         FileNotFoundError: If botocore is not installed.

@@ -1,12 +1,12 @@
 """Fault codes of cars as diagnostic records, from the installed package elm327obd (GPL-2.0-or-later).
 
-The package is read at run time and its code is never imported; none of its text is in this repository. Two kinds of record
-come out of it:
+The package is read at run time and its code is never imported; this repository contains none of its text. It gives two kinds of
+record:
 
 - a code of the guide: symptom = the guide's summary, cause = its causes (likeliest first), solution = its checks and a
   sentence, written here, for its severity;
-- any code with a description: symptom = the part the description names, cause = the whole description. The package says
-  nothing about repairs there, and nothing is invented: the solution is empty.
+- any code with a description: symptom = the part the description names, cause = the whole description. The solution is empty,
+  since the package describes no repair there.
 
 Groups: the ten codes that differ in the last digit (P030x) are a family; families that a guide entry covers together, and
 families with a description that differs in numbers and single letters only (cylinder 1 and 2, bank A and B), are one group.
@@ -88,7 +88,7 @@ def _code_documents(descriptions: dict[str, str]) -> Iterator[Document]:
 
 
 def _rows(table: str) -> Iterator[tuple[str, str]]:
-    """Yield code and description; codes that the standard only reserves say nothing and are left out."""
+    """Yield codes with descriptions; codes that the standard only reserves are left out."""
     for line in table.splitlines():
         code, _, description = line.partition("\t")
         if re.fullmatch(r"[PBCU][0-9A-F]{4}", code) and not description.lower().startswith("reserved"):

@@ -2,12 +2,12 @@
 
 - `.jsonl`: one object a line: a record (`equipment`, `symptom`, `error_codes`, `probable_cause`, `solution`) or
   `{"text": ...}`; either may name its `group`.
-- `.txt` that opens with one of the labels Problem, Equipment, Error Codes, Cause, Solution: blocks of such lines, parted
-  by lines of `---`; a line without a label continues the one before.
-- any other `.txt`: plain text, parted by lines of `---` if there are any.
+- `.txt` that starts with one of the labels Problem, Equipment, Error Codes, Cause, Solution: blocks of such lines, separated by
+  lines of `---`; a line without a label continues the line before.
+- any other `.txt`: plain text, separated by lines of `---` if there are any.
 
 Groups: in a folder of several files, the file. In a single file, records with the same symptom; pieces of a plain text. A
-row's own `group` goes before both.
+row's own `group` takes precedence.
 """
 
 import difflib
@@ -34,7 +34,7 @@ _LABELS = {
 }
 _LABEL = re.compile(r"(problem|equipment|error codes?|cause|solution)\s*:\s*(.*)", re.IGNORECASE)
 _RULE = re.compile(r"-{3,}")
-_PIECES = 20  # a single plain text is cut into about so many groups, at blank lines
+_PIECES = 20  # groups into which a single plain text is divided, at blank lines
 
 
 def read(path: Path) -> list[Document]:
@@ -42,7 +42,7 @@ def read(path: Path) -> list[Document]:
 
     Raises:
         FileNotFoundError: If `path` does not exist, or is a folder without `.jsonl` or `.txt` files.
-        ValueError: If a file is of another kind, empty, not UTF-8, or has a row that cannot be read; names file and line.
+        ValueError: If a file has another suffix, is empty, is not UTF-8, or has an invalid row; with file and line.
     """
     if not path.exists():
         raise FileNotFoundError(f"data.path={path} does not exist; give a .jsonl or .txt file, or a folder of them.")
@@ -82,7 +82,7 @@ def _with_own_group(document: Document, number: int) -> Document:
 
 
 def _jsonl(file: Path, text: str) -> Iterator[Document]:
-    # not splitlines(): JSON leaves U+2028, U+0085 and their like as they are within a text
+    # not splitlines(): a JSON string may contain U+2028, U+0085 and other line separators
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -137,7 +137,7 @@ def _txt(file: Path, text: str) -> Iterator[Document]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of its first line and the lines of each block between rules; blank blocks are left out."""
+    """Yield the first line number and the lines of each block between rules, without blank blocks."""
     first, lines = 1, []
     for number, line in enumerate([*text.splitlines(), "---"], start=1):
         if not _RULE.fullmatch(line.strip()):
@@ -173,7 +173,7 @@ def _block_row(lines: list[str], *, file: Path, number: int) -> dict[str, Any]:
 
 
 def _pieces(document: Document) -> Iterator[Document]:
-    """Cut a text at blank lines, or at lines where it has none, into consecutive pieces of about equal length."""
+    """Divide a text at blank lines, or else at line ends, into consecutive pieces of similar length."""
     parts = [part for part in re.split(r"\n[ \t]*\n", document.text) if part.strip()]
     joint = "\n\n"
     if len(parts) < 2:

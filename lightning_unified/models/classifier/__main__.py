@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 invalid argument."""
     return run_command(_parser(), arguments)
 
 

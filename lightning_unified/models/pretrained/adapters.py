@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) in any network: a frozen matrix and the product of two small ones beside it.
+"""Low-rank adapters (LoRA): the product of two small matrices beside each frozen one.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 """
@@ -14,19 +14,19 @@ __all__ = ["adapt_linear_layers"]
 def adapt_linear_layers(
     network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None, extra: str
 ) -> None:
-    """Freeze `network` and put adapters beside its linear layers, in place.
+    """Freeze `network` and add adapters to its linear layers, in place.
 
     Args:
-        network: Without its head: what is no part of it is left as it is.
+        network: The network without its head, which stays unchanged.
         rank: Inner size of an adapter.
         alpha: The product of the two is multiplied by `alpha / rank`.
         dropout: Share dropped before an adapter.
         targets: Last names of the layers, as in "query"; None for all linear layers.
-        extra: Of this package, that installs what is needed.
+        extra: The extra of this package that installs peft.
 
     Raises:
         RuntimeError: If peft is not installed.
-        ValueError: If no layer is called so.
+        ValueError: If no linear layer has one of the names.
     """
     if find_spec("peft") is None:
         raise RuntimeError(f"LoRA needs peft, which is not installed; run: pip install 'lightning-unified[{extra}]'")

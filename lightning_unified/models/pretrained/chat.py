@@ -1,4 +1,4 @@
-"""Conversations as token ids: a tokenizer and the chat template that its model was taught, as plain data in every checkpoint."""
+"""Chat tokenizer: a tokenizer with its chat template, stored as plain data in checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ class ChatTokenizer:
     """A tokenizer of the `tokenizers` library, the template of a conversation, and the token that ends a turn.
 
     Args:
-        backend: What gives the ids; copied, so that what is set here stays here.
-        template: Jinja, of `messages` and `add_generation_prompt`, as transformers' chat templates are.
-        end: The token that a model writes when its turn is over.
-        pad: The token that fills up rows; None for one that is called so, else `end`.
+        backend: The tokenizer; it is copied, so that changes here do not affect the given one.
+        template: Jinja template of `messages` and `add_generation_prompt`, as in transformers.
+        end: The token that ends a model's turn.
+        pad: The padding token; None for one of the usual names, else `end`.
 
     Raises:
-        ValueError: If a token is not one of the tokenizer's, or there is no template.
+        ValueError: If the tokenizer lacks a token, or there is no template.
     """
 
     def __init__(self, backend: Tokenizer, *, template: str, end: str, pad: str | None = None) -> None:
@@ -39,7 +39,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTokenizer":
-        """Return the tokenizer that `save_pretrained` of transformers has written into `folder`.
+        """Load a tokenizer that transformers' `save_pretrained` has written.
 
         Raises:
             FileNotFoundError: If the folder has no `tokenizer.json`.
@@ -56,24 +56,24 @@ class ChatTokenizer:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, str]) -> "ChatTokenizer":
-        """Return the tokenizer that `to_dict` has written."""
+        """Return the tokenizer from the result of `to_dict`."""
         return cls(
             Tokenizer.from_str(saved["tokenizer"]), template=saved["template"], end=saved["end"], pad=saved["pad"]
         )
 
     def to_dict(self) -> dict[str, str]:
-        """Return all of it as text."""
+        """Return tokenizer, template and tokens as plain text."""
         return {"tokenizer": self._text, "template": self.template, "end": self.end, "pad": self.pad}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ChatTokenizer":
-        return self  # nothing of it changes
+        return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTokenizer.from_dict, (self.to_dict(),)  # a compiled template is no plain data
+        return ChatTokenizer.from_dict, (self.to_dict(),)  # a compiled template cannot be pickled
 
     @property
     def backend(self) -> Tokenizer:
-        """What gives the ids."""
+        """The tokenizer of the `tokenizers` library."""
         return self._backend
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -85,7 +85,7 @@ class ChatTokenizer:
         return self.encode(self.render(messages))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; names of special tokens in it are those tokens."""
+        """Return the ids of a text; names of special tokens become those tokens."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -1,7 +1,7 @@
-"""Language models out of installed packages that hold the weights as one GGUF file: found, and converted once.
+"""Find GGUF weights in installed packages, and convert them once to safetensors.
 
-Only the file is taken from a package; none of its code runs. transformers takes long to unpack such a file, so what it
-makes of it is kept in the user's cache as safetensors, beside the tokenizer with its chat template and its special tokens.
+Only the file is read from a package; its code never runs. transformers unpacks such a file slowly, so the result is cached for the
+user as safetensors, beside the tokenizer with its chat template and special tokens.
 """
 
 import os
@@ -48,14 +48,14 @@ def gguf_file(name: str) -> Path:
 
 
 def converted(name: str, *, cache: Path | None = None) -> Path:
-    """Return the folder with a model in transformers' own form: `config.json`, `model.safetensors` (float32) and its tokenizer.
+    """Return the folder of a converted model: `config.json`, `model.safetensors` (float32), tokenizer.
 
-    The first call makes it, which takes about four times the file's bytes of memory for a moment; later ones find it.
+    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder.
 
     Args:
         name: A key of `GGUF_PACKAGES`.
-        cache: Where such folders are kept; None for `$LIGHTNING_UNIFIED_CACHE`, else `lightning_unified` in the platform's own
-            place for what can be made again.
+        cache: Folder of converted models; None for `$LIGHTNING_UNIFIED_CACHE`, else `lightning_unified` in the platform's
+            cache folder.
 
     Raises:
         FileNotFoundError: As `gguf_file`, like the other two.
@@ -77,7 +77,7 @@ def converted(name: str, *, cache: Path | None = None) -> Path:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars out: those that can be switched off, and that of a GGUF file, which cannot."""
+    """Hide transformers' progress bars, including the GGUF bar that has no switch."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -98,18 +98,18 @@ def _convert(file: Path, folder: Path) -> None:
     with without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    # its configuration calls the model quantized, though every tensor is float32 by now, and `save_pretrained` then refuses
+    # the configuration still says quantized, though every tensor is float32; `save_pretrained` would refuse
     vars(model.config).pop("quantization_config", None)
     model.config.save_pretrained(folder)
-    for name in ("bos", "eos", "pad"):  # some versions of transformers give a tokenizer others than the file names
+    for name in ("bos", "eos", "pad"):  # some versions of transformers set other special tokens than the file names
         setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(getattr(model.config, f"{name}_token_id")))
     tokenizer.save_pretrained(folder)
-    # parameters and not the state: a head that is the token table is one tensor, written once
+    # parameters, not the state dict: a tied head is one tensor, written once
     save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _publish(made: Path, folder: Path) -> None:
-    """Give a finished folder its name; another process may have been faster, and its folder is as good."""
+    """Rename a finished folder; if another process was faster, use its folder."""
     made.chmod(0o755)
     try:
         made.rename(folder)
@@ -119,12 +119,12 @@ def _publish(made: Path, folder: Path) -> None:
 
 
 def _cache_directory() -> Path:
-    """Return this user's place for what can be made again, chosen as for what is measured of machines."""
+    """Return the user's cache folder, chosen as for measurements of the machine."""
     own = os.environ.get("LIGHTNING_UNIFIED_CACHE")
     if own:
         return Path(own)
     named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if Path(named).is_absolute() and sys.platform != "darwin":  # a relative one is to be ignored (XDG 0.8)
+    if Path(named).is_absolute() and sys.platform != "darwin":  # a relative path must be ignored (XDG 0.8)
         return Path(named) / "lightning_unified"
     usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
     return Path.home() / usual / "lightning_unified"

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, an installed package of which only the files are used, or the hub's id of a model."""
+"""Find a model's files in a folder, an installed package or the Hugging Face hub."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -16,10 +16,10 @@ def find_model(source: str, *, argument: str) -> Path:
     Args:
         source: A folder; the name of an installed package that holds them (none of its code runs); or a model's id on the
             Hugging Face hub, from the local cache or, where there is a network, downloaded.
-        argument: What the user calls it, for the message: `"encoder"`.
+        argument: The user's name of the argument, for the message, as in `"encoder"`.
 
     Raises:
-        FileNotFoundError: If it is none of these, or the hub cannot be reached.
+        FileNotFoundError: If `source` is none of these, or the hub cannot be reached.
         RuntimeError: If transformers is not installed.
     """
     folder = Path(source).expanduser()
@@ -31,12 +31,12 @@ def find_model(source: str, *, argument: str) -> Path:
 
 
 def require(*modules: str, need: str, extras: str) -> None:
-    """Raise a RuntimeError that says what to install if one of `modules` is missing.
+    """Raise a RuntimeError with the install command if one of `modules` is missing.
 
     Args:
-        modules: Their names.
-        need: What needs them: `"the classifier needs"`.
-        extras: Of this package, that install them.
+        modules: Names of the modules.
+        need: Beginning of the message, as in `"the classifier needs"`.
+        extras: Extras of this package that install them.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -61,7 +61,7 @@ def _from_hub(source: str, *, argument: str) -> Path:
 
     try:
         return Path(snapshot_download(source, allow_patterns=_WANTED))
-    except Exception as error:  # a malformed name, no network, no such model: each client library has its own classes
+    except Exception as error:  # malformed name, no network, no such model: each client library raises its own classes
         raise FileNotFoundError(
             f"{argument}={source}: there is no such folder, no installed package of that name with weights in it, and the hub did "
             f"not give it ({type(error).__name__}). Give a folder, a hub id where there is a network, or install the package: "

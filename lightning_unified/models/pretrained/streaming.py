@@ -1,7 +1,7 @@
-"""Weights read into a model one tensor at a time: at no moment are they in memory twice.
+"""Load weights one tensor at a time, so that they are never in memory twice.
 
-The model is made without values, and each tensor of a safetensors file becomes a parameter as it is, a view of the file's pages
-that are copied when training first writes to them.
+The model is built without values. Each tensor of a safetensors file then becomes a parameter: a view of the file's pages, which the
+system copies when training first writes to them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ __all__ = ["assign", "stored_tensors", "weight_files", "without_values"]
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Make parameters that have sizes only; buffers (positions, frequencies) get their values as always."""
+    """Create parameters without values; buffers (positions, frequencies) get their values."""
     register = nn.Module.register_parameter
 
     def register_without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -32,7 +32,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a model's weights.
 
     Raises:
-        FileNotFoundError: If there is none; pickled weights are not read.
+        FileNotFoundError: If there is none. Pickled weights are not supported.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -53,7 +53,7 @@ def stored_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter called `name`, trained or frozen as the one before."""
+    """Replace the parameter `name` by `tensor`, trained or frozen as before."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, own, nn.Parameter(tensor, requires_grad=bool(getattr(module, own).requires_grad)))
