@@ -1,8 +1,9 @@
-"""Outputs of attention kernels kept between the two runs of a recomputed block: the kernel runs once, all around it twice.
+"""Saved attention output: a checkpointed block's attention kernels run once, everything else in it twice.
 
-Attention is the part of a block whose time grows with the square of the length, and its kernels (flash, memory-efficient, cuDNN)
-give little that must be kept: the output, and one number a head and position. A kernel that does not run again draws no noise
-again, so the generator is moved on by hand; without that, all dropout behind an attention with dropout would differ.
+Attention is the part of a block whose time grows with the square of the length. Its kernels (flash, memory-efficient, cuDNN) return
+little that must be saved: the output, and one number for each head and position. A kernel that does not run again draws no random
+numbers, so this module sets the generator to its state after the first run. Without that, all dropout after an attention with
+dropout would differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 __all__ = ["SavedAttention", "attention_kernels", "graph_contexts"]
 
-# Those of torch 2.11 to 2.13 that save their output for the backward pass; math attention is made of other operations.
+# Kernels of torch 2.11 to 2.13 that save their output for the backward pass; math attention consists of other operations.
 _KERNELS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -34,18 +35,18 @@ _KERNELS = (
 
 @cache
 def attention_kernels() -> frozenset[Any]:
-    """Return the operations whose outputs are kept, as far as this torch has them; MPS runs none of them in training."""
+    """Return the operations of this torch whose outputs are saved; MPS runs none of them in training."""
     packets = (getattr(torch.ops.aten, name, None) for name in _KERNELS)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def graph_contexts() -> Any:
-    """Return a `context_fn` for `torch.utils.checkpoint` that a graph can hold: torch's own, for a graph puts back its noise itself."""
+    """Return a `context_fn` for `torch.utils.checkpoint` in compiled graphs, which restore random states themselves."""
     return partial(create_selective_checkpoint_contexts, list(attention_kernels()))
 
 
 class _Output(NamedTuple):
-    """What one run of a kernel gave, and the generator of its device afterwards if it drew from it."""
+    """Result of one kernel run, and its device's generator state afterwards if the kernel drew from it."""
 
     kernel: Any
     result: Any
@@ -53,10 +54,10 @@ class _Output(NamedTuple):
 
 
 class SavedAttention:
-    """What the attention kernels gave in one call of a block, in order.
+    """Outputs of the attention kernels in one call of a block, in order.
 
     Attributes:
-        count: How many were kept.
+        count: Number of saved outputs.
     """
 
     def __init__(self) -> None:
@@ -67,19 +68,19 @@ class SavedAttention:
         return len(self._outputs)
 
     def first(self) -> AbstractContextManager[Any]:
-        """Return the surroundings of the first run, which keep."""
+        """Return the context of the first run, which saves outputs."""
         return _Keeping(self._outputs)
 
     def again(self) -> AbstractContextManager[Any]:
-        """Return the surroundings of a further run, which give what was kept."""
+        """Return the context of a further run, which returns the saved outputs."""
         return _Giving(self._outputs)
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps what attention kernels give where a gradient is wanted.
+    """Dispatch mode that saves the outputs of attention kernels whose inputs require a gradient.
 
-    There autograd itself forbids to write over an output, so that what is kept stays what it was. Where none is wanted a block
-    may do that, and the kernel, which leaves nothing to keep, runs twice.
+    For these, autograd forbids writing over an output, so a saved output stays valid. Without a gradient, a block may overwrite the
+    output. Then nothing is saved, and the kernel runs twice.
     """
 
     def __init__(self, outputs: list[_Output]) -> None:
@@ -99,7 +100,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Giving(TorchDispatchMode):
-    """Gives, in place of each kernel's run, what was kept of it."""
+    """Dispatch mode that returns saved outputs instead of running the kernels."""
 
     def __init__(self, outputs: Sequence[_Output]) -> None:
         super().__init__()
@@ -114,8 +115,8 @@ class _Giving(TorchDispatchMode):
         kept = next(self._left, None)
         if kept is None or kept.kernel is not func:
             raise RuntimeError(
-                f"a recomputed block ran {func} where its first run did not: it decides by something that has changed since. Let it "
-                "decide by its arguments, or recompute it without keeping attention."
+                f"a recomputed block ran {func} where its first run did not: it depends on state that has changed since. Let it "
+                "depend on its arguments, or recompute it without keeping attention."
             )
         if kept.noise is not None:
             _set_noise(args[0].device, kept.noise)
@@ -143,5 +144,5 @@ def _set_noise(device: torch.device, state: Tensor) -> None:
 
 
 def _aliases(result: Any) -> Any:
-    """Return what a kernel gave as tensors of their own over the same bytes: autograd writes its history on those it is handed."""
+    """Return new tensors over the same bytes: autograd writes its history to the tensors that it receives."""
     return tree_map_only(Tensor, Tensor.detach, result)

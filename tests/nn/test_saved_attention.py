@@ -182,7 +182,7 @@ def test_a_block_that_attends_more_often_in_its_second_run_is_refused():
     with Recomputing([block], keep_attention=True):
         y = block(torch.randn(3, 5, 8, requires_grad=True))
         with pytest.raises(
-            RuntimeError, match=r"where its first run did not: it decides by something that has changed"
+            RuntimeError, match=r"where its first run did not: it depends on state that has changed"
         ):
             y.sum().backward()
 

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation of causal language models, with rewards that can be checked."""
+"""Group-relative policy optimisation (GRPO) of causal language models with verifiable rewards."""
 
 from lightning_unified.models.grpo.batches.buffer import RolloutBuffer
 from lightning_unified.models.grpo.batches.sequences import outline

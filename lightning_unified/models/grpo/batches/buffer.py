@@ -1,4 +1,4 @@
-"""Several optimizer steps on the same completions: a loader that gives each batch of prompts several times, numbered."""
+"""A loader that repeats each batch of prompts, for several optimizer steps on the same completions."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -16,15 +16,15 @@ class _Loader(Protocol):
 
 
 class RolloutBuffer:
-    """Gives each batch of prompts of a loader `inner_iterations` times, with its number as "iteration" (0-dim int64).
+    """Repeat each batch of prompts `inner_iterations` times, numbered by "iteration" (0-dim int64).
 
-    `GRPO.prepare_batch` samples completions when the number is 0 and returns the same completions for the other numbers. It runs where
-    batches are on the device, in the run's precision, and once even if a step is repeated. Batches without prompts, those of the supervised
-    phase, come once. Its place can be saved: Lightning does so with its checkpoints.
+    `GRPO.prepare_batch` samples completions for number 0 and returns the same completions for the other numbers. It runs on the
+    device, in the run's precision, and once even if a step is repeated. Supervised batches, which have no prompts, come once.
+    Lightning saves the loader's place in its checkpoints.
 
     Args:
-        loader: Of dicts of tensors; its own place is saved where it has one. It may say how many of its batches have no prompts by
-            an attribute `supervised_batches`.
+        loader: Loader of dicts of tensors; its own place is saved if it has one. Its attribute `supervised_batches`, if any, is
+            the number of batches without prompts.
         inner_iterations: Optimizer steps on the completions of a batch.
 
     Raises:
@@ -35,16 +35,16 @@ class RolloutBuffer:
         if inner_iterations < 1:
             raise ValueError(f"inner_iterations={inner_iterations}; give 1 or more.")
         self.loader, self.inner_iterations = loader, inner_iterations
-        self._next = 0  # the iteration that is due of the batch held
+        self._next = 0  # the next iteration of the held batch
         self._held: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
-        """Return how many batches there are, the repeated ones included."""
+        """Return the number of batches, repeated ones included."""
         once = getattr(self.loader, "supervised_batches", 0)
         return once + (len(self.loader) - once) * self.inner_iterations
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the batches; first what is left of one that was under way."""
+        """Yield the batches, first the remaining iterations of a held one."""
         if self._held is not None:
             yield from self._rest()
         for batch in self.loader:
@@ -64,7 +64,7 @@ class RolloutBuffer:
 
     @property
     def batch_sampler(self) -> Any:
-        """The loader's own, where Lightning looks for what it tells the epoch."""
+        """The loader's batch sampler, on which Lightning sets the epoch."""
         return getattr(self.loader, "batch_sampler", None)
 
     @property
@@ -73,12 +73,12 @@ class RolloutBuffer:
         return getattr(self.loader, "sampler", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its place, and the loader's where it has one."""
+        """Return the place, and the loader's own if it has one."""
         inner = getattr(self.loader, "state_dict", None)
         return {"next": self._next, "held": self._held, "loader": None if inner is None else inner()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the place of `state`."""
+        """Restore the place of `state`."""
         self._next, self._held = state["next"], state["held"]
         if state["loader"] is not None:
             self.loader.load_state_dict(state["loader"])  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""What a GRPO module keeps from batch to batch, apart from weights: completions that are trained on again, and the sampler."""
+"""State of a GRPO module between batches: completions with iterations left, and the sampler."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ __all__ = ["KeptRollouts", "SamplerSlot"]
 
 
 class KeptRollouts:
-    """A prepared batch of completions for several optimizer steps, and the log-probabilities that its first step finds for the others.
+    """A prepared batch for several optimizer steps, with log-probabilities that the first step stores for the others.
 
-    The first step runs with the weights that sampled, so what it computes is what the ratio and the reference term of later steps need;
-    no pass is made for them alone. Parts of a batch are noted by their rows, and a part that is repeated is noted again.
+    The first step runs with the weights that sampled. Its log-probabilities are those that the ratio and the reference term of later
+    steps need, so no extra pass is made. A micro-batch stores its rows; a repeated one stores them again.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class KeptRollouts:
         self._noted: dict[str, Tensor] = {}
 
     def begin(self, batch: dict[str, Any], *, with_reference: bool) -> dict[str, Any]:
-        """Keep a prepared batch, and return it for its first iteration, as `again` does for the others.
+        """Keep a prepared batch, and return it for its first iteration.
 
         Args:
-            batch: Of the first iteration.
-            with_reference: Whether there will be log-probabilities of a reference.
+            batch: The prepared batch.
+            with_reference: Whether a reference's log-probabilities will be stored.
         """
         self._batch = batch
         self._noted = {"old": torch.zeros_like(batch["sampled_log_probs"], dtype=torch.float32)}
@@ -38,7 +38,7 @@ class KeptRollouts:
 
     @torch.no_grad()
     def note(self, row: Tensor, *, old: Tensor, reference: Tensor | None) -> None:
-        """Take down log-probabilities (r, T) of the rows `row` (r)."""
+        """Store log-probabilities (r, T) of the rows `row` (r)."""
         for name, values in (("old", old), ("reference", reference)):
             if values is None:
                 continue
@@ -48,29 +48,29 @@ class KeptRollouts:
             into.index_copy_(0, row.to(into.device), values.to(into.device))
 
     def again(self, iteration: int) -> dict[str, Any]:
-        """Return the batch with `iteration`, a plain number; `row` (R), the place of each row; and what was noted: `old` and, where there
-        is one, `reference` (R, T). Before the first iteration that is nothing yet, but there: a plan is for batches that have it.
+        """Return the kept batch for one iteration.
+
+        The batch has `iteration`, a plain number; `row` (R), the index of each row; and the stored log-probabilities `old` and, with a
+        reference, `reference` (R, T). These are present, though zero, before the first iteration: plans depend on a batch's fields.
 
         Args:
             iteration: The first is 0.
 
         Raises:
-            RuntimeError: If no batch was begun.
+            RuntimeError: If there is no kept batch.
         """
         if self._batch is None:
-            raise RuntimeError(
-                "a batch is to be trained on again, and none was before it; its iterations must come in order."
-            )
+            raise RuntimeError("a batch is repeated that never came before; its iterations must come in order.")
         row = torch.arange(len(self._batch["mask"]), device=self._batch["mask"].device)
         noted = {name: values.clone() for name, values in self._noted.items()}
         return {**self._batch, **noted, "row": row, "iteration": iteration}
 
     def state(self) -> dict[str, Any]:
-        """Return all of it, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"batch": self._batch, "noted": dict(self._noted)}
 
     def restore(self, state: Mapping[str, Any], *, device: torch.device) -> None:
-        """Be as `state` says, on `device`."""
+        """Restore `state` on `device`."""
         batch = state["batch"]
         self._batch = None if batch is None else {key: _moved(value, device) for key, value in batch.items()}
         self._noted = {key: _moved(value, device) for key, value in state["noted"].items()}
@@ -81,11 +81,11 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class SamplerSlot:
-    """Where a module has its sampler, which holds caches and graphs of this very model: a copy of the module has an empty slot.
+    """Holder of a module's sampler; a copy of the module has an empty one, since caches and graphs belong to one model.
 
     Attributes:
-        given: The user's own.
-        made: The module's, in place of that; None as long as nothing was sampled.
+        given: The user's sampler.
+        made: The module's own sampler if `given` is None; None before the first rollout.
     """
 
     def __init__(self, given: Sampling | None = None) -> None:

@@ -16,15 +16,17 @@ from lightning_unified.models.grpo.task import Task
 
 __all__ = ["Sampled", "Sampling", "group_advantages", "groups_that_tell", "judged", "prepared"]
 
-_EPSILON = 1e-4  # keeps the quotient finite; as the common implementations have it
-_SAME = 1e-6  # judgement: rewards of a group that differ by less are the same but for rounding
+_EPSILON = 1e-4  # keeps the quotient finite, as in common implementations
+_SAME = 1e-6  # judgement: smaller differences within a group are rounding
 
 
 def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none", "group"] = "none") -> Tensor:
-    """Return each reward less its group's mean; with "group" divided by the group's standard deviation (of a sample, plus 1e-4).
+    """Return rewards minus their group's mean, optionally divided by the group's standard deviation.
+
+    The divisor is the sample standard deviation plus 1e-4.
 
     Args:
-        rewards: (P * G), the G completions of a prompt side by side.
+        rewards: (P * G), G for each prompt in a row.
         group_size: G, 2 or more.
         scale: "none" or "group".
 
@@ -39,10 +41,10 @@ def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none",
 
 
 def groups_that_tell(rewards: Tensor, *, group_size: int) -> Tensor:
-    """Return (P) bool: the groups whose rewards differ; the others' advantages are zero and so is what they teach.
+    """Return (P) bool: the groups whose rewards differ; in the others, all advantages are zero.
 
     Args:
-        rewards: (P * G), the G completions of a prompt side by side.
+        rewards: (P * G), G for each prompt in a row.
         group_size: G.
     """
     groups = rewards.unflatten(0, (-1, group_size))
@@ -50,7 +52,7 @@ def groups_that_tell(rewards: Tensor, *, group_size: int) -> Tensor:
 
 
 class Sampled(Protocol):
-    """Completions, as `rollout.Completions` has them: N = P * G rows, the G of a prompt side by side, T tokens."""
+    """Completions, as in `rollout.Completions`: N = P * G rows, G for each prompt in a row, T tokens."""
 
     @property
     def ids(self) -> Tensor:
@@ -59,7 +61,7 @@ class Sampled(Protocol):
 
     @property
     def mask(self) -> Tensor:
-        """(N, T) bool, the tokens of the completion, the one that ends it included."""
+        """(N, T) bool, the completion's tokens, the ending one included."""
         ...
 
     @property
@@ -69,12 +71,12 @@ class Sampled(Protocol):
 
     @property
     def ended(self) -> Tensor:
-        """(N) bool, which came to their own end."""
+        """(N) bool, whether each completion ended by itself."""
         ...
 
 
 class Sampling(Protocol):
-    """What samples, as `rollout.Sampler` does."""
+    """A sampler, such as `rollout.Sampler`."""
 
     def __call__(self, prompt: Tensor, prompt_mask: Tensor, *, group_size: int, max_new_tokens: int) -> Sampled:
         """Return `group_size` completions of each prompt."""
@@ -87,14 +89,14 @@ def judged(
     """Return the task's rewards (N) by name, on the device of `examples`.
 
     Args:
-        task: What judges.
+        task: The task.
         examples: (N), see `Task.rewards`.
         sampled: The completions.
-        decode: Turns ids into text.
+        decode: Turns token ids into text.
         step: See `Task.rewards`.
 
     Raises:
-        ValueError: If there is no "total", one is not a number a completion, or not finite.
+        ValueError: If "total" is missing, or a reward is not one finite number for each completion.
     """
     lengths = sampled.mask.sum(1).tolist()
     texts = [decode(row[:length]) for row, length in zip(sampled.ids.tolist(), lengths, strict=True)]
@@ -121,19 +123,19 @@ def prepared(
     scale: Literal["none", "group"],
     width: int | None,
 ) -> dict[str, Any]:
-    """Return the completions as a prepared batch (see `sequences`), with `advantages` (R), `sampled_log_probs` (R, T) and `figures`.
+    """Return the completions as a prepared batch with `advantages`, `sampled_log_probs` and `figures`.
 
-    Groups whose rewards are all the same teach nothing and are left out, and so are columns that none of the others needs. Where no
-    group is left the first stays, without a token that counts.
+    Groups with equal rewards have no gradient and are left out, as are columns that no other group needs. If no group is left, the
+    first stays without active tokens. See `sequences` for the other fields.
 
     Args:
-        batch: With `prompt`, `prompt_mask` (P, L).
+        batch: A batch with `prompt` and `prompt_mask` (P, L).
         sampled: Its completions.
-        rewards: Theirs, (N).
+        rewards: Their rewards (N).
         group_size: G.
         scale: See `group_advantages`.
-        width: Tokens of the longest completion there may be: all rows are kept then, those that teach nothing last, and the batch is the
-            largest there will be, for who plans memory by it. None for as few rows and columns as there are.
+        width: Upper bound on the tokens of a completion: all rows are then kept, inactive groups last, so that memory can be
+            planned by the largest batch. None for as few rows and columns as possible.
     """
     total, groups = rewards["total"], groups_that_tell(rewards["total"], group_size=group_size)
     order = (~groups).int().sort(stable=True).indices
@@ -157,12 +159,12 @@ def prepared(
 
 
 def _columns(values: Tensor, width: int) -> Tensor:
-    """Return the first `width` columns of (R, T), of zeros where there are not as many."""
+    """Return the first `width` columns of (R, T), filled up with zeros."""
     return torch.nn.functional.pad(values[:, :width], (0, max(width - values.shape[1], 0)))
 
 
 def _figures(sampled: Sampled, rewards: Mapping[str, Tensor], *, told: Tensor) -> dict[str, float]:
-    """Return what is logged of all completions, dropped ones included."""
+    """Return the logged figures of all completions, dropped ones included."""
     lengths = sampled.mask.sum(1).float()
     figures = {f"reward_{name}": value.float().mean() for name, value in rewards.items() if name != "total"}
     figures |= {

@@ -1,8 +1,12 @@
-"""Batches as the loss wants them: one row a sequence, read from its first token on, and which of its tokens count.
+"""Prepared batches: one row for each sequence, with the tokens that the loss scores.
 
-A prepared batch has one kind of rows, completions or solver traces, and in each `tokens` (R, S) int64 with all pads at the end, so that
-causal attention needs no mask; `start` (R) int64, the place of the first token that may count; `chosen` (R, T) int64, the tokens from
-there on; `mask` (R, T) bool, which of them count; and `total`, how many do in the whole batch, a plain number that parts share.
+The rows are completions or supervised traces. The fields:
+
+- `tokens` (R, S) int64, with all pads at the end, so that causal attention needs no mask;
+- `start` (R) int64, the position of the first token that may be scored;
+- `chosen` (R, T) int64, the tokens from there on;
+- `mask` (R, T) bool, the scored ones among them;
+- `total`, their number in the whole batch, a plain number that micro-batches share.
 """
 
 from typing import Any
@@ -17,7 +21,7 @@ _IGNORED = -100
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether there is anything in `tensor`; where a step is planned there are shapes only."""
+    """Return whether `tensor` has values; in a dry run there are shapes only."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
@@ -35,12 +39,12 @@ def completed(prompt: Tensor, prompt_mask: Tensor, *, ids: Tensor, mask: Tensor)
 
 
 def supervised(tokens: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return a batch of traces as a prepared one.
+    """Return a batch of traces as a prepared batch.
 
     Args:
         tokens: (B, S), pads on the right.
-        labels: (B, S), the token itself where it counts, else -100, as causal models of transformers take them: what is at a place is
-            predicted from what is before it. A row's first token cannot count.
+        labels: (B, S), the token itself where it is scored, else -100, as for causal models of transformers: each token is
+            predicted from those before it. A row's first token cannot be scored.
     """
     if not has_values(tokens):
         whole = torch.ones_like(labels[:, 1:], dtype=torch.bool)
@@ -62,14 +66,14 @@ def supervised(tokens: Tensor, labels: Tensor) -> dict[str, Any]:
 def outline(
     prompts: int, *, prompt_length: int, group_size: int, max_new_tokens: int, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return the largest prepared batch of completions that such settings give, all zeros: to plan with, nothing is sampled.
+    """Return the largest prepared batch for some settings, all zeros, to plan with; nothing is sampled.
 
     Args:
         prompts: Prompts of a batch, P.
-        prompt_length: Tokens of the longest.
-        group_size: Completions of each, G; the batch has P * G rows.
+        prompt_length: Tokens of the longest prompt.
+        group_size: Completions of each prompt, G; the batch has P * G rows.
         max_new_tokens: Tokens of the longest completion.
-        device: Of its tensors.
+        device: Device of the tensors.
     """
     rows = prompts * group_size
     ids = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
