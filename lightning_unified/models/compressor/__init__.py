@@ -1,4 +1,4 @@
-"""The compressor: a policy that drops tokens of a text, and a language model that restores them or goes on without.
+"""The compressor: a policy drops tokens of a text, and a language model restores or continues it.
 
 The names below are imported on first use, so that importing the package does not import Lightning.
 """

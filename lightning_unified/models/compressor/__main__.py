@@ -1,4 +1,4 @@
-"""`python -m lightning_unified.models.compressor evaluate|compress`: judge a trained compressor, or use it."""
+"""`python -m lightning_unified.models.compressor evaluate|compress`: evaluate a compressor, or use it."""
 
 import argparse
 import json

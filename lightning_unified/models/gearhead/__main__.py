@@ -126,7 +126,7 @@ def _interact(diagnoser: Diagnoser, *, sampling: Sampling, options: argparse.Nam
 
 
 def report(result: dict[str, Any]) -> str:
-    """Return a diagnosis laid out for reading."""
+    """Return a diagnosis as a printable report."""
     subsystem = "not predicted by this model"
     if result["subsystem"] is not None:
         subsystem = f"{result['subsystem']} (probability {result['subsystem_probability']:.2f})"

@@ -1,4 +1,4 @@
-"""`python -m lightning_unified.models.wordle play|evaluate|solve`: the game on a terminal, and how well it is played."""
+"""`python -m lightning_unified.models.wordle play|evaluate|solve`: play Wordle, or evaluate a player."""
 
 import argparse
 import json
@@ -77,7 +77,7 @@ def _play(options: argparse.Namespace) -> None:
 
 
 def _person(console: Console, words: WordList, *, secret: str, rival: Sequence[Turn]) -> None:
-    """Let a person play, row by row beside the colours of a rival's guesses."""
+    """Let a person play, beside the colours of a rival's guesses."""
     state = State()
     while not state.solved and len(state.turns) < MAX_TURNS:
         guess = console.input(f"guess {len(state.turns) + 1} of {MAX_TURNS}: ").strip().lower()

@@ -1,7 +1,7 @@
-"""The tokenizer that an encoder was pretrained with, and texts in its tokens: the same for training, judging and predicting.
+"""Load an encoder's own tokenizer, and encode texts for training, evaluation and prediction alike.
 
-Texts go in as they are. What a tokenizer does to them (lowering, accents, white space) is part of the encoder; to lower a text, drop
-its names, links, digits or signs before it gets there is to hide what the encoder knows.
+Texts are not changed before. Lowering, accents and white space are the tokenizer's own matter. Lowering a text or removing names,
+links, digits or signs beforehand would hide information that the encoder knows.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>")
 
 
 def load_encoder_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a pretrained encoder, free of the length and the padding that its file may fix.
+    """Load the tokenizer of a pretrained encoder, without the length and padding set in its file.
 
     Args:
         name: One of `ENCODERS`, a folder that holds `tokenizer.json`, such a file, or the name of a model on the Hugging Face hub.
 
     Raises:
-        FileNotFoundError: If it is neither here nor on the hub.
+        FileNotFoundError: If it is neither on this machine nor on the hub.
         ValueError: If a file is no tokenizer.
     """
     if name in ENCODERS:
@@ -45,7 +45,7 @@ def load_encoder_tokenizer(name: str) -> Tokenizer:
 
 
 def own_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE learnt from `texts`, which puts `<s>` before and `</s>` behind: for an encoder without a past."""
+    """Train a byte-level BPE on `texts` that adds `<s>` and `</s>`, for an encoder with random weights."""
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     ends = [(token, SPECIAL_TOKENS.index(token)) for token in ("<s>", "</s>")]
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
@@ -53,9 +53,9 @@ def own_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, length: int) -> list[list[int]]:
-    """Return the ids of each text, special tokens at its ends included, cut at `length`.
+    """Return the ids of each text with special tokens at its ends, truncated to `length`.
 
-    A `[SEP]` that stands in a text is five characters, not the special token. The tokenizer is left as it was.
+    `[SEP]` in a text is five characters, not the special token. The tokenizer is not changed.
     """
     tokenizer.encode_special_tokens = True
     tokenizer.enable_truncation(length)
@@ -80,7 +80,7 @@ def _read(file: Path) -> Tokenizer:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    """Return what transformers makes of a folder without `tokenizer.json`, or of a name on the hub."""
+    """Return transformers' tokenizer for a folder without `tokenizer.json`, or for a name on the hub."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Labelled texts for a classifier, from a source by name to batches of fixed rows and few lengths on a loader that can be resumed."""
+"""`LabelData`: labelled texts from a named source, as batches of few fixed lengths that resume."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["LabelData"]
 
-_MULTIPLE = 8  # what tensor cores ask of a side in 16 bits; in short texts a coarser grid is padding
+_MULTIPLE = 8  # tensor cores need a multiple of 8 in 16 bits; for short texts, a coarser grid is mostly padding
 _PATHS = {
     "files": "a .csv, .tsv or .jsonl file, or a folder of classes",
     "sentiment": "the source archive of vaderSentiment, or the folder it lies in",
@@ -47,24 +47,24 @@ class _Prepared:
 
 
 class LabelData(ResumableData):
-    """Texts and their classes, freed of copies and parted by group, as batches of `input_ids`, `attention_mask`, `labels`.
+    """Labelled texts without copies, split by group, as batches of `input_ids`, `attention_mask`, `labels`.
 
-    Everything is a function of the arguments and the source, and nothing draws from the global random state. What counts as a copy
-    is in `duplicates`, the split in `label_split`, a batch in `LabelRows`, the loader in `ResumableLoader`.
+    All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
+    `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.
 
     Args:
         source: One of `label_sources.SOURCES`.
         path: For `files`: a `.csv`, `.tsv` or `.jsonl` file or a folder of classes; for `sentiment` the source archive.
-        batch_size: Rows of a batch over all ranks: what the optimizer sees, whatever their length and however memory cuts it.
+        batch_size: Rows of a batch over all ranks: the effective batch.
         val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
-        text_length: Most tokens of a text, special ones included; the rest is cut off.
-        padded_lengths: How many lengths batches are padded to, which are then chosen for the least padding; or the lengths.
+        text_length: Tokens at which a text is truncated, special ones included.
+        padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
         pretrained: The encoder whose tokenizer is used, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
-        vocab_size: Most tokens of a tokenizer that is learnt; without effect otherwise.
+        vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         val_fraction: Share of each class for validation, in whole groups.
-        test_fraction: The same for the test, where the source holds none out itself; 0 for none.
+        test_fraction: Share for the test set if the source has none; 0 for none.
         seed: Draws split and order.
-        drop_last: Leave out, anew each epoch, the rows that do not fill a batch. Training only.
+        drop_last: Leave out rows that do not fill a training batch, other rows each epoch.
         num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
         persistent_workers: Keep the workers from epoch to epoch.
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
@@ -118,17 +118,17 @@ class LabelData(ResumableData):
 
     @property
     def test_rows(self) -> LabelRows:
-        """The rows to be judged by, once."""
+        """The test rows."""
         return self._prepared.test
 
     @property
     def sides(self) -> Sides:
-        """The texts behind the rows, in the same order."""
+        """The texts of the rows, in the same order."""
         return self._prepared.sides
 
     @property
     def label_names(self) -> list[str]:
-        """The class of each label, in order of their names."""
+        """Names of the classes, sorted; a label is an index into them."""
         return self._prepared.label_names
 
     @property
@@ -138,15 +138,15 @@ class LabelData(ResumableData):
 
     @property
     def padded_lengths(self) -> list[int]:
-        """What batches are padded to, ascending."""
+        """Lengths to which batches are padded, ascending."""
         return self._prepared.lengths
 
     def tokens_per_epoch(self, *, epoch: int = 0, pad_to: int | None = None) -> int:
-        """Return the tokens, padding included, that a training epoch puts through the model.
+        """Return the tokens of a training epoch, padding included.
 
         Args:
-            epoch: Which; epochs differ a little, since their batches do.
-            pad_to: As if every batch were padded to this length; None for what is done.
+            epoch: Number of the epoch; epochs differ slightly, since their batches do.
+            pad_to: Length to which every batch is padded; None for the real lengths.
         """
         rows = self._prepared.train
         batches = plan_epoch(
@@ -181,15 +181,15 @@ class LabelData(ResumableData):
             )
 
     def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of full size and the longest length there may be, for which nothing is read or encoded."""
+        """Return a training batch of zeros with full size and the longest length; no file is read."""
         return _zeros(self.batch_size, self.text_length)
 
     def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return the same for a batch of validation."""
+        """Return a validation batch of zeros."""
         return _zeros(self.options.rows_of_validation, self.text_length)
 
     def describe(self) -> dict[str, Any]:
-        """Return what there is, what was left out, and the tokens of the first epoch; all counts."""
+        """Return counts of texts, left-out texts and the tokens of the first epoch."""
         prepared, sides = self._prepared, self._prepared.sides
         return {
             "source": self.source,

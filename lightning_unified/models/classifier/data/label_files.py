@@ -1,11 +1,11 @@
-"""A user's own labelled texts: a CSV or JSONL file, or a folder of a folder a class.
+"""Read a user's labelled texts: a CSV or JSONL file, or a folder with a subfolder for each class.
 
 - `.csv`, `.tsv`: a first line that names the columns `text` and `label`, in any order.
 - `.jsonl`: one object a line with `text` and `label`.
-- a folder: a subfolder a class, in it a `.txt` file a text; or subfolders `train` and `test` of such.
+- a folder: a subfolder for each class with a `.txt` file for each text; or subfolders `train` and `test` of such.
 
-Rows may also say their `group` (rows of one are never parted by a split) and their `split`, `train` or `test`: then that is the
-split. Other columns are left alone.
+Rows may also have a `group`, which a split keeps together, and a `split`, `train` or `test`, which then is the split. Other columns
+are ignored.
 """
 
 import csv
@@ -29,7 +29,7 @@ def read(path: Path) -> list[LabelledText]:
 
     Raises:
         FileNotFoundError: If `path` does not exist, or is a folder without a text in a class.
-        ValueError: If a file is of another kind, not UTF-8, or has a row that cannot be read; names file and line.
+        ValueError: If a file has another suffix, is not UTF-8, or has an invalid row; with file and line.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -68,7 +68,7 @@ def _content(file: Path) -> str:
 
 
 def _table(file: Path) -> Iterator[LabelledText]:
-    # a text may be longer than the module's limit of a field, which is for the whole process: it is given back
+    # a text may exceed the csv module's field limit, which holds for the whole process and is restored
     before = csv.field_size_limit(2**31 - 1)
     try:
         delimiter = "\t" if file.suffix == ".tsv" else ","
@@ -95,7 +95,7 @@ def _check_columns(file: Path, names: Iterable[str]) -> None:
 
 
 def _jsonl(file: Path) -> Iterator[LabelledText]:
-    # not splitlines(): JSON leaves U+2028, U+0085 and their like as they are within a text
+    # not splitlines(): a JSON string may contain U+2028, U+0085 and other line separators
     for number, line in enumerate(_content(file).split("\n"), start=1):
         if not line.strip():
             continue

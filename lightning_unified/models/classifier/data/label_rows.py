@@ -1,7 +1,7 @@
-"""Rows of token ids with a class, which make batches padded to one of a few fixed lengths.
+"""Rows of token ids with a class, as batches padded to one of a few fixed lengths.
 
-Why few and fixed: a kernel, a compiled graph and a cached buffer are made for a shape. To pad each batch to its own longest text is
-the least work and was the slowest of all on a GPU; to pad all to the longest allowed is one shape and mostly padding.
+Kernels, compiled graphs and cached buffers are made for one shape, so the lengths are few and fixed. Padding each batch to its own
+longest text is the least work but was the slowest on a GPU. Padding all to the longest text allowed is one shape, but mostly padding.
 """
 
 import zlib
@@ -13,11 +13,11 @@ from torch import Tensor
 
 __all__ = ["IGNORED", "LabelRows"]
 
-IGNORED = -100  # torch.nn.functional.cross_entropy leaves such targets out
+IGNORED = -100  # torch.nn.functional.cross_entropy ignores such targets
 
 
 class LabelRows(torch.utils.data.Dataset):
-    """Token ids in flat arrays, small to pickle for spawned workers, that make a whole batch at a time.
+    """Token ids in flat arrays, small to pickle for spawned workers; they return whole batches.
 
     A batch is a dict: `input_ids` (B, T) int64, `attention_mask` (B, T) bool, True at tokens, `labels` (B,) int64. T is the
     smallest of `lengths` that holds the longest row of the batch.
@@ -25,7 +25,7 @@ class LabelRows(torch.utils.data.Dataset):
     Args:
         texts: Token ids of each text.
         labels: The class of each.
-        lengths: What batches are padded to, ascending; the last holds every text.
+        lengths: Lengths to pad to, ascending; the last is at least that of every text.
         pad_id: The id of padding.
     """
 
@@ -38,18 +38,18 @@ class LabelRows(torch.utils.data.Dataset):
         self.bucket_of = np.searchsorted(self.lengths, self.sizes)
         self.pad_id = pad_id
         self._starts = np.concatenate([[0], np.cumsum(self.sizes)])
-        # one more: an empty set of texts, and places beyond the last text, are looked up too
+        # one more entry: lookups also occur for no texts and beyond the last text
         self._ids = np.array([each for ids in texts for each in ids] + [pad_id], dtype=np.int32)
         self.checksum = zlib.crc32(
             np.concatenate([self.labels, self.sizes, self.lengths]).tobytes(), zlib.crc32(self._ids.tobytes())
         )
 
     def length_of(self, indices: Sequence[int]) -> int:
-        """Return what a batch of these rows is padded to."""
+        """Return the length to which a batch of these rows is padded."""
         return int(self.lengths[max((self.bucket_of[index] for index in indices if index >= 0), default=0)])
 
     def class_counts(self, classes: int) -> list[int]:
-        """Return how many rows each of so many classes has."""
+        """Return the number of rows of each class."""
         return np.bincount(self.labels, minlength=classes).tolist()
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class LabelRows(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """Return the batch of the rows `indices`; -1 stands for a row without a class.
 
-        Its mask is True at the first place, a pad: attention over nothing would be 0 / 0.
+        The mask of such a row is True at the first position, a pad: attention over nothing would be 0 / 0.
         """
         rows = np.array(indices)
         sizes = np.where(rows < 0, 0, self.sizes[rows])

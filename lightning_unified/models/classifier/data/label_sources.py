@@ -1,4 +1,4 @@
-"""The sources of labelled texts by name, each read at run time from an installed package or the user's files and never copied here.
+"""Sources of labelled texts by name, read at run time from installed packages or the user's files.
 
 | source | texts | classes | split |
 | --- | --- | --- | --- |
@@ -22,7 +22,7 @@ from lightning_unified.models.classifier.data.labelled import LabelledText
 
 __all__ = ["SOURCES", "load"]
 
-_DECIDED = 0.5  # a mean rating (-4 to 4) nearer to 0 than this has no sign that the raters agree on
+_DECIDED = 0.5  # raters do not agree on the sign of a mean rating (-4 to 4) closer to 0
 _RATED = "_GroundTruth.txt"
 _ARCHIVE = "vaderSentiment-3.3.2.tar.gz"
 _FETCH = "pip download --no-deps --no-binary :all: vaderSentiment==3.3.2"
@@ -37,7 +37,7 @@ def load(source: str, *, path: str | None = None) -> list[LabelledText]:
 
     Raises:
         FileNotFoundError: If the package, file or folder is not there.
-        ValueError: If a file cannot be read as what it should be.
+        ValueError: If a file does not have its expected format.
     """
     if source == "files":
         return label_files.read(Path(path or ""))
@@ -56,7 +56,7 @@ def _bbc() -> list[LabelledText]:
 
 
 def _decoded(content: bytes) -> str:
-    """Return the text of a file whose currency signs are those of Windows where it is not UTF-8."""
+    """Read a UTF-8 text file that may contain currency signs of a Windows code page."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
@@ -77,7 +77,7 @@ def _table(name: str, *, source: str) -> list[LabelledText]:
 
 
 def _sentiment(path: Path) -> list[LabelledText]:
-    """Return the rated texts with the sign of their mean rating; sentences of one review or editorial are a group."""
+    """Return rated texts labelled by the sign of their mean rating; a review or editorial is a group."""
     archive = path / _ARCHIVE if path.is_dir() else path
     if not archive.is_file():
         raise FileNotFoundError(
@@ -95,7 +95,7 @@ def _sentiment(path: Path) -> list[LabelledText]:
 
 
 def _rated_files(archive: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and content of each file of ratings: they are in an archive within the archive."""
+    """Yield name and content of each file of ratings, from the archive inside the archive."""
     try:
         with tarfile.open(archive) as outer:
             inner = next(member for member in outer if member.name.endswith("/hutto_ICWSM_2014.tar.gz"))

@@ -1,7 +1,7 @@
-"""Three sides of labelled texts: to learn from, to choose by, to be judged by; copies are taken out before anything is parted.
+"""Split labelled texts into training, validation and test by group, after removing copies.
 
-An official test set stays as it is, so that figures compare with others'; what is too much like one of its texts leaves training.
-Everything else is parted by group and, within each class, in the same proportion.
+An official test set is not changed, so that results compare with published ones; near copies of its texts leave training. All other
+texts are split by group, with the same proportion in each class.
 """
 
 from collections import Counter, defaultdict
@@ -17,14 +17,14 @@ __all__ = ["LeftOut", "Sides", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """How many texts were left out before the split, and why.
+    """Numbers of texts left out before the split, by reason.
 
     Attributes:
-        blank: Without a word.
-        exact: Copies, but for case and white space, of a text that stays.
-        near: Near copies of one.
-        like_test: How many of the copies and near copies are of a text of an official test set.
-        of_other_class: How many of them had another class than the text that stays.
+        blank: Texts without a word.
+        exact: Copies of a text that stays, apart from case and white space.
+        near: Near copies of a text that stays.
+        like_test: Copies and near copies of a text in an official test set.
+        of_other_class: Copies and near copies with another class than the text that stays.
     """
 
     blank: int
@@ -36,14 +36,14 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sides:
-    """Texts parted, each side in the order of the source.
+    """The three sides of a split, each in the order of the source.
 
     Attributes:
-        train: To learn from.
-        validation: To choose by: when to stop, which checkpoint, the temperature.
-        test: To be judged by, once.
-        is_official: Whether `test` is what the source holds out.
-        left_out: What is on no side.
+        train: Training texts.
+        validation: Texts that decide when to stop, the best checkpoint and the temperature.
+        test: Texts for the final evaluation.
+        is_official: Whether `test` is the source's own test set.
+        left_out: Counts of texts on no side.
     """
 
     train: list[LabelledText]
@@ -54,20 +54,20 @@ class Sides:
 
 
 def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: float, seed: int) -> Sides:
-    """Take out copies and part the rest.
+    """Remove copies and split the rest.
 
     Args:
-        texts: All of a source. If it holds some out, they are the test side, less those that are blank.
+        texts: All texts of a source. Its own test texts, if any, are the test side, without blank ones.
         val_fraction: Share of each class for validation; of an official split, share of its training side.
-        test_fraction: Share of each class for the test; without effect if the split is official.
-        seed: With the texts, decides what goes where.
+        test_fraction: Share of each class for the test; no effect if the split is official.
+        seed: With the texts, decides the split.
 
     Raises:
-        ValueError: If there are fewer than two classes, or a class has nothing to learn from.
+        ValueError: If there are fewer than two classes, or a class has no training text.
     """
     worded = [text for text in texts if text.text.strip()]
     official = [text for text in worded if text.is_test]
-    # the test set first: of two that are alike it is the one that stays
+    # the test set first: of two near copies, the first stays
     ordered = official + [text for text in worded if not text.is_test]
     copies = find_copies([text.text for text in ordered], kept=len(official))
     kept = [text for place, text in enumerate(ordered) if place not in copies.of]
@@ -98,13 +98,13 @@ def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: f
 def _held_out(
     texts: list[LabelledText], *, fraction: float, seed: int, what: str
 ) -> tuple[list[LabelledText], list[LabelledText]]:
-    """Return the texts that stay and those that are held out: of each class whole groups, up to its share.
+    """Return the remaining and the held-out texts: whole groups of each class, up to the class's share.
 
-    A group counts for the class that most of its texts have. Which groups go does not depend on the order of the texts.
+    A group belongs to the class of most of its texts. The choice of groups does not depend on the order of the texts.
     """
     members: dict[str, list[LabelledText]] = defaultdict(list)
     for text in texts:
-        # without a group, the text is its own: no other has the same words
+        # without a group, the text itself: no other text has the same words
         members[f"group {text.group}" if text.group else f"text {text.text}"].append(text)
     groups_of: dict[str, list[str]] = defaultdict(list)
     sizes: Counter[str] = Counter()

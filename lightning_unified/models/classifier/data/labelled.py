@@ -10,10 +10,10 @@ class LabelledText:
     """One text and its class.
 
     Attributes:
-        text: As it was found: nothing lowered, stripped of names or links, or otherwise cleaned.
+        text: The original text, without any cleaning.
         label: The name of its class.
-        group: Texts of one group (sentences of one review) are never parted by a split; empty for a group of its own.
-        is_test: Whether an official split holds it out for the last judgement.
+        group: A split keeps texts of one group (sentences of a review) together; empty for a single text.
+        is_test: Whether it is in an official test set.
     """
 
     text: str
@@ -81,5 +81,5 @@ _TEXTS = {
 
 
 def texts() -> list[LabelledText]:
-    """Return all of them, class by class."""
+    """Return all built-in texts, class by class."""
     return [LabelledText(text=text, label=label) for label, group in _TEXTS.items() for text in group]

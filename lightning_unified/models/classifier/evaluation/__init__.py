@@ -1,1 +1,1 @@
-"""Judge a classifier: metrics, calibration, plots, and the callback that reports them."""
+"""Evaluate a classifier: metrics, calibration, plots, and the callback that saves them."""

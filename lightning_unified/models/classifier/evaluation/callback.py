@@ -1,4 +1,4 @@
-"""The report of each validation beside the run: as JSON, as a picture, and to a logger that takes pictures."""
+"""Callback that saves a report after each validation, as JSON and as a plot."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ __all__ = ["ClassificationReport"]
 
 
 class ClassificationReport(Callback):
-    """Write `<stage>.json` and `<stage>.png` after each validation and test; the last one's stand.
+    """Write `<stage>.json` and `<stage>.png` after each validation and test, over earlier ones.
 
     Args:
-        directory: Where; None takes `plots/` in the run's folder.
-        picture: Whether to draw confusion and reliability, which needs matplotlib.
+        directory: Folder; None takes `plots/` in the run's folder.
+        picture: Whether to plot confusion and reliability, which needs matplotlib.
     """
 
     def __init__(self, *, directory: str | None = None, picture: bool = True) -> None:
@@ -26,7 +26,7 @@ class ClassificationReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse another module before the first step.
+        """Raise for a module that is no classifier, before the first step.
 
         Raises:
             ValueError: If the module is no classifier.

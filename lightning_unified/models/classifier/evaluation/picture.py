@@ -1,4 +1,4 @@
-"""A report to look at: which classes are taken for which, and whether confidence means what it says, as one PNG."""
+"""Plot a report as one PNG: the confusion matrix and the reliability diagram."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from lightning_unified.models.classifier.evaluation.report import Report
 
 __all__ = ["draw", "figure_of"]
 
-_MOST_NUMBERS = 24  # classes up to which every cell has its number written in it
+_MOST_NUMBERS = 24  # up to so many classes, every cell shows its number
 
 
 def draw(report: Report, path: str | Path) -> Path:

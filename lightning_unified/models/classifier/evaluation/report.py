@@ -1,6 +1,6 @@
-"""How good a classifier is on rows it has not trained on: accuracy, macro F1, AUROC, calibration, Brier score, confusion.
+"""Report of a classifier: accuracy, macro F1, AUROC, calibration, Brier score, confusion.
 
-Figures are computed on all rows of an epoch at once, from their logits: nothing depends on how the rows were batched or cut.
+Values are computed from the logits of all rows of an epoch at once, so they do not depend on batches or micro-batches.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ __all__ = ["Outputs", "Report", "report"]
 
 
 class Outputs(Metric):
-    """Keeps the logits and labels of all rows of an epoch, over all batches and all processes."""
+    """Metric that collects the logits and labels of an epoch, over all batches and processes."""
 
     full_state_update = False
     logits: list[Tensor]
@@ -48,16 +48,15 @@ class Outputs(Metric):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Figures of one epoch.
+    """Metrics of one epoch.
 
     Attributes:
-        rows: How many there were.
+        rows: Number of rows.
         label_names: The classes, in the order of `confusion`.
         loss: Mean cross-entropy in nats, without class weights and smoothing.
-        accuracy: Share of rows that are right.
+        accuracy: Share of correct predictions.
         macro_f1: Mean of the classes' F1 scores; a class without rows counts only if it was predicted.
-        auroc: Mean of the classes' areas under the ROC curve, one against the rest, over classes of which there are rows; None
-            where there are not two.
+        auroc: Mean area under the ROC curve, one class against the rest, over classes with rows; None for fewer than two.
         calibration_error: Expected calibration error: mean distance of confidence and accuracy over bins of confidence.
         brier: Mean squared distance of the probabilities from the label's one-hot vector, between 0 and 2.
         temperature: By which logits are divided for the two below; None without calibration.

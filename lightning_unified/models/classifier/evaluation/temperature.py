@@ -1,4 +1,4 @@
-"""One number by which logits are divided, so that probabilities mean what they say.
+"""Temperature scaling: one divisor of the logits that calibrates probabilities.
 
 Source: Guo et al. 2017, "On Calibration of Modern Neural Networks", section 4.2, temperature scaling.
 """
@@ -11,18 +11,20 @@ from torch.nn import functional
 
 __all__ = ["LEAST", "MOST", "fit_temperature"]
 
-LEAST, MOST = 0.05, 20.0  # where every row is right, the likeliest temperature would be 0
+LEAST, MOST = 0.05, 20.0  # if every row is right, the likeliest temperature would be 0
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the temperature under which the labels are likeliest, found by L-BFGS in its logarithm, in float64 on the CPU.
+    """Fit the most likely temperature for the labels by L-BFGS, in float64 on the CPU.
+
+    The optimisation runs over the temperature's logarithm.
 
     Shapes:
-        logits (N, C), labels (N), of rows that were not trained on.
+        logits (N, C), labels (N), of validation rows.
     """
     scores, labels = logits.detach().cpu().double(), labels.cpu()
     with torch.inference_mode(mode=False), torch.enable_grad():
-        scores = scores.clone()  # what was made in inference mode takes no part in a backward pass
+        scores = scores.clone()  # tensors from inference mode cannot take part in a backward pass
         logarithm = torch.zeros((), dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.LBFGS([logarithm], max_iter=50, line_search_fn="strong_wolfe")
 

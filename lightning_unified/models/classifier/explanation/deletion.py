@@ -10,20 +10,20 @@ from lightning_unified.models.classifier.module import TextClassifier
 
 __all__ = ["Deletion", "delete_in_order"]
 
-_STAGES = 20  # at which the probability is looked at, at most
-_ROWS = 64  # texts at a time
+_STAGES = 20  # stages at which the probability is computed, at most
+_ROWS = 64  # texts of a batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-    """What deleting words in an order does, beside random orders.
+    """Effect of deleting words in an order, compared with random orders.
 
     Attributes:
         area: Mean of 1 - p / p0 over the stages of deletion: the higher, the earlier the probability falls. Below 0 it rises.
-        random_mean: The same for random orders, on average.
-        random_deviation: Its standard deviation over them.
-        orders: How many there were.
-        p_value: Share of all orders, the given one included, that do as well as the given one or better.
+        random_mean: Mean of that area over random orders.
+        random_deviation: Standard deviation over random orders.
+        orders: Number of random orders.
+        p_value: Share of all orders, the given one included, with at least the given one's area.
     """
 
     area: float
@@ -45,17 +45,17 @@ def delete_in_order(
     orders: int,
     seed: int,
 ) -> Deletion:
-    """Return what masking words in `order` does to a label's probability, and what random orders do.
+    """Mask words in `order` and in random orders, and compare the fall of a label's probability.
 
     Args:
         module: In eval mode.
         ids: One text (T), without pads.
         groups: The places of each word's tokens.
-        order: The words, the one to be masked first at the front.
+        order: The words in the order in which they are masked.
         target: The label's number.
-        masked: The id that takes the place of a masked token.
-        orders: How many random ones.
-        seed: They are drawn from.
+        masked: The id that replaces a masked token.
+        orders: Number of random orders.
+        seed: Seed of the random orders.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randperm(len(groups), generator=generator).tolist() for _ in range(orders)]
@@ -84,6 +84,6 @@ def delete_in_order(
 
 
 def _stages(words: int) -> list[int]:
-    """Return after how many masked words the probability is looked at; all words are masked at the last."""
+    """Return the numbers of masked words at which the probability is computed; the last is all words."""
     count = min(words, _STAGES)
     return [round(words * (index + 1) / count) for index in range(count)]

@@ -1,4 +1,4 @@
-"""Which words of a text speak for a label: integrated gradients, whose sum is checked, judged by deleting words in their order.
+"""Explain a label by integrated gradients for each word, checked by their sum and a deletion test.
 
 Sources: Sundararajan, Taly and Yan 2017, "Axiomatic Attribution for Deep Networks"; Petsiuk, Das and Saenko 2018, "RISE", section 4.3
 (deletion).
@@ -19,9 +19,9 @@ from lightning_unified.models.classifier.module import TextClassifier
 
 __all__ = ["Explanation", "Word", "explain"]
 
-_TOLERANCE = 0.05  # by which the attributions' sum may miss what they explain, as a share of it
+_TOLERANCE = 0.05  # allowed error of the attributions' sum, as a share of the explained difference
 _MOST_STEPS = 512
-_ROWS = 32  # points of the integral at a time
+_ROWS = 32  # points of the integral in a batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +29,10 @@ class Word:
     """A word of a text.
 
     Attributes:
-        text: As it stands there.
-        start: Its first character's place in the text.
-        end: The place behind its last.
-        attribution: What it adds to the label's logit, in place of a masked word; below 0 it speaks against the label.
+        text: The word.
+        start: Position of its first character in the text.
+        end: Position after its last.
+        attribution: Its contribution to the label's logit over a masked word; below 0, it speaks against the label.
     """
 
     text: str
@@ -43,18 +43,18 @@ class Word:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Why a text is given a label.
+    """Explanation of a label for a text.
 
     Attributes:
-        text: All of it, also what was cut off.
-        label: The label explained.
-        probability: Its, for the text; scaled by the temperature.
-        baseline_probability: The same where every word is masked.
-        words: Those that were read, in order.
-        difference: By how much the label's logit differs between the text and the baseline: what attributions should add up to.
-        delta: By how much they miss it.
+        text: The whole text, truncated part included.
+        label: The explained label.
+        probability: The label's probability, scaled by the temperature.
+        baseline_probability: The same with every word masked.
+        words: The words that were read, in order.
+        difference: The label's logit minus that of the baseline; attributions should add up to it.
+        delta: Error of the attributions' sum.
         steps: Points of the integral.
-        converged: Whether `delta` is at most 5 % of `difference`; attributions of others are not to be trusted.
+        converged: Whether `delta` is at most 5 % of `difference`; otherwise the attributions are unreliable.
         deletion: How fast the probability falls when words are masked in the order of their attributions, and in random orders;
             None without orders to compare with.
     """
@@ -74,19 +74,19 @@ class Explanation:
 def explain(
     module: TextClassifier, text: str, *, label: str | None = None, steps: int = 32, orders: int = 100, seed: int = 0
 ) -> Explanation:
-    """Return how much each word of `text` adds to a label's logit.
+    """Return the contribution of each word of `text` to a label's logit.
 
-    The path of the integral begins at the same text with every word masked. Special tokens stay, and every token keeps its position:
-    a baseline of pads would move the positions of some encoders, and lose the tokens that the head reads. Points are doubled until
-    the attributions add up, or there are 512 of them.
+    The path of the integral begins at the same text with every word masked. Special tokens stay, and every token keeps its position. A
+    baseline of pads would shift the positions of some encoders and lose the tokens that the head reads. The number of points doubles
+    until the attributions add up, or reaches 512.
 
     Args:
         module: A trained classifier.
-        text: What it classifies.
-        label: A label's name; None for the likeliest.
+        text: The text.
+        label: A label's name; None for the most likely.
         steps: Points of the integral to begin with.
         orders: Random orders of deletion to compare with; 0 for no deletion.
-        seed: Of the random orders.
+        seed: Seed of the random orders.
 
     Raises:
         RuntimeError: If captum is not installed, or the classifier has no tokenizer.
@@ -162,7 +162,7 @@ def _explained(
 def _integrated(
     module: TextClassifier, ids: Tensor, baseline: Tensor, *, target: int, steps: int, difference: float
 ) -> tuple[Tensor, float, int]:
-    """Return attributions (T), by how much their sum misses `difference`, and the points that took."""
+    """Return attributions (T), the error of their sum, and the number of points."""
     from captum.attr import IntegratedGradients
 
     table: Any = module.network.model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""An explanation to look at: words that speak for the label in green, those against it in red, in a terminal or as one HTML file."""
+"""Render an explanation for a terminal or as HTML: words for the label in green, against it in red."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ span {{ border-radius: .2rem; }}
 
 
 def segments(explanation: Explanation) -> Iterator[tuple[str, float]]:
-    """Yield the text in pieces with their strength between -1 and 1; what is between words has 0. Joined, they are the text."""
+    """Yield the pieces of the text with strengths from -1 to 1; text between words has 0."""
     most = max((abs(word.attribution) for word in explanation.words), default=0.0) or 1.0
     done = 0
     for word in explanation.words:
@@ -56,7 +56,7 @@ def summary(explanation: Explanation) -> str:
 
 
 def terminal(explanation: Explanation) -> Text:
-    """Return the text for `rich.print`, the stronger a word the fuller its colour."""
+    """Return the text for `rich.print`; a stronger word has a stronger colour."""
     shown = Text()
     for text, strength in segments(explanation):
         if not strength:
@@ -68,7 +68,7 @@ def terminal(explanation: Explanation) -> Text:
 
 
 def page(explanations: Sequence[Explanation], *, title: str = "Which words speak for the label") -> str:
-    """Return one HTML page that needs nothing else."""
+    """Return one self-contained HTML page."""
     parts = []
     for one in explanations:
         parts.append(f"<h2>{html.escape(one.label)}</h2>\n<small>{html.escape(summary(one))}</small>")

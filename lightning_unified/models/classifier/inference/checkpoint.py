@@ -1,4 +1,4 @@
-"""A trained classifier from a file, or an error: nothing here ever answers with an untrained head."""
+"""Load a trained classifier; an untrained one is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,27 @@ __all__ = ["load", "read"]
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return a classifier's checkpoint as plain data (`weights_only=True`): a file cannot run code here.
+    """Read a classifier's checkpoint as plain data (`weights_only=True`), without running its code.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        RuntimeError: If it is damaged, is no checkpoint of a classifier, or was saved before the first step of training.
+        RuntimeError: If it is damaged, belongs to no classifier, or was saved before the first training step.
     """
     return read_trained(path, model="classifier", untrained="its head would answer by chance")
 
 
 def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
-    """Return the classifier in a checkpoint that training has saved, in eval mode, with labels and tokenizer.
+    """Load the classifier in a checkpoint, in eval mode, with labels and tokenizer.
 
     The encoder's own files are not needed: the checkpoint holds its configuration and all weights.
 
     Args:
         path: The `.ckpt` file.
-        device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU.
+        device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        RuntimeError: As for `read`; or if weights and sizes do not belong together, or there is no tokenizer.
+        RuntimeError: As for `read`; or if weights and sizes do not fit together, or there is no tokenizer.
     """
     saved = read(path)
     module = TextClassifier(**saved["hyper_parameters"])

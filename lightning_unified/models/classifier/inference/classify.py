@@ -1,4 +1,4 @@
-"""Probabilities for texts by a trained classifier: rows of like length together, padded as in training."""
+"""Classify texts: rows of similar length together, padded as in training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from lightning_unified.models.classifier.network.trimming import ROW_LENGTHS, fi
 
 __all__ = ["Classification", "classify", "encoder_of", "text_length_of"]
 
-_UNSAID = (16, 32, 64, 128, 256, 512)  # to which rows are padded where training has not said
+_UNSAID = (16, 32, 64, 128, 256, 512)  # padded lengths if training has set none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classification:
-    """What a classifier says of one text.
+    """A classifier's prediction for one text.
 
     Attributes:
-        label: The likeliest.
-        probabilities: Of every label, the likeliest first; divided by the temperature that validation found.
-        tokens: How many were read, special ones included.
-        cut_off: Whether the text was longer than what is read.
+        label: The most likely label.
+        probabilities: Probability of every label, the most likely first, scaled by the fitted temperature.
+        tokens: Number of tokens read, special ones included.
+        cut_off: Whether the text was truncated.
     """
 
     label: str
@@ -43,13 +43,13 @@ def classify(
     batch_size: int = 64,
     device: str = "auto",
 ) -> list[Classification]:
-    """Return what a trained classifier says of each text, in their order.
+    """Return a trained classifier's prediction for each text, in order.
 
     Args:
-        texts: Any number of any length; each is read up to the length of training.
+        texts: Texts of any length; each is truncated to the length in training.
         module: A trained classifier, or give `checkpoint`.
-        checkpoint: A file that training has saved.
-        batch_size: Texts at a time.
+        checkpoint: Path of a checkpoint.
+        batch_size: Texts of a batch.
         device: For a checkpoint: "cpu", "cuda", "mps" or "auto".
 
     Raises:
@@ -83,7 +83,7 @@ def encoder_of(model: TextClassifier) -> TextEncoder:
 
 
 def text_length_of(model: TextClassifier) -> int:
-    """Return how many tokens of a text are read: as in training, else as many as the encoder has positions for."""
+    """Return the tokens read of a text: as in training, else the encoder's positions."""
     return model.identity.text_length or model.network.positions or _UNSAID[-1]
 
 

@@ -1,4 +1,4 @@
-"""A trained classifier for others: a folder that transformers reads, and a program that needs nothing but torch."""
+"""Export a trained classifier: a folder for transformers, and a program that needs only torch."""
 
 import json
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from lightning_unified.models.classifier.network.lora import merged
 
 __all__ = ["Exported", "export"]
 
-_TOLERANCE = 1e-4  # by which probabilities may differ: other kernels, float32
-_SHAPES = ((1, 3), (5, 17))  # others than the program was traced with
+_TOLERANCE = 1e-4  # tolerance of probabilities: other kernels, float32
+_SHAPES = ((1, 3), (5, 17))  # shapes that the program was not traced with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What `export` wrote.
+    """Result of `export`.
 
     Attributes:
-        folder: Where.
-        files: By name.
+        folder: The folder.
+        files: Names of its files.
         program: Name of the `torch.export` program; None if none was asked for.
-        largest_difference: Between its probabilities and the model's, over shapes it was not traced with.
+        largest_difference: Largest difference from the model's probabilities, over shapes it was not traced with.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class _Probabilities(nn.Module):
 
 
 def export(module: TextClassifier, folder: str | Path, *, program: bool = True) -> Exported:
-    """Write a classifier for use without this library; adapters are merged into the matrices they are beside.
+    """Write a classifier for use without this library, with merged adapters.
 
     `config.json`, `model.safetensors` and the tokenizer are what `AutoModelForSequenceClassification.from_pretrained` and
     `AutoTokenizer` read, with label names. `classifier.json` has the label names, the temperature by which logits are to be
@@ -59,8 +59,8 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
     returns probabilities, scaled already; it is checked against the model before it is kept.
 
     Args:
-        module: A trained classifier; it is left as it is.
-        folder: Where to write; made if it is not there.
+        module: A trained classifier; it is not changed.
+        folder: Target folder; created if missing.
         program: Whether to write the program.
 
     Raises:
@@ -89,7 +89,7 @@ def export(module: TextClassifier, folder: str | Path, *, program: bool = True) 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars out."""
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -102,7 +102,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain_copy(module: TextClassifier) -> Any:
-    """Return the network as transformers has it, merged, on the CPU; the module's own is not changed."""
+    """Return a copy of the network as transformers has it, merged, on the CPU."""
     hparams = dict(module.hparams)
     hparams |= {
         "architecture": module.network.architecture(),
@@ -149,7 +149,7 @@ def _save_program(model: nn.Module, path: Path, longest: int) -> float:
 
 
 def _example(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return ids that any vocabulary has, and a mask of which the last row is half padding."""
+    """Return ids in any vocabulary, and a mask whose last row is half padding."""
     ids = torch.arange(rows * columns).view(rows, columns) % 61 + 1
     mask = torch.ones(rows, columns, dtype=torch.int64)
     mask[-1, (columns + 1) // 2 :] = 0

@@ -1,4 +1,4 @@
-"""A tokenizer as plain text that a checkpoint can hold, and batches of token ids made with it."""
+"""Tokenizer of a classifier: stored in checkpoints as plain text, encodes batches."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ _SPECIAL = ("pad_token", "cls_token", "sep_token", "mask_token", "unk_token", "b
 
 
 class TextEncoder:
-    """A tokenizer and what is known about its special tokens; it adds those that the model was pretrained with.
+    """A tokenizer with its special tokens; it adds those of the model's pretraining.
 
     Args:
         tokenizer: A fast tokenizer of transformers, or a `tokenizers.Tokenizer`.
-        special: Names of special tokens, as transformers calls them; None takes the tokenizer's own, or the usual ones it has.
+        special: Names of special tokens under transformers' keys; None takes the tokenizer's own, or usual ones.
     """
 
     def __init__(self, tokenizer: Any, *, special: Mapping[str, str] | None = None) -> None:
@@ -30,19 +30,19 @@ class TextEncoder:
 
     @classmethod
     def from_str(cls, text: str) -> "TextEncoder":
-        """Return what `to_str` has written."""
+        """Return the tokenizer from the result of `to_str`."""
         saved = json.loads(text)
         return cls(Tokenizer.from_str(saved["tokenizer"]), special=saved["special"])
 
     def to_str(self) -> str:
-        """Return all of it as JSON."""
+        """Return tokenizer and special tokens as JSON."""
         return json.dumps({"tokenizer": self._backend.to_str(), "special": self.special})
 
     def __len__(self) -> int:
         return self._backend.get_vocab_size()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both give the same ids to the same tokens; how a library writes the rest of it down may change."""
+        """Return whether both map the same tokens to the same ids; other parts of a file depend on the library."""
         if not isinstance(other, TextEncoder):
             return False
         return self.special == other.special and self._backend.get_vocab() == other._backend.get_vocab()
@@ -61,9 +61,9 @@ class TextEncoder:
         return None if name is None else self._backend.token_to_id(name)
 
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
-        """Return the encodings of texts, with special tokens, cut to `max_length` tokens.
+        """Return the encodings of texts, with special tokens, truncated to `max_length` tokens.
 
-        A special token's name in a text is just characters, as it is in training.
+        The name of a special token in a text is plain characters, as in training.
         """
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""Texts for a classifier from files and standard input."""
+"""Read texts to classify from files and standard input."""
 
 import csv
 import json
@@ -10,14 +10,14 @@ from lightning_unified.models.commands import read_text
 
 __all__ = ["Given", "read_texts"]
 
-Given = tuple[str, str]  # where a text is from, and the text
+Given = tuple[str, str]  # place of origin, text
 
 
 def read_texts(sources: Sequence[str], *, lines: bool = False, field: str = "text") -> list[Given]:
     """Return the texts in `sources`, each with the place it came from.
 
-    A `.csv`, `.tsv` or `.jsonl` file has a text in each row, under the name `field`. Any other file is one text, or with `lines` one a
-    line; `-` is standard input, one text a line. Empty lines are left out.
+    A `.csv`, `.tsv` or `.jsonl` file has a text in each row, under the name `field`. Any other file is one text, or one text for each
+    line with `lines`. `-` is standard input, one text for each line. Empty lines are left out.
 
     Raises:
         FileNotFoundError: If there is no such file.

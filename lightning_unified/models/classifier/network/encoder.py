@@ -1,7 +1,6 @@
-"""A transformers model that classifies sequences: built with random weights, or filled from safetensors one tensor at a time.
+"""Build or load a sequence classifier of transformers.
 
-Weights are in memory once: the model is made without values, and each tensor of the file becomes a parameter as it is, a view of
-the file's pages that are copied when training first writes to them. A file of another dtype is converted tensor by tensor.
+Weights are in memory once, see `pretrained.streaming`. A file of another dtype is converted tensor by tensor.
 """
 
 import json
@@ -18,7 +17,7 @@ from lightning_unified.models.pretrained.streaming import assign, stored_tensors
 
 __all__ = ["architecture_of", "base_of", "blocks_of", "build", "head_of", "load", "read_architecture", "resize_head"]
 
-_RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # names of TensorFlow's layer norms, in files of the first BERTs
+_RENAMED = {".gamma": ".weight", ".beta": ".bias"}  # TensorFlow's names of layer norms, in files of the first BERTs
 _DROPOUTS = (
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "dropout", "attention_dropout",
     "seq_classif_dropout", "embedding_dropout", "mlp_dropout", "hidden_dropout",
@@ -31,24 +30,24 @@ def read_architecture(folder: Path) -> dict[str, Any]:
 
 
 def architecture_of(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model as plain data, from which `build` makes one of the same sizes."""
+    """Return a model's configuration as plain data, for `build`."""
     return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue, reportArgumentType]
 
 
 def build(
     architecture: Mapping[str, Any], *, labels: int, attention: str = "sdpa", dropout: float | None = None
 ) -> nn.Module:
-    """Return a sequence classifier of random weights; on the meta device, where a model is planned, of none.
+    """Build a sequence classifier with random weights; on the meta device, without values.
 
     Args:
         architecture: A transformers configuration, with its `model_type`.
-        labels: How many.
-        attention: transformers' name of the kernel.
-        dropout: In place of all of the configuration's own.
+        labels: Number of labels.
+        attention: transformers' name of the attention kernel.
+        dropout: Dropout in place of all of the configuration's own.
 
     Raises:
         RuntimeError: If transformers is not installed.
-        ValueError: If transformers knows no such architecture, or has no such attention for it.
+        ValueError: If transformers does not know the architecture, or not with this attention.
     """
     require("transformers", "safetensors", need="the classifier needs", extras="models,pretrained")
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -79,11 +78,11 @@ def load(
     attention: str = "sdpa",
     dropout: float | None = None,
 ) -> nn.Module:
-    """Return a sequence classifier with the weights in `folder`; a head that is not there, or of other labels, is new.
+    """Load a sequence classifier from `folder`; a missing head, or one of other labels, is new.
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.
-        RuntimeError: If the encoder's weights are incomplete or of other sizes.
+        RuntimeError: If the encoder's weights are incomplete or have other sizes.
     """
     with without_values():
         model = build(architecture, labels=labels, attention=attention, dropout=dropout)
@@ -128,7 +127,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def resize_head(model: Any, labels: int) -> None:
-    """Give a model that nobody has trained yet a new output layer for `labels` labels.
+    """Replace the output layer of an untrained model by one for `labels` labels.
 
     Raises:
         RuntimeError: If its head has no linear output layer.
@@ -166,7 +165,7 @@ def _renamed(name: str) -> str:
 
 
 def _begin(model: Any, missing: set[str]) -> None:
-    """Give the parameters that are in no file their first values, as transformers draws them."""
+    """Initialise the parameters that are in no file, as transformers does."""
     for path in sorted({name.rpartition(".")[0] for name in missing}):
         module = model.get_submodule(path)
         for own, parameter in list(module.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Low-rank adapters (`models.adapters`) in an encoder whose head is trained as it is, and what they come to once merged."""
+"""Low-rank adapters in an encoder with a trained head, and their merge."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ __all__ = ["adapt", "merged"]
 
 
 def adapt(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> None:
-    """Freeze the encoder and put adapters beside its linear layers; the head is trained as it is.
+    """Freeze the encoder and add adapters to its linear layers; the head is trained in full.
 
     Args:
         model: A sequence classifier of transformers, changed in place.
@@ -24,7 +24,7 @@ def adapt(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets:
 
     Raises:
         RuntimeError: If peft is not installed.
-        ValueError: If no layer is called so.
+        ValueError: If no linear layer has one of the names.
     """
     head = head_of(model)
     adapt_linear_layers(base_of(model), rank=rank, alpha=alpha, dropout=dropout, targets=targets, extra="classifier")
@@ -33,7 +33,7 @@ def adapt(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets:
 
 
 def merged(model: Any) -> Any:
-    """Put adapters into the matrices they are beside, in place, and return the model as transformers knows it."""
+    """Merge adapters into their matrices in place, and return the model as transformers has it."""
     if find_spec("peft") is None:
         return model
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,4 +1,4 @@
-"""The network of a classifier: an encoder of transformers and its head, from a preset, a folder, or a configuration."""
+"""The classifier's network: an encoder of transformers and its head."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["Network"]
 
-# these take a mask of four dimensions as it is; from one of two they first read on the host whether there is a pad at all
+# these take a 4-dimensional mask directly; with a 2-dimensional one, the host first reads whether there is a pad
 _TAKE_MASKS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "electra"})
 
 
@@ -26,14 +26,14 @@ class Network(nn.Module):
         preset: A name in `presets.PRESETS`.
         encoder: A folder, an installed package or a hub id, in place of the preset's.
         architecture: A transformers configuration, in place of the encoder's own.
-        load_pretrained: Whether the encoder's weights are read; never on the meta device, where a model is planned and not run.
-        labels: How many.
-        dropout: In place of the encoder's own.
-        attention: transformers' name of the kernel.
-        recompute: Keep only each block's input for the backward pass.
+        load_pretrained: Whether to read the encoder's weights; never on the meta device.
+        labels: Number of labels.
+        dropout: Dropout in place of the encoder's own.
+        attention: transformers' name of the attention kernel.
+        recompute: Activation checkpointing of each block.
 
     Raises:
-        ValueError: If the preset's encoder has another number of parameters than it states.
+        ValueError: If the preset's encoder has another number of parameters than stated.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Network(nn.Module):
 
     @property
     def labels(self) -> int:
-        """How many labels the head tells apart."""
+        """Number of labels."""
         return self.model.config.num_labels
 
     @property
@@ -82,15 +82,15 @@ class Network(nn.Module):
 
     @property
     def positions(self) -> int | None:
-        """The longest text in tokens; None where nothing limits it."""
+        """The longest text in tokens; None without a limit."""
         config = self.model.config
         longest = getattr(config, "max_position_embeddings", None)
-        # RoBERTa counts positions from behind its padding id on
+        # RoBERTa's positions start after its padding id
         return longest - config.pad_token_id - 1 if longest and "roberta" in config.model_type else longest
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass."""
+        """Whether each block recomputes its activations."""
         return self._recomputing is not None
 
     @recompute.setter
@@ -110,11 +110,11 @@ class Network(nn.Module):
         return encoders.architecture_of(self.model)
 
     def resize_head(self, labels: int) -> None:
-        """Give the head `labels` outputs, with new weights."""
+        """Replace the head by a new one with `labels` outputs."""
         encoders.resize_head(self.model, labels)
 
     def adapt(self, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None) -> None:
-        """Freeze the encoder and put low-rank adapters in it; see `adapters.adapt`."""
+        """Freeze the encoder and add low-rank adapters; see `lora.adapt`."""
         adapt(self.model, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
 
     @override

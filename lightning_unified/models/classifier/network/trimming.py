@@ -1,7 +1,6 @@
-"""Padding that no row of a part needs is left out: a few fixed lengths, and never a wait for the device.
+"""Trim padding that no row of a micro-batch needs, to a few fixed lengths, without waiting for the device.
 
-Nothing attends to pads, so that leaving out columns of nothing but pads, behind all tokens, changes no prediction. A batch with pads
-anywhere else is left as it is.
+No token attends to pads, so dropping trailing columns of pads changes no prediction. A batch with pads elsewhere is not changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,9 @@ _COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def with_row_lengths(batch: Any) -> Any:
-    """Return the batch with the rows' lengths as plain numbers, counted while it is on the CPU; others are returned as they are.
+    """Add the rows' lengths to a batch on the CPU, as plain numbers; other batches stay unchanged.
 
-    A list of one number a row is cut with the rows, and the step that reads it need not wait for an accelerator.
+    The list is split with the rows, and the step reads it without waiting for an accelerator.
     """
     if not isinstance(batch, Mapping) or ROW_LENGTHS in batch or not _is_known(batch.get("attention_mask")):
         return batch
@@ -27,7 +26,7 @@ def with_row_lengths(batch: Any) -> Any:
     if mask.device.type != "cpu":
         return batch
     places, real = torch.arange(1, mask.shape[1] + 1), mask.bool()
-    # where pads stand before or between tokens, the row's length is that of the batch, and it is not full
+    # pads before or between tokens: such a batch cannot be trimmed
     lengths, counts = (real * places).amax(1), real.sum(1)
     if not torch.equal(lengths, counts):
         return batch
@@ -35,9 +34,9 @@ def with_row_lengths(batch: Any) -> Any:
 
 
 def trimmed(batch: Mapping[str, Any], *, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the batch no longer than the least of `lengths` that holds its longest row.
+    """Trim the batch to the least of `lengths` that holds its longest row.
 
-    A batch that is traced without values is never trimmed: what is planned is the most a part of this size may need.
+    A batch without values is never trimmed: a plan needs the largest memory of this batch size.
     """
     ids, rows = batch["input_ids"], batch.get(ROW_LENGTHS)
     if not rows or not _is_known(ids):
@@ -47,7 +46,7 @@ def trimmed(batch: Mapping[str, Any], *, lengths: Sequence[int]) -> dict[str, An
 
 
 def padded_mask(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the mask (B, T), or None where it is known that no row has a pad: attention is faster without one."""
+    """Return the mask (B, T), or None if no row has a pad: attention is faster without a mask."""
     ids, rows = batch["input_ids"], batch.get(ROW_LENGTHS)
     if rows and _is_known(ids) and min(rows) == ids.shape[1]:
         return None

@@ -1,4 +1,4 @@
-"""Passages of plain text for the compressor, from a source by name to batches on a loader that can be resumed."""
+"""`PassageData`: passages of plain text from a named source, as batches that resume."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ from lightning_unified.models.compressor.data.passages import Passages
 
 __all__ = ["PassageData"]
 
-_SHORTEST = 8  # tokens; a shorter rest of a document is no text to compress
+_SHORTEST = 8  # tokens; a shorter rest of a document is left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,25 +35,25 @@ class _Prepared:
 
 
 class PassageData(ResumableData):
-    """Plain texts, split by document, as batches of `input_ids` and `mask`, and of what follows; see `Passages`.
+    """Plain texts, split by document, as batches of passages and their continuations; see `Passages`.
 
-    Everything is a function of the arguments and the source, and nothing draws from the global random state. Of diagnostic records
-    the laid-out text is taken.
+    All results depend only on the arguments and the source; the global random state is never used. Diagnostic records are used as
+    rendered texts.
 
     Args:
         source: `pydoc` (Python's topics), `botocore` (AWS documentation), `dtc`, `builtin` (for tests), or `files`.
         path: For `files`: a `.jsonl` or `.txt` file, or a folder of them.
-        batch_size: Rows of a batch over all ranks: what the optimizer sees, however memory cuts it.
+        batch_size: Rows of a batch over all ranks: the effective batch.
         val_batch_size: Rows of a validation batch; None for `batch_size`.
         text_length: Tokens of a passage.
-        continuation_length: Tokens of what follows it; 0 for none.
-        vocab_size: Most tokens of the vocabulary; a small corpus gives fewer.
+        continuation_length: Tokens of its continuation; 0 for none.
+        vocab_size: Largest vocabulary; a small corpus gives fewer tokens.
         tokenizer_file: A `tokenizer.json` to use instead of learning one.
-        pretrained: Take the tokenizer of this pretrained model, as in `smollm2-135m`; None for one of our own.
-        val_fraction: Share of the bytes for validation; whole groups, so it is met roughly.
+        pretrained: Pretrained model whose tokenizer is used, as in `smollm2-135m`; None trains one.
+        val_fraction: Share of the bytes for validation, met roughly since groups stay whole.
         seed: Draws split and order.
-        max_groups: Use only so many groups (topics, services, files); None for all.
-        drop_last: Leave out, anew each epoch, the rows that do not fill a batch. Training only.
+        max_groups: Number of groups (topics, services, files) to use; None for all.
+        drop_last: Leave out rows that do not fill a training batch, other rows each epoch.
         num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
         persistent_workers: Keep the workers from epoch to epoch.
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
@@ -112,7 +112,7 @@ class PassageData(ResumableData):
 
     @property
     def train_documents(self) -> list[np.ndarray]:
-        """The token ids of each training document: what frequencies and n-grams are counted on."""
+        """The token ids of each training document, for frequencies and n-grams."""
         return self._prepared.train_documents
 
     @property
@@ -121,11 +121,11 @@ class PassageData(ResumableData):
         return self._prepared.parts.validation
 
     def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
+        """Return a training batch of zeros with full size and length; no file is read."""
         return self._zeros(self.batch_size)
 
     def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return the same for a batch of validation."""
+        """Return a validation batch of zeros."""
         return self._zeros(self.options.rows_of_validation)
 
     def _zeros(self, rows: int) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class PassageData(ResumableData):
         return batch
 
     def describe(self) -> dict[str, Any]:
-        """Return what there is and what was left out; counts, and bytes of UTF-8."""
+        """Return counts of documents, passages and left-out tokens, and bytes of UTF-8."""
         prepared, parts = self._prepared, self._prepared.parts
         return {
             "source": self.source,

@@ -1,4 +1,4 @@
-"""Plain texts cut into passages: rows of at most T tokens that never span two documents, each with what follows it.
+"""Passages: rows of at most T tokens of one document, each with its continuation.
 
 Shapes:
     A row has up to T tokens, and up to U tokens of continuation; a batch (B, T) and (B, U).
@@ -12,20 +12,20 @@ from torch import Tensor
 
 __all__ = ["PAD_ID", "Passages"]
 
-PAD_ID = 0  # any token would do: what is a pad is told by the mask
+PAD_ID = 0  # arbitrary: the mask identifies pads
 
 
 class Passages(torch.utils.data.Dataset):
-    """Passages of documents in flat arrays, small to pickle for spawned workers, that make a whole batch at a time.
+    """Passages in flat arrays, small to pickle for spawned workers; they return whole batches.
 
     A batch is a dict: `input_ids` (B, T) int64 and `mask` (B, T) bool, True at tokens; with U above 0 also `continuation`
     (B, U) and `continuation_mask` (B, U): the tokens after the passage in its document, which the next passage begins with.
 
     Args:
         documents: Token ids of each document.
-        length: T, the most tokens of a passage.
-        continuation_length: U, the most tokens of what follows; 0 for none.
-        shortest: A last piece of a document with fewer tokens than this is left out.
+        length: T, the longest passage in tokens.
+        continuation_length: U, the longest continuation in tokens; 0 for none.
+        shortest: Tokens below which the last piece of a document is left out.
     """
 
     def __init__(

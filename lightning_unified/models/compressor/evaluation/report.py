@@ -13,12 +13,12 @@ _SHOWN = (
     ("continuation_perplexity", "Perplexity of the continuation after the compressed text (lower is better)"),
     ("rouge_l", "ROUGE-L of the greedy reconstruction (higher is better)"),
 )
-_NATS = {"continuation_perplexity": "continuation_cross_entropy"}  # what is compared for what is shown
+_NATS = {"continuation_perplexity": "continuation_cross_entropy"}  # measure compared for each measure shown
 _MARKS = {"policy": " ▲", "baseline": " ▼", "overlap": "", "unknown": ""}
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
-    """Return the tables of a record; ▲ and ▼ mark baselines whose interval the policy's is clear of, ahead or behind."""
+    """Return a record's tables; ▲ and ▼ mark baselines that the policy clearly beats or loses to."""
     keeps: Sequence[float] = record["settings"]["keeps"]
     cells = {(row["method"], row["keep"]): row for row in record["rows"]}
     verdicts = {(row["baseline"], row["keep"], row["measure"]): row["intervals"] for row in record["policy_against"]}
@@ -71,7 +71,7 @@ _COLOURS = (
     "#cc79a7",
     "#009e73",
     "#d55e00",
-)  # told apart by colour-blind eyes
+)  # distinguishable for colour-blind readers
 
 
 def plot(record: dict[str, Any], path: str | Path) -> Path:
@@ -98,7 +98,9 @@ def plot(record: dict[str, Any], path: str | Path) -> Path:
             centre, below, above = _points(rows, name)
             is_policy = method == "policy"
             axes.errorbar(
-                [row["keep"] + (place - 3) * 0.004 for row in rows],  # beside each other, or intervals hide intervals
+                [
+                    row["keep"] + (place - 3) * 0.004 for row in rows
+                ],  # shifted, so that intervals do not overlap in the plot
                 centre,
                 yerr=[below, above],
                 label=method.replace("_", " "),
@@ -129,7 +131,7 @@ def _curves(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _points(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float], list[float]]:
-    """Return means and the lengths of the intervals' two sides; a mean without an interval has none to show."""
+    """Return means and the two sides of their intervals, 0 without an interval."""
     found = [row[name] for row in rows]
     below = [0.0 if point["low"] is None else max(point["mean"] - point["low"], 0.0) for point in found]
     above = [0.0 if point["high"] is None else max(point["high"] - point["mean"], 0.0) for point in found]

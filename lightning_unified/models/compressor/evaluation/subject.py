@@ -10,7 +10,7 @@ __all__ = ["Encoder", "Subject", "check_keep", "kept_tokens", "require_trained",
 
 
 class Encoder(Protocol):
-    """A tokenizer, seen from here."""
+    """Interface of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens."""
@@ -22,7 +22,7 @@ class Encoder(Protocol):
 
 
 class Subject(Protocol):
-    """The part of `Compressor` that an evaluation asks.
+    """Interface of an evaluated compressor.
 
     Shapes:
         `ids` (B, T) int64; `mask` (B, T) bool, False at pads, which stand at the right; `keep` (B, T) bool, True where a
@@ -40,7 +40,7 @@ class Subject(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         ...
 
     def train(self, mode: bool = True) -> Any:
@@ -48,11 +48,11 @@ class Subject(Protocol):
         ...
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T) scores; the higher, the sooner a token is kept."""
+        """Return (B, T) scores; tokens with higher scores are kept first."""
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T, V) logits of every original token, given the kept ones (and, if it writes in order, those before)."""
+        """Return (B, T, V) logits of every original token, given the kept ones and, in order, those before."""
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class Subject(Protocol):
 
 
 def require_trained(subject: Subject) -> Encoder:
-    """Return the tokenizer of a subject that was trained: by a trainer that is still attached, or before it was loaded.
+    """Return the tokenizer of a trained subject.
 
     Raises:
-        RuntimeError: If nothing says that it was.
+        RuntimeError: If it is untrained.
         ValueError: If it has no tokenizer.
     """
     if not (subject.trained_steps or subject.global_step):

@@ -1,4 +1,4 @@
-"""Policy, reader and the two embeddings between them: what compresses a text, restores it and goes on after it.
+"""Codec: policy, reader and two embeddings, which compress, restore and continue a text.
 
 Letters for shapes: B texts, K masks of a text, T tokens, U tokens of a continuation, D width, V vocabulary.
 """
@@ -25,12 +25,12 @@ __all__ = ["Codec", "keep_top"]
 class Codec(nn.Module):
     """The networks of a compressor and the ways in which they read.
 
-    `loss_chunk_rows` may be set at any time: tokens whose scores exist at once while a loss is computed; None chooses.
+    `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 
     Args:
         config: The sizes.
-        recompute: Keep only each block's input of the reader for the backward pass.
-        load_pretrained: Whether a pretrained reader brings its weights; a checkpoint brings others.
+        recompute: Activation checkpointing of the reader's blocks.
+        load_pretrained: Whether to load a pretrained reader's weights; False if a checkpoint follows.
     """
 
     loss_chunk_rows: int | None = None
@@ -56,7 +56,7 @@ class Codec(nn.Module):
         """
         x = gated(embeddings, gates=gates, mask_embedding=self.mask_embedding)
         if self.config.reading == "infill":
-            visible = mask | ~mask.any(1, keepdim=True)  # a row of pads must see something
+            visible = mask | ~mask.any(1, keepdim=True)  # attention over nothing would be NaN for a row of pads
             return self.reader(x, visible=visible[:, None, None])
         B, T = mask.shape
         layout = followed_by(x, embeddings, first_real=mask, second_real=mask, separator=self.separator)
@@ -82,7 +82,7 @@ class Codec(nn.Module):
         return layout.back(self.reader(layout.embeddings), start=embeddings.shape[1])
 
     def restoring_losses(self, ids: Tensor, *, embeddings: Tensor, gates: Tensor, mask: Tensor) -> Tensor:
-        """Return what restoring each token costs in nats (B, K, T), 0 at pads.
+        """Return the cost of restoring each token in nats (B, K, T), 0 at pads.
 
         Shapes:
             ids (B, T), embeddings (B, T, D), gates (B, K, T), mask (B, T) bool.
@@ -103,10 +103,10 @@ class Codec(nn.Module):
         continuation: Tensor,
         continuation_mask: Tensor,
     ) -> Tensor:
-        """Return what each token of the continuation costs in nats (B, K, U), 0 at pads.
+        """Return the cost of each continuation token in nats (B, K, U), 0 at pads.
 
-        Gates of 0 and 1 (a boolean tensor) drop tokens altogether: the reader sees the kept ones side by side, and nothing where
-        others were. Gates between cannot; the mask's embedding stands for what they drop.
+        Gates of 0 and 1 (a boolean tensor) remove dropped tokens: the reader gets the kept ones side by side. Gates in between keep
+        all slots, and the mask's embedding replaces the dropped share.
 
         Shapes:
             embeddings (B, T, D), gates (B, K, T), mask (B, T) bool, continuation and continuation_mask (B, U).
@@ -126,7 +126,7 @@ class Codec(nn.Module):
         return self._losses(hidden, labels=torch.where(follow_mask, follow, IGNORED)).view(B, K, -1)
 
     def language_loss(self, ids: Tensor, *, embeddings: Tensor, keep: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
-        """Return the summed loss of the tokens from `starts` on, read from left to right after what is kept of those before.
+        """Return the summed loss of the tokens from `starts` on, given the kept tokens before them.
 
         At a start of 0 this is plain language modelling.
 
@@ -139,14 +139,14 @@ class Codec(nn.Module):
         return self._losses(self.reader(layout.embeddings), labels=labels).sum()
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores (B, T, V) of the token after each, in the whole text from left to right."""
+        """Return the next-token logits (B, T, V) of the whole text."""
         embeddings = self.reader.embed(ids)
         start = self.separator.to(embeddings.dtype).expand(len(ids), 1, -1)
         layout = compact(torch.cat([start, embeddings], dim=1), real=functional.pad(mask, (1, 0), value=True))
         return self.scores(layout.back(self.reader(layout.embeddings), start=1))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., V) of tokens from the reader's vectors (..., D)."""
+        """Return the logits (..., V) from the reader's vectors (..., D)."""
         return functional.linear(hidden, self.reader.head_weight)
 
     @override
@@ -170,7 +170,7 @@ def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader
 
 
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:
-    """Return the mask (B, T) that keeps the `ratio` of each text's tokens with the highest logits, their number rounded.
+    """Return the mask (B, T) of each text's tokens with the highest logits, `ratio` of them, rounded.
 
     Of equal logits the earlier token is kept.
 

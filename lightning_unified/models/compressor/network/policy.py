@@ -1,4 +1,4 @@
-"""The policy: which tokens of a text to keep, from the tokens' embeddings in a window around each.
+"""The policy: decides from a window of embeddings which tokens to keep.
 
 Letters for shapes: B texts, T tokens, D width of an embedding.
 """
@@ -25,7 +25,7 @@ class KeepPolicy(nn.Module):
         width: Size of an embedding, D.
 
     Raises:
-        RuntimeError: If the parameters built are not as many as the configuration states.
+        RuntimeError: If the number of parameters differs from the configuration's.
     """
 
     def __init__(self, config: PolicyConfig, *, width: int) -> None:
@@ -55,20 +55,20 @@ class KeepPolicy(nn.Module):
 
     @override
     def forward(self, embeddings: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token; at pads they mean nothing.
+        """Return the log-odds (B, T) of keeping each token, arbitrary at pads.
 
         Shapes:
             embeddings (B, T, D); mask (B, T) bool, True at tokens.
 
         Raises:
-            ValueError: If the texts are longer than the policy has positions.
+            ValueError: If the texts exceed the policy's positions.
         """
         T = embeddings.shape[1]
         if self.config.positions < T:
             raise ValueError(
                 f"{T} tokens; this policy has {self.config.positions} positions. Cut the text into pieces."
             )
-        # a window of even length reaches one token further back than ahead; a pad is what lies beyond the ends: zero
+        # an even window reaches one token further back than ahead; zeros pad both ends
         ahead = self.config.window - 1 - self.config.window // 2
         x = self.token(embeddings) * mask.unsqueeze(-1)
         x = functional.pad(x.transpose(1, 2), (self.config.window // 2, ahead))

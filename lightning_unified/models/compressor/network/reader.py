@@ -1,7 +1,7 @@
-"""The reader trained from scratch: a pre-norm decoder in the manner of GPT-2, from embeddings to vectors.
+"""The reader trained from scratch: a pre-norm GPT-2 decoder from embeddings to vectors.
 
-It takes embeddings, not token ids, because a gate may stand between the two; and it reads from left to right or from both
-sides with the same weights (Dong et al. 2019, "Unified Language Model Pre-training").
+It takes embeddings, not token ids, because gates may change them. It reads from left to right or from both sides with the same weights
+ (Dong et al. 2019, "Unified Language Model Pre-training").
 
 Letters for shapes: B texts, S slots of a sequence, D width, H heads, V vocabulary.
 """
@@ -45,14 +45,14 @@ class _Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Embeddings in, one vector a slot out; scores are the product with the token table (tied head).
+    """Decoder from embeddings to one vector a slot; the token table is the tied head.
 
     Args:
         config: The sizes.
-        recompute: Keep only each block's input for the backward pass. The same parameters and the same state-dict keys.
+        recompute: Activation checkpointing of each block; parameters and state-dict keys are the same.
 
     Raises:
-        RuntimeError: If the parameters built are not as many as the configuration states.
+        RuntimeError: If the number of parameters differs from the configuration's.
     """
 
     def __init__(self, config: ReaderConfig, *, recompute: bool = False) -> None:
@@ -91,11 +91,11 @@ class Reader(nn.Module):
 
     @property
     def copy_offset(self) -> int:
-        """The position at which the copy of a text begins, the same however long the text is."""
+        """The fixed position at which the copy of a text begins."""
         return self.config.positions // 2
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
-        """Return where the mask's embedding and the separator begin, each (D)."""
+        """Return the initial mask embedding and separator, each (D)."""
         width = self.config.width
         return torch.randn(width) * _INITIAL_STD, torch.randn(width) * _INITIAL_STD
 
@@ -113,10 +113,10 @@ class Reader(nn.Module):
         Args:
             embeddings: Of tokens, gates and separators.
             positions: Row of the position table at each slot; by default 0 to S - 1.
-            visible: Slots that every slot sees, those to its right as well; None reads from left to right.
+            visible: Slots that every slot attends to, on both sides; None reads from left to right.
 
         Raises:
-            ValueError: If the sequence is longer than the reader has positions.
+            ValueError: If the sequence exceeds the reader's positions.
         """
         S = embeddings.shape[1]
         if self.config.positions < S:

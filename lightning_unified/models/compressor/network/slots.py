@@ -1,7 +1,6 @@
-"""How a text is laid out for a causal reader: slots one after the other, pads behind everything else.
+"""Arrange slots for a causal reader: real slots first, pads at the end.
 
-Because pads always come last, a model that reads from left to right needs no attention mask: what is real never sees a pad,
-and more pads change nothing.
+Since pads always come last, a causal model needs no attention mask: real slots never attend to a pad, and more pads change nothing.
 
 Letters for shapes: B texts, S slots, T tokens of a text, U tokens of a continuation, D width.
 """
@@ -20,7 +19,7 @@ class Layout:
 
     Attributes:
         embeddings: (B, S, D), real slots first in their order, the others behind.
-        places: (B, S) int64, where each slot of the original order is now.
+        places: (B, S) int64, the present position of each original slot.
     """
 
     embeddings: Tensor
@@ -66,7 +65,7 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
     """
     B, _, D = second.shape
     between = separator.to(first.dtype).expand(B, 1, D)
-    # the slot that predicts token u is as real as that token: pads of `second` read nothing and are read by nothing
+    # the slot that predicts token u is real if that token is: pads of `second` take no part
     return compact(torch.cat([first, between, second[:, :-1]], dim=1), real=torch.cat([first_real, second_real], dim=1))
 
 

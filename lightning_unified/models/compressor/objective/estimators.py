@@ -1,9 +1,9 @@
-"""What the policy is trained by: two estimators of one objective, and the price that holds its keep ratio.
+"""Terms of the policy's objective, and the REINFORCE estimator.
 
-The objective is J = E[distortion] + price * E[tokens kept] - entropy_weight * entropy, each per token: nats that the dropped tokens
-cost a reader, nats that a kept token costs, and a bonus for being undecided. Its optimum has the logit
-(what keeping the token saves - price) / entropy_weight: the entropy makes logits a graded measure of a token's worth, so that
-the best tokens for any budget are those with the highest logits, and not only for the ratio that was trained.
+The objective per token is J = E[distortion] + price * E[tokens kept] - entropy_weight * entropy. The distortion is the reader's cost of
+dropped tokens in nats, the price the cost of a kept token in nats, and the entropy a bonus for undecided tokens. The optimal logit is
+(saved cost - price) / entropy_weight. So the entropy term makes logits a graded measure of a token's value: the tokens with the highest
+logits are the best for any budget, not only for the trained ratio.
 
 Letters for shapes: B texts, K masks of a text, T tokens.
 """
@@ -21,16 +21,16 @@ def binary_entropy(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-probability (B, K) of whole masks `keep` (B, K, T) under `logits` (B, T), pads left out."""
+    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T), without pads."""
     signs = keep.to(logits.dtype) * 2 - 1
     return (functional.logsigmoid(signs * logits.unsqueeze(1)) * mask.unsqueeze(1)).sum(-1)
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return each reward less the mean of the other masks' of the same text (leave-one-out baseline).
+    """Return each reward minus the mean reward of the text's other masks (leave-one-out baseline).
 
     Shapes:
-        rewards and what is returned (B, K), K of 2 or more.
+        rewards and result (B, K), K of 2 or more.
 
     Source: Kool, van Hoof and Welling 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!", eq. 8.
     """
@@ -41,7 +41,7 @@ def advantages(rewards: Tensor) -> Tensor:
 def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor) -> Tensor:
     """Return a term (B) whose gradient estimates that of each text's expected distortion per token.
 
-    The reward is detached: no gradient reaches whatever computed it.
+    The reward is detached: no gradient flows into its computation.
 
     Args:
         logits: (B, T).

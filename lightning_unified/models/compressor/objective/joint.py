@@ -1,4 +1,4 @@
-"""The joint loss of policy and reader: its random numbers and totals, drawn and counted once, and its terms, which add up.
+"""Joint loss of policy and reader, with random numbers and totals fixed for the whole batch.
 
 Letters for shapes: B texts, K masks of a text, T tokens, U tokens of a continuation.
 """
@@ -18,7 +18,7 @@ __all__ = ["JointLoss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointLoss:
-    """What is optimised, and by which estimator; the arguments of `Compressor` of the same names.
+    """Objective and estimator; fields are the arguments of `Compressor` of the same names.
 
     Raises:
         ValueError: If a number is out of range.
@@ -46,21 +46,21 @@ class JointLoss:
 
     @property
     def soft_masks(self) -> int:
-        """How many masks of a text are relaxed, the larger half; by the others the reader learns what it will be given in use.
+        """Number of relaxed masks of a text, the larger half; the others are hard, as in use.
 
-        A gate that is not quite 0 tells a reader which token it has dropped; one trained on such gates alone restores little.
+        A gate slightly above 0 shows the reader the dropped token, so a reader trained only on such gates restores little.
         """
         return -(-self.masks // 2) if self.objective == "relaxed" else 0
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the whole batch with its random numbers, by row, and its totals.
+        """Return the whole batch with random numbers for each row, and totals.
 
-        Adds `noise` (B, K, T), uniform, one number a decision; `shifts` (B), by which a text's log-odds are moved, so that policy and
-        reader meet budgets on both sides of the target; `starts` (B), where the language model's part of each text begins:
-        at 0 for half of them; and the scalars `total_texts`, `total_tokens`, `total_scored`, `total_language`.
+        It adds `noise` (B, K, T), one uniform number for each decision; `shifts` (B) of the texts' log-odds, so that policy and reader
+        see budgets on both sides of the target; `starts` (B), where the language-model part of each text begins, 0 for half of them;
+        and the scalars `total_texts`, `total_tokens`, `total_scored`, `total_language`.
 
         Raises:
-            ValueError: If the batch lacks what the target is.
+            ValueError: If the batch lacks the target's fields.
         """
         mask = batch["mask"]
         if self.target == "predict" and "continuation" not in batch:
@@ -82,7 +82,7 @@ class JointLoss:
         }
 
     def terms(self, codec: Codec, batch: Mapping[str, Tensor], *, price: Tensor) -> dict[str, Tensor]:
-        """Return the loss of some rows of a prepared batch, a part of the whole batch's, and what is to be known of each row.
+        """Return the loss of some rows of a prepared batch, and figures of each row.
 
         Returns:
             Scalars that add up over parts: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
@@ -98,7 +98,7 @@ class JointLoss:
     def parts(
         self, codec: Codec, batch: Mapping[str, Tensor], *, embeddings: Tensor, logits: Tensor, price: Tensor
     ) -> dict[str, Tensor]:
-        """Return what the loss is made of, scalars with a gradient: `distortion`, `policy` and `language`.
+        """Return the terms of the loss, scalars with a gradient: `distortion`, `policy` and `language`.
 
         Args:
             codec: The networks.
@@ -116,11 +116,11 @@ class JointLoss:
             gates = relaxed_bernoulli(moved.unsqueeze(1), uniform=noise[:, :soft], temperature=self.temperature)
             gates = torch.cat([gates, keep[:, soft:].to(gates.dtype)], dim=1)
         costs, scored = self._costs(codec, batch, embeddings=embeddings, gates=gates)
-        # what is paid is the ratio at the log-odds themselves, which is what the price holds
+        # the price applies to the ratio at unshifted log-odds, which it controls
         policy = self._rate(batch, logits=logits, price=price)
-        if self.objective == "reinforce":  # else the costs' own gradient reaches the policy through the gates
+        if self.objective == "reinforce":  # otherwise the gradient of the costs reaches the policy through the gates
             policy = policy + self._reinforce(batch, logits=moved, keep=keep, costs=costs, scored=scored)
-        # every parameter takes part in every step, whatever is read: DDP waits for each gradient
+        # every parameter takes part in every step, since DDP waits for each gradient
         policy = policy + 0 * (codec.separator.sum() + codec.mask_embedding.sum())
         language = torch.zeros((), device=ids.device)
         if self.language_weight:
@@ -137,7 +137,7 @@ class JointLoss:
     def validate(self, codec: Codec, batch: Mapping[str, Tensor], *, ratio: float) -> Tensor:
         """Return sums over a batch: loss and its terms at exactly `ratio` kept, language loss and its terms, tokens kept, tokens.
 
-        The loss is of dropped tokens only, or of the continuation. The tokens kept are those of probability above 1/2.
+        The loss covers dropped tokens only, or the continuation. Tokens with a probability above 1/2 count as kept.
         """
         ids, mask = batch["input_ids"], batch["mask"]
         embeddings = codec.reader.embed(ids)
@@ -158,7 +158,7 @@ class JointLoss:
     def _costs(
         self, codec: Codec, batch: Mapping[str, Tensor], *, embeddings: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return what each mask (B, K) costs in nats, and how many tokens of each text (B) are scored."""
+        """Return the cost of each mask (B, K) in nats, and the scored tokens of each text (B)."""
         ids, mask = batch["input_ids"], batch["mask"]
         if self.target == "predict":
             follow, follow_mask = batch["continuation"], batch["continuation_mask"]
@@ -173,7 +173,9 @@ class JointLoss:
     def _rate(self, batch: Mapping[str, Tensor], *, logits: Tensor, price: Tensor) -> Tensor:
         mask = batch["mask"]
         rate = objectives.rate_terms(logits, mask=mask, price=price, entropy_weight=self.entropy_weight)
-        if self.objective == "relaxed":  # the policy sees the soft masks' share of the distortion, and pays that share
+        if (
+            self.objective == "relaxed"
+        ):  # the policy gets the soft masks' share of the distortion, so its price has the same share
             return rate.sum() / batch["total_tokens"].clamp(min=1) * (self.soft_masks / self.masks)
         return (rate / mask.sum(1).clamp(min=1)).sum() / batch["total_texts"].clamp(min=1)
 

@@ -1,4 +1,4 @@
-"""The price of keeping a token, moved after every batch so that the policy keeps the share it was told to; and collapse, noticed."""
+"""The price of kept tokens, which controls the keep ratio, and detection of collapse."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,19 +20,19 @@ _KINDS = (
 
 
 class Price(nn.Module):
-    """The dual variable of "the expected keep ratio is `target`", in nats per kept token; never negative.
+    """The dual variable of "the expected keep ratio is `target`", in nats per kept token, never negative.
 
-    A proportional term beside the integral damps the swings that the plain integral makes. All state is in buffers, so that a
-    checkpoint has it and a step that is repeated finds it unchanged.
+    A proportional term damps the oscillations of the integral term. All state is in buffers, so that checkpoints hold it and a
+    repeated step starts from the same state.
 
     Args:
         target: The share of tokens to keep.
         start: The first price.
-        rate: How far a batch that keeps one token too many in every one moves the integral, in nats.
-        damping: How far it moves the price beside that, in nats.
+        rate: Change of the integral term for an excess ratio of 1, in nats.
+        damping: Proportional change of the price for an excess ratio of 1, in nats.
 
     Raises:
-        ValueError: If the target is no share, or another number is below 0.
+        ValueError: If the target is not in (0, 1), or another number is below 0.
 
     Source: Stooke, Achiam and Abbeel 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods", algorithm 2.
     """
@@ -59,12 +59,12 @@ class Price(nn.Module):
 
 
 class CollapseWatch(nn.Module):
-    """Counts, for each way a policy can collapse, the batches in a row in which it looked collapsed.
+    """Count the batches in a row that look collapsed, for each kind of collapse.
 
     Args:
-        patience: So many in a row are a collapse.
-        margin: An expected keep ratio nearer than this to 0 or 1 looks collapsed.
-        least_spread: So does a standard deviation of the keep probabilities within texts below this.
+        patience: Batches in a row that count as a collapse.
+        margin: Distance of the expected keep ratio from 0 or 1 below which a batch looks collapsed.
+        least_spread: Standard deviation of keep probabilities within texts below which a batch looks collapsed.
 
     Raises:
         ValueError: If the patience is not positive.
@@ -81,24 +81,24 @@ class CollapseWatch(nn.Module):
 
     @torch.no_grad()
     def update(self, *, ratio: Tensor, spread: Tensor) -> None:
-        """Take notice of one batch's expected keep ratio and of the spread of keep probabilities within its texts (scalars)."""
+        """Observe one batch's expected keep ratio and the spread of keep probabilities in its texts (scalars)."""
         every, none = ratio > 1 - self.margin, ratio < self.margin
         looks = torch.stack([every, none, (spread < self.least_spread) & ~every & ~none])
         self.streaks.add_(1).mul_(looks)
 
     def found(self) -> list[str]:
-        """Return what has gone on for `patience` batches, in words."""
+        """Return descriptions of collapses that have lasted `patience` batches."""
         return [kind for kind, streak in zip(_KINDS, self.streaks.tolist(), strict=True) if streak >= self.patience]
 
 
 class KeepRate(Callback):
-    """Moves a compressor's price after each batch, and warns once of each collapse.
+    """Callback that moves a compressor's price after each batch, and warns once of each collapse.
 
-    A callback and not a hook of the module, because Lightning calls checkpoint callbacks after all other callbacks, but before
-    the module: a checkpoint must hold the price that the next batch will pay.
+    It is a callback and no module hook, because Lightning calls checkpoint callbacks after all other callbacks but before the module's
+    hooks: a checkpoint must hold the price of the next batch.
 
     Args:
-        check_every: Batches between two looks for a collapse; a look waits for the device.
+        check_every: Batches between two checks for a collapse; a check waits for the device.
     """
 
     def __init__(self, *, check_every: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""Which secrets are trained on and which are held out."""
+"""Split the secrets into training and held-out ones."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Games to learn from: what a good player wrote at each turn of the games that it won."""
+"""Traces: a teacher's answers at each turn of the games that it won."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Trace:
     """One turn to imitate.
 
     Attributes:
-        secret: What is to be found; the prompt does not tell.
+        secret: The secret; the prompt does not contain it.
         state: The game before the guess.
         guess: The guess to make.
     """
@@ -48,22 +48,22 @@ def traces(
     slips: float = 0.1,
     patterns: Patterns | None = None,
 ) -> Iterator[Trace]:
-    """Return the turns of one game for each secret, secrets in random order, as far as the game is won.
+    """Return the turns of one won game for each secret, in random order.
 
-    The teacher draws some of the answers that are still possible and takes the one that tells most: every guess agrees with all
-    feedback, and games differ. Now and then another word is guessed instead; such a slip is played and not shown, so that
-    what is learnt holds after a model's own mistakes too.
+    The teacher draws some of the answers that are still possible, and plays the most informative one. So every guess agrees with all
+    feedback, and games differ. Now and then, another word is played instead. Such a slip is no trace, but later traces follow it, so
+    that the student also learns states after mistakes.
 
     Args:
-        words: The list. What may be the secret, as the teacher sees it, is any of its answers.
+        words: The list. For the teacher, any of its answers may be the secret.
         secrets: The answers to play for, once each; another seed gives other games for the same secrets.
-        seed: Of the order, the draws and the slips.
-        choices: Answers drawn for a guess; 1 is a random consistent player, many is greedy.
+        seed: Seed of the order, the draws and the slips.
+        choices: Answers drawn for a guess; 1 is a random consistent player, many are greedy.
         slips: Share of turns in which any word of the list is played.
-        patterns: The feedback table, to share it between calls; without, one is made.
+        patterns: The feedback table, to share it between calls; None computes one.
 
     Raises:
-        ValueError: If there is no choice, the share is not in [0, 1), or a secret is not an answer of the list.
+        ValueError: If `choices` is below 1, the share is not in [0, 1), or a secret is not an answer of the list.
     """
     if choices < 1 or not 0 <= slips < 1:
         raise ValueError(f"choices={choices}, slips={slips}; take choices >= 1 and 0 <= slips < 1.")

@@ -1,4 +1,4 @@
-"""The batches of a run in two phases, each a function of its number: traces to imitate first, then states to answer."""
+"""Batches of a run by number: traces in the first phase, then prompts."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ __all__ = ["WordleBatches", "WordleLoader"]
 
 
 class WordleBatches:
-    """All batches of a run by their number, as `ResumableLoader` takes rows: each is a whole batch.
+    """All batches of a run by number, as rows of a `ResumableLoader`: each row is a whole batch.
 
-    The first `sft_steps` are of traces; every round over them is of new games for the same secrets. Behind them come batches of
-    prompts, each given `inner_iterations` times with its number as `iteration`, without end.
+    The first `sft_steps` batches hold traces; every round plays new games for the same secrets. Endless batches of prompts follow,
+    each repeated `inner_iterations` times with its number as `iteration`.
 
     Args:
         rounds: Returns the traces of a round by its number.
@@ -29,10 +29,10 @@ class WordleBatches:
         sft_round: Batches of a round.
         grpo_steps: Batches of prompts that the first epoch holds.
         batch_size: Prompts of a batch.
-        inner_iterations: As above.
+        inner_iterations: Repetitions of a batch of prompts.
         seed: Decides the orders.
-        rank: Of this process, which takes every world_size-th row.
-        world_size: How many processes share a batch.
+        rank: Rank of this process, which takes every world_size-th row.
+        world_size: Number of processes that share a batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WordleBatches:
         world_size: int = 1,
     ) -> None:
         self._rounds, self._prompts = rounds, prompts
-        self._round: tuple[int, TraceRows] | None = None  # the one in use
+        self._round: tuple[int, TraceRows] | None = None  # the current round
         self._sft_steps, self._sft_batch_size, self._sft_round = sft_steps, sft_batch_size, sft_round
         self._batch_size, self._inner, self._seed = batch_size, inner_iterations, seed
         self._rank, self._world_size = rank, world_size
@@ -64,7 +64,7 @@ class WordleBatches:
         return len(self.bucket_of)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the batch of this number, which may lie behind the first epoch's."""
+        """Return the batch of this number, which may exceed the first epoch's."""
         if index < self._sft_steps:
             return self._traces(index)
         batch, iteration = divmod(index - self._sft_steps, self._inner)
@@ -80,7 +80,7 @@ class WordleBatches:
         number, batch = divmod(index, self._sft_round)
         rows = self._rows(number)
         chosen = self._chosen(batch, self._sft_batch_size, of=len(rows), stream=2 + number)
-        if index == 0:  # memory is planned by the first batch
+        if index == 0:  # memory is planned by the first batch, so it has the longest rows
             longest = rows.longest()
             chosen[: len(longest)] = longest[: len(chosen)]
         return rows.__getitems__(self._shared(chosen))
@@ -91,7 +91,7 @@ class WordleBatches:
         return self._round[1]
 
     def _chosen(self, batch: int, size: int, *, of: int, stream: int) -> list[int]:
-        """Return the rows of a batch: each is taken once before one is taken again, in a new order each time."""
+        """Return the rows of a batch: every row once, in a new order, before any row again."""
         places = range(batch * size, (batch + 1) * size)
         return [int(_order(of, self._seed, stream, place // of)[place % of]) for place in places]
 
@@ -100,7 +100,7 @@ class WordleBatches:
 
 
 class WordleLoader(ResumableLoader):
-    """Gives the batches in their order; an epoch after the first goes on where the one before it ended, and imitates no more."""
+    """Loader of batches in order; an epoch continues where the one before ended, without traces."""
 
     @override
     def _plan(self) -> list[list[int]]:

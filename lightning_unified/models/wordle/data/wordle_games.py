@@ -1,4 +1,4 @@
-"""Rounds of games on either side of the split, in a module that a spawned worker imports fast: nothing here needs Lightning."""
+"""Rounds of games for training and validation; no Lightning import, since spawned workers load it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ HELD_OUT = 1 << 31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Games:
-    """What games are played with.
+    """Words, secrets and tokenizer of the games.
 
     Attributes:
         words: The list.
         patterns: Its feedback table.
-        train: Secrets to learn from.
-        held_out: Secrets to be judged by.
-        chat: Gives the ids.
-        states: Turns of games whose states are asked in the second phase.
+        train: Training secrets.
+        held_out: Held-out secrets.
+        chat: The tokenizer.
+        states: Turns of games whose states are prompts of the second phase.
     """
 
     words: WordList
@@ -38,14 +38,14 @@ class Games:
 
 
 def round_of(number: int, games: Games, *, length: int, seed: int, teacher: Mapping[str, Any]) -> TraceRows:
-    """Return the traces of a round of new games: one for each secret, for the held-out ones if it is `HELD_OUT`.
+    """Return the traces of a round: one game for each training secret, or held-out one for `HELD_OUT`.
 
     Args:
-        number: Of the round.
-        games: What they are played with.
-        length: As in `TraceRows`.
+        number: Number of the round.
+        games: Words, secrets and tokenizer.
+        length: See `TraceRows`.
         seed: With the number, decides the games.
-        teacher: More arguments of `traces`.
+        teacher: Other arguments of `traces`.
     """
     secrets = games.held_out if number == HELD_OUT else games.train
     played = traces(games.words, secrets, seed=seed + number, patterns=games.patterns, **teacher)

@@ -1,4 +1,4 @@
-"""Turns of Wordle games as tensors: traces to imitate, and states to answer."""
+"""Turns of Wordle games as tensors: traces and prompts."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ IGNORED = -100
 
 
 class TraceRows:
-    """Traces that make a whole batch at a time: `tokens` (B, S) int64, padded behind, and `labels` (B, S), which are the completion's
-    tokens where they stand and `IGNORED` elsewhere.
+    """Traces as whole batches.
+
+    A batch has `tokens` (B, S) int64, padded at the end, and `labels` (B, S): the completion's tokens at their positions, `IGNORED`
+    elsewhere.
 
     Args:
         traces: The turns.
-        chat: Gives the ids; the token that ends a turn is the last of a completion.
-        length: S, which every row fits in.
+        chat: The tokenizer; a completion ends with its end-of-turn token.
+        length: S, the upper bound of every row.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If a row is longer.
     """
 
     def __init__(self, traces: Sequence[Trace], *, chat: ChatTokenizer, length: int) -> None:
@@ -42,7 +44,7 @@ class TraceRows:
         self.checksum = _checksum([*self._prompts, *self._completions])
 
     def longest(self) -> list[int]:
-        """Return the row of most tokens, and that of the longest completion."""
+        """Return the rows with the most tokens and with the longest completion."""
         sizes = [len(answer) for answer in self._completions]
         totals = [len(prompt) + size for prompt, size in zip(self._prompts, sizes, strict=True)]
         return [int(np.argmax(totals)), int(np.argmax(sizes))]
@@ -68,16 +70,17 @@ class TraceRows:
 
 
 class PromptRows:
-    """States that make a whole batch at a time: `prompt` (P, L) int64, padded before, `prompt_mask` (P, L) bool, and `example` (P),
-    the number of each.
+    """Prompts as whole batches.
+
+    A batch has `prompt` (P, L) int64, padded at the start, `prompt_mask` (P, L) bool, and `example` (P), the number of each.
 
     Args:
-        traces: Whose states are asked.
-        chat: Gives the ids.
-        length: L, which every prompt fits in.
+        traces: Turns with the states to ask for.
+        chat: The tokenizer.
+        length: L, the upper bound of every prompt.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If a row is longer.
     """
 
     def __init__(self, traces: Sequence[Trace], *, chat: ChatTokenizer, length: int) -> None:

@@ -1,1 +1,1 @@
-"""The game itself: words, feedback, states and remaining candidates."""
+"""Rules of Wordle: words, feedback, states and remaining candidates."""

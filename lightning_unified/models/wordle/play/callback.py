@@ -1,4 +1,4 @@
-"""Games on held-out secrets while a model learns Wordle: win rate, turns, valid and consistent guesses, and games to look at."""
+"""Callback that plays held-out secrets during training and logs win rate, turns and valid guesses."""
 
 import json
 from pathlib import Path
@@ -20,21 +20,21 @@ _LOGGED = {"win_rate": "win_rate", "format": "format_share", "valid": "valid_sha
 
 
 class PlayWordle(Callback):
-    """Plays held-out secrets after each validation, and once more where imitation ends and GRPO begins.
+    """Play held-out secrets after each validation, and once between imitation and GRPO.
 
-    Logged: `val/win_rate`, `val/turns` (of games won), and the shares `val/format`, `val/valid` and `val/consistent` of all answers;
-    where imitation ends the same under `sft/`. Each time a record and some games go to files named after the step.
+    It logs `val/win_rate`, `val/turns` (of won games), and the shares `val/format`, `val/valid` and `val/consistent` of all answers;
+    at the end of imitation, the same under `sft/`. Each time it saves a record and some games in files named after the step.
 
     Args:
-        games: How many of the held-out secrets, always the same ones; None for all.
-        batch_size: Games side by side.
-        temperature: Of answers, see `ModelPlayer`.
-        samples: How many games are written out to look at.
-        after_sft: Whether to play where imitation ends too.
-        directory: Where records go; None takes `wordle/` in the run's folder.
+        games: Number of held-out secrets, always the same ones; None for all.
+        batch_size: Games played together.
+        temperature: See `ModelPlayer`.
+        samples: Number of games to save as text.
+        after_sft: Whether to play at the end of imitation too.
+        directory: Folder of records; None takes `wordle/` in the run's folder.
 
     Attributes:
-        shown: The games of the last time that are written out.
+        shown: The last games saved as text.
 
     Raises:
         ValueError: If a number is out of range.
@@ -66,10 +66,10 @@ class PlayWordle(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before the first step, what cannot play.
+        """Raise for a module or data without games, before the first step.
 
         Raises:
-            ValueError: If the module does not play Wordle, or no data says what is held out.
+            ValueError: If the module is no `Wordle`, or no data defines held-out secrets.
         """
         if not isinstance(pl_module, Wordle) or not hasattr(getattr(trainer, "datamodule", None), "held_out"):
             raise ValueError(
@@ -92,12 +92,12 @@ class PlayWordle(Callback):
                 pl_module.log(name, value, prog_bar=name == "val/win_rate")
 
     def _play(self, trainer: Trainer, module: LightningModule, *, phase: str) -> dict[str, float]:
-        """Play, write the record, and return what is logged."""
+        """Play, write the record, and return the values to log."""
         assert isinstance(module, Wordle)
         data: Any = getattr(trainer, "datamodule")  # noqa: B009 - undeclared
         player = ModelPlayer(module, rows=self.batch_size, temperature=self.temperature)
-        module.give_back()  # two caches at once are in no plan
-        # what the sampler keeps from call to call must not depend on who calls first
+        module.give_back()  # no plan includes two caches at once
+        # the sampler's cache must not depend on the order of its callers
         with torch.inference_mode(mode=False), torch.no_grad(), trainer.precision_plugin.val_step_context():
             report = play_games(player, data.held_out[: self.games], data.words)
         player.release()
@@ -118,7 +118,7 @@ class PlayWordle(Callback):
 
 
 def shown(game: Game) -> str:
-    """Return a game as text: what was written, the guesses that counted with their marks (`!` in place, `?` elsewhere), the end."""
+    """Return a game as text: answers, valid guesses with marks (`!` in place, `?` elsewhere), result."""
     lines = [f"secret: {game.secret}"]
     lines += [f"  {' '.join(text.split())}" for text in game.answers]
     lines += [f"  {turn.guess}  {''.join(_SIGNS[mark] for mark in marks(turn.code))}" for turn in game.state.turns]

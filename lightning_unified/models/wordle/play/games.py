@@ -1,4 +1,4 @@
-"""Whole games: any player, many secrets at once, and what came out with its uncertainty."""
+"""Play whole games of any player, many secrets at once, and report the results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
 class Player(Protocol):
-    """Whoever answers."""
+    """A player: answers states."""
 
     def answers(self, states: Sequence[State]) -> list[str]:
-        """Return one completion (`prompts.STOP` included) for each state, none of them solved."""
+        """Return one completion, `prompts.STOP` included, for each unsolved state."""
         ...
 
 
 class TrainedPlayer(Player, Protocol):
-    """A player out of a checkpoint, which knows what it was trained on.
+    """A player from a checkpoint, with the words of its training.
 
     Attributes:
-        words: The list that it was trained with.
+        words: The list of words in training.
         held_out: The answers that were never the secret of a training game.
-        temperature: Of its answers; 0 takes the likeliest.
+        temperature: Sampling temperature; 0 takes the likeliest token.
     """
 
     words: WordList
@@ -40,12 +40,12 @@ class TrainedPlayer(Player, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Game:
-    """One game that was played.
+    """A played game.
 
     Attributes:
-        secret: What was to be found.
-        state: Its last state; a guess that was no word of the list is not in it.
-        answers: Everything the player wrote, one text a try.
+        secret: The secret.
+        state: The last state, without guesses that were no word of the list.
+        answers: The player's texts, one for each try.
     """
 
     secret: str
@@ -55,17 +55,17 @@ class Game:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GameReport:
-    """What came out of some games.
+    """Results of several games.
 
     Attributes:
-        games: How many.
-        wins: Those in which the secret was found within `MAX_TURNS` tries.
-        win_rate: Their share.
-        win_interval: Its 95 % Wilson interval, over secrets.
-        mean_turns: Tries until the secret was found, over the games won; None without any.
-        turns: How many games were won at each try, from the first to the last.
+        games: Number of games.
+        wins: Games in which the secret was found within `MAX_TURNS` tries.
+        win_rate: Share of wins.
+        win_interval: 95 % Wilson interval of that share, over secrets.
+        mean_turns: Mean number of tries in won games; None without any.
+        turns: Number of wins at each try, from the first to the last.
         tries: Answers in all games.
-        format_share: Share of the answers that have the form asked for and nothing behind it.
+        format_share: Share of answers with the required form and nothing after it.
         valid_share: Share of the answers whose guess is a word of the list.
         consistent_share: Share of the answers whose guess is a word of the list and agrees with all feedback before it.
         played: The games themselves, in the order of the secrets.
@@ -84,15 +84,14 @@ class GameReport:
     played: tuple[Game, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures for JSON, without the games."""
+        """Return the results for JSON, without the games."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "played"}
 
 
 def play_games(player: Player, secrets: Sequence[str], words: WordList) -> GameReport:
-    """Play one game for each secret, all of them side by side: the player is asked `MAX_TURNS` times at most.
+    """Play one game for each secret, all together, with at most `MAX_TURNS` calls of the player.
 
-    An answer without a word of the list costs a try and changes nothing else; the player may be lenient about form, that is
-    counted apart.
+    An answer without a word of the list costs a try and has no other effect. The form of answers is counted separately.
 
     Raises:
         ValueError: If there is no secret, or one is not an answer of the list.
@@ -118,7 +117,7 @@ def play_games(player: Player, secrets: Sequence[str], words: WordList) -> GameR
 
 
 def wilson(wins: int, games: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share.
+    """Return the 95 % Wilson interval of a share.
 
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
     """
@@ -148,7 +147,7 @@ def _report(played: Sequence[Game], words: WordList) -> GameReport:
 
 
 def _judge(game: Game, words: WordList) -> list[tuple[bool, bool, bool]]:
-    """Return, for each answer, whether it is in form, a word, and consistent."""
+    """Return for each answer whether it has the form, is a word, and is consistent."""
     state, verdicts = State(), []
     for text in game.answers:
         answer = parse(text)

@@ -1,4 +1,4 @@
-"""A trained language model as a player: of a checkpoint, or of the module that is being trained."""
+"""A trained language model as a player, from a checkpoint or a module in training."""
 
 import sys
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ __all__ = ["ModelPlayer", "load"]
 
 
 class ModelPlayer:
-    """Answers states as the model does, by the template that it was trained with; see `games.TrainedPlayer`.
+    """Player that samples a model's answers with the template of its training; see `games.TrainedPlayer`.
 
-    What it samples with stays on the device from turn to turn, until `release`. It draws from a generator of its own, so that the same
-    model plays the same games, and nobody else's numbers change.
+    The sampler's cache stays on the device between turns, until `release`. The player has its own random generator, so that the same
+    model plays the same games and other random numbers do not change.
 
     Args:
-        checkpoint: The `.ckpt` file that training has saved; or the module itself, as it is.
-        device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU. Without effect for a module.
-        temperature: 0 takes the likeliest token; an answer without a word of the list then comes again in all tries that are left.
-        rows: States at once: their keys and values are in memory together.
+        checkpoint: The `.ckpt` file, or the module itself.
+        device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU. No effect for a module.
+        temperature: 0 takes the likeliest token; an answer without a word of the list then repeats in all remaining tries.
+        rows: States in a batch, whose keys and values are in memory together.
 
     Raises:
-        FileNotFoundError: If there is no such file, or the weights that it leaves out are not here.
-        RuntimeError: If it is damaged, is no checkpoint of Wordle, or was saved before the first step of training.
+        FileNotFoundError: If there is no such file, or weights that it leaves out are not found.
+        RuntimeError: If it is damaged, belongs to another model, or was saved before the first training step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModelPlayer:
 
     @property
     def temperature(self) -> float:
-        """Of the next answers."""
+        """Temperature of the next answers."""
         return self._sampler.temperature
 
     @temperature.setter
@@ -66,7 +66,7 @@ class ModelPlayer:
 
     @cached_property
     def words(self) -> WordList:
-        """The list that the model was trained with, read from where it was."""
+        """The list of words in training, read from its source."""
         return read_words(self._game("words"))
 
     @cached_property
@@ -81,7 +81,7 @@ class ModelPlayer:
         return self.module.game[name]
 
     def release(self) -> None:
-        """Free what stays on the device between turns."""
+        """Free the sampler's cache."""
         self._sampler.release()
 
     def answers(self, states: Sequence[State]) -> list[str]:
@@ -96,7 +96,7 @@ class ModelPlayer:
         chat = self.module.chat
         prompts = [chat.prompt(messages(state)) for state in states]
         device = next(self.module.policy.parameters()).device
-        if device.type == "cuda":  # steps are recorded for a number of rows; filling up takes less than recording anew
+        if device.type == "cuda":  # steps are recorded for a number of rows; filling up costs less than a new recording
             self._most = max(self._most, len(prompts))
             prompts += [prompts[-1]] * (self._most - len(prompts))
         prompt, mask = _padded(prompts, chat.pad_id, least=self._length)
@@ -115,7 +115,7 @@ class ModelPlayer:
 
 
 def load(path: str | Path, *, device: str = "auto") -> Wordle:
-    """Return the model in a checkpoint that training has saved, in eval mode, with its tokenizer.
+    """Load the model in a checkpoint, in eval mode, with its tokenizer.
 
     Args:
         path: The `.ckpt` file.
@@ -123,7 +123,7 @@ def load(path: str | Path, *, device: str = "auto") -> Wordle:
 
     Raises:
         FileNotFoundError: As `ModelPlayer`, like the other.
-        RuntimeError: See there; or if weights and sizes do not belong together.
+        RuntimeError: See there; or if weights and sizes do not fit together.
     """
     saved = read_trained(path, model="wordle", untrained="it would guess at random")
     module = Wordle(**_plain(saved["hyper_parameters"]))
@@ -136,12 +136,12 @@ def load(path: str | Path, *, device: str = "auto") -> Wordle:
 
 
 def _plain(hyper_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Wordle` among what a checkpoint notes of it."""
+    """Return the arguments of `Wordle` from a checkpoint's hyperparameters."""
     return {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad_id: int, *, least: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (P, L), pads on the left; one length for all calls, for what is recorded of a shape is used again."""
+    """Return ids and mask (P, L), pads on the left, with one length for all calls, to reuse recordings."""
     length = max(least, *(len(prompt) for prompt in prompts))
     ids = torch.full((len(prompts), length), pad_id)
     for row, prompt in enumerate(prompts):

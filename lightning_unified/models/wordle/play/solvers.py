@@ -1,4 +1,4 @@
-"""Two players to compare with: one that guesses what tells most, one that guesses anything that is still possible."""
+"""Two baseline players: most informative guess, and random consistent guess."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from lightning_unified.models.wordle.prompts import completion
 
 __all__ = ["EntropyGreedy", "RandomConsistent", "Solver"]
 
-_CELLS = 1 << 22  # codes counted at once: 32 MiB of indices
+_CELLS = 1 << 22  # codes counted in one pass: 32 MiB of indices
 
 
 class Solver(ABC):
-    """A player by rule. It knows which words may be secrets, as no language model is told.
+    """A rule-based player. Unlike a language model, it knows the list of possible secrets.
 
     Args:
         patterns: The feedback table of the words.
@@ -36,7 +36,7 @@ class Solver(ABC):
         """
 
     def answers(self, states: Sequence[State]) -> list[str]:
-        """Return the completions that make this solver a `games.Player`."""
+        """Return completions, as a `games.Player` does."""
         return [completion(state, self.guess(state)) for state in states]
 
     def _candidates(self, state: State) -> NDArray[np.bool_]:
@@ -50,10 +50,10 @@ class Solver(ABC):
 
 
 class EntropyGreedy(Solver):
-    """Guesses the word, of all that may be guessed, whose feedback has the largest entropy; among equals one that may itself be the
-    secret, else the first of the list.
+    """Solver that guesses the allowed word with the largest feedback entropy.
 
-    The first guess takes about a second on the full list (the feedback table); it and the other guesses are kept.
+    Among equal words it prefers a possible secret, else the first of the list. The first guess takes about a second on the full list,
+    for the feedback table; guesses are cached.
     """
 
     def __init__(self, patterns: Patterns) -> None:
@@ -73,7 +73,7 @@ class EntropyGreedy(Solver):
         if len(left) <= 2:
             return words.answers[left[0]]
         bits = self._bits(left)
-        # rounded, so that equal words are equal whatever the order of a sum
+        # rounded, so that equal words stay equal for any order of summation
         equals = np.flatnonzero(bits.round(9) == bits.round(9).max())
         possible = {words.answers[place] for place in left}
         best = [words.guesses[place] for place in equals]
@@ -87,7 +87,7 @@ class EntropyGreedy(Solver):
 
 
 class RandomConsistent(Solver):
-    """Guesses any of the answers that agree with all feedback, each equally likely.
+    """Solver that draws a guess uniformly from the answers that agree with all feedback.
 
     Args:
         patterns: The feedback table of the words.

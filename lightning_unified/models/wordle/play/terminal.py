@@ -1,4 +1,4 @@
-"""The game on a terminal: coloured rows with the same marks in letters, so that they can be read without colours too."""
+"""The game on a terminal: coloured rows, with marks in letters for terminals without colours."""
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -18,7 +18,7 @@ _ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 
 
 def row(turn: Turn, *, hidden: bool = False) -> Text:
-    """Return a guess in its colours, followed by the marks in letters; `hidden` shows the colours alone."""
+    """Return a guess in colours with its marks in letters; `hidden` shows colours only."""
     shown = Text()
     for letter, mark in zip(turn.guess, marks(turn.code), strict=True):
         shown.append(f" {' ' if hidden else letter.upper()} ", style=_STYLES[mark])
@@ -26,7 +26,7 @@ def row(turn: Turn, *, hidden: bool = False) -> Text:
 
 
 def keyboard(state: State) -> Text:
-    """Return the letters as they lie on a keyboard, each in its best mark so far."""
+    """Return a keyboard with each letter's best mark so far."""
     best: dict[str, int] = {}
     for turn in state.turns:
         for letter, mark in zip(turn.guess, marks(turn.code), strict=True):
@@ -40,7 +40,7 @@ def keyboard(state: State) -> Text:
 
 
 def board(game: Game, words: WordList, *, thoughts: bool = False) -> list[Text]:
-    """Return the tries of a game in their order, a row each; with `thoughts`, what the player wrote before each."""
+    """Return a row for each try of a game; with `thoughts`, after the player's text."""
     turns, shown = iter(game.state.turns), []
     for text in game.answers:
         if thoughts:
@@ -54,14 +54,14 @@ def board(game: Game, words: WordList, *, thoughts: bool = False) -> list[Text]:
 
 
 def verdict(game: Game) -> str:
-    """Return in a line how a game ended."""
+    """Return one line with the result of a game."""
     if game.state.solved:
         return f"{game.secret.upper()} found in {len(game.answers)} of {MAX_TURNS}."
     return f"{game.secret.upper()} not found."
 
 
 def comparison(reports: dict[str, GameReport]) -> Table:
-    """Return a table of players, a row each."""
+    """Return a table with one row for each player."""
     table = Table(box=SIMPLE, pad_edge=False, caption="95 % Wilson interval; tries of games won; shares of all answers")
     table.add_column("player", no_wrap=True)
     for heading in ("games", "won", "tries", "form", "valid", "consistent"):
@@ -82,7 +82,7 @@ def read_marks(text: str) -> int:
     """Return the code of marks written as letters: g green, y yellow, x gray.
 
     Raises:
-        ValueError: If it is not five of these.
+        ValueError: If it is not five of these letters.
     """
     text = text.strip().lower()
     if len(text) != LENGTH or set(text) - set(_MARKS):
