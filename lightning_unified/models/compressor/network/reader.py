@@ -1,7 +1,7 @@
 """The reader trained from scratch: a pre-norm GPT-2 decoder from embeddings to vectors.
 
 It takes embeddings, not token ids, because gates may change them. It reads from left to right or from both sides with the same weights
- (Dong et al. 2019, "Unified Language Model Pre-training").
+(Dong et al. 2019, "Unified Language Model Pre-training").
 
 Letters for shapes: B texts, S slots of a sequence, D width, H heads, V vocabulary.
 """
