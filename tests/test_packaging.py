@@ -62,5 +62,5 @@ def test_the_configuration_is_shipped_from_its_folder():
 
 
 def test_the_words_of_wordle_are_shipped():
-    assert PROJECT["tool"]["setuptools"]["package-data"]["lightning_unified.models.wordle"] == ["words.txt"]
-    assert (ROOT / "lightning_unified" / "models" / "wordle" / "words.txt").is_file()
+    assert PROJECT["tool"]["setuptools"]["package-data"]["lightning_unified.models.wordle.game"] == ["words.txt"]
+    assert (ROOT / "lightning_unified" / "models" / "wordle" / "game" / "words.txt").is_file()

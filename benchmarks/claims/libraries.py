@@ -22,7 +22,8 @@ import yaml
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.records import record_measures
-from lightning_unified.data import TextData, corpora
+from lightning_unified.data import TextData
+from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import split
 from lightning_unified.data.tokenizer import train_tokenizer
 

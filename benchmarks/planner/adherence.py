@@ -16,18 +16,10 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.planner.harness.limited import attempt
-from benchmarks.planner.harness.limited import planned
-from benchmarks.planner.harness.limited import told
-from benchmarks.planner.harness.limited import unlimited
+from benchmarks.planner.harness.limited import attempt, planned, told, unlimited
 from benchmarks.planner.harness.pool import Task
-from benchmarks.planner.harness.recording import Record
-from benchmarks.planner.harness.recording import errors
-from benchmarks.planner.harness.recording import measure
-from benchmarks.planner.harness.recording import parser
-from benchmarks.planner.harness.tables import gib
-from benchmarks.planner.harness.tables import percent
-from benchmarks.planner.harness.tables import table
+from benchmarks.planner.harness.recording import Record, errors, measure, parser
+from benchmarks.planner.harness.tables import gib, percent, table
 from benchmarks.planner.zoo.modules import MODULES
 from lightning_unified.cost_model.even_splits import even_splits
 

@@ -5,8 +5,8 @@ import json
 import math
 import sys
 
-from lightning_unified.data.corpora import SOURCES
 from lightning_unified.data.datamodule import TextData
+from lightning_unified.data.sources.corpora import SOURCES
 
 __all__ = ["main"]
 

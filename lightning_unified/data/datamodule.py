@@ -1,4 +1,4 @@
-"""Text and diagnostic records for GearHead, from a source by name to batches on a loader that can be resumed."""
+"""`TextData`: plain texts and diagnostic records from a named source, as batches that resume."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +11,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_unified.data import corpora, settings
+from lightning_unified.data import settings
+from lightning_unified.data.loader import LoaderOptions
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
 from lightning_unified.data.resumable import ResumableData
+from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import Split, split
 from lightning_unified.data.tokenizer import load_tokenizer, train_tokenizer
 
@@ -23,7 +25,7 @@ __all__ = ["TextData"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """What `setup` makes once: the split, the tokenizer, and the rows of both sides."""
+    """Results of `setup`: the split, the tokenizer, and the rows of both sides."""
 
     parts: Split
     texts_left_out: int
@@ -36,23 +38,23 @@ class _Prepared:
 class TextData(ResumableData):
     """Text and records, split by group, as batches of `input_ids`, `labels`, `error_code_ids`, `diagnosis_labels`.
 
-    Everything is a function of the arguments and the source: the same split, tokenizer, rows and order in every process.
-    Nothing draws from the global random state. Batches are described in `Rows`, the loader in `ResumableLoader`.
+    Split, tokenizer, rows and order depend only on the arguments and the source, so they are equal in every process. The global
+    random state is never used. `Rows` describes the batches, `ResumableLoader` the loader.
 
     Args:
         source: `pydoc` (Python's topics), `dtc` (fault codes of elm327obd), `botocore` (AWS documentation), `builtin` (a
             handful of texts and records for tests), or `files`.
         path: For `files`: a `.jsonl` or `.txt` file, or a folder of them.
-        batch_size: Rows of a batch over all ranks: what the optimizer sees, however memory cuts it.
+        batch_size: Rows of a batch over all ranks: the effective batch.
         val_batch_size: Rows of a validation batch; None for `batch_size`.
         sequence_length: Tokens of a row of plain text, and the most a record may have.
-        vocab_size: Most tokens of the vocabulary; a small corpus gives fewer.
+        vocab_size: Largest vocabulary; a small corpus gives fewer tokens.
         tokenizer_file: A `tokenizer.json` to use instead of learning one, to continue a trained model on other data.
         loss_on: `all` tokens, or the `answer` (cause and solution) of records only; plain texts are then left out.
-        val_fraction: Share of the bytes for validation; whole groups, so it is met roughly.
+        val_fraction: Share of the bytes for validation, met roughly since groups stay whole.
         seed: Draws split and order.
-        max_groups: Use only so many groups (topics, services, files, families of codes); None for all.
-        drop_last: Leave out, anew each epoch, the rows that do not fill a batch. Training only.
+        max_groups: Number of groups (topics, services, files, families of codes) to use; None for all.
+        drop_last: Leave out rows that do not fill a training batch, other rows each epoch.
         num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
         persistent_workers: Keep the workers from epoch to epoch.
         prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
@@ -85,18 +87,8 @@ class TextData(ResumableData):
         start_method: str | None = None,
         pin_memory: bool = False,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            seed=seed,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-            pin_memory=pin_memory,
-        )
-        # not to the logger: Lightning refuses a module and a data module that log one name with two values
+        super().__init__(LoaderOptions.of(locals()))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
         self.save_hyperparameters(logger=False)
         settings.check(dict(self.hparams))
         self.source = source
@@ -120,18 +112,18 @@ class TextData(ResumableData):
         return self._prepared.train, self._prepared.validation
 
     def example_batch(self) -> dict[str, Tensor]:
-        """Return a training batch of full size and length, of zeros: its shapes, for which nothing is read or encoded."""
+        """Return a training batch of zeros with full size and length; no file is read."""
         return _zeros(self.batch_size, self.sequence_length)
 
     def example_validation_batch(self) -> dict[str, Tensor]:
-        """Return the same for a batch of validation."""
-        return _zeros(self._val_batch_size, self.sequence_length)
+        """Return a validation batch of zeros."""
+        return _zeros(self.options.rows_of_validation, self.sequence_length)
 
     def baselines(self) -> dict[str, float]:
         """Return the perplexity of Kneser-Ney models on the validation targets: `{"bigram": ..., "trigram": ...}`.
 
-        They are counted on the training targets, in their unbroken order, and judged on exactly the rows of
-        `val_dataloader`: the same targets, with what stands before each in its row.
+        The models are counted on the training targets in their original order, and evaluated on exactly the rows of
+        `val_dataloader`: the same targets with the same preceding tokens.
         """
         prepared = self._prepared
         train = [(sequence.ids, sequence.labels) for sequence in prepared.train_sequences]
@@ -142,7 +134,7 @@ class TextData(ResumableData):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return what there is, what was dropped and what is scored; counts, and bytes of UTF-8."""
+        """Return counts of documents, dropped lines, rows and targets, and bytes of UTF-8."""
         prepared, parts = self._prepared, self._prepared.parts
         return {
             "source": self.source,
@@ -152,7 +144,7 @@ class TextData(ResumableData):
             "texts_left_out": prepared.texts_left_out,
             "train": _side(parts.train, prepared.train) | {"batches": len(prepared.train) // self.batch_size},
             "validation": _side(parts.validation, prepared.validation)
-            | {"batches": -(-len(prepared.validation) // self._val_batch_size)},
+            | {"batches": -(-len(prepared.validation) // self.options.rows_of_validation)},
             "dropped_from_validation": {
                 "lines": parts.dropped_lines,
                 "of_lines": parts.validation_lines,
@@ -163,7 +155,7 @@ class TextData(ResumableData):
 
     @cached_property
     def _prepared(self) -> _Prepared:
-        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self._seed)
+        documents = corpora.load(self.source, path=self.path, max_groups=self.max_groups, seed=self.options.seed)
         texts_left_out = 0
         if self.loss_on == "answer":
             records = [document for document in documents if document.record is not None]
@@ -174,7 +166,7 @@ class TextData(ResumableData):
                     "texts; set data.loss_on=all."
                 )
             documents = records
-        parts = split(documents, fraction=self._val_fraction, seed=self._seed)
+        parts = split(documents, fraction=self._val_fraction, seed=self.options.seed)
         tokenizer = self._tokenizer([document.content for document in parts.train])
         train_sequences = sequences(tokenizer, parts.train, loss_on=self.loss_on)
         train = self._cut(train_sequences, stride=self.sequence_length - 1)
@@ -196,7 +188,7 @@ class TextData(ResumableData):
         return train_tokenizer(texts, vocab_size=self._asked_vocab_size)
 
     def _cut(self, found: list[Sequence], *, stride: int) -> list[Sequence]:
-        """Cut the stream of texts into windows; records stay whole, and must fit."""
+        """Divide the stream of texts into windows; records stay whole and must fit."""
         rows = []
         for sequence in found:
             pieces = [sequence] if sequence.is_record else windows(sequence, length=self.sequence_length, stride=stride)

@@ -1,11 +1,11 @@
-"""Copies and near copies: found exactly, by an index of rare shingles, and taken out of what is learnt from.
+"""Find copies and near copies of texts exactly, by an index of rare shingles.
 
 Two texts are near copies if their sets of shingles (runs of three words, lowered) have a Jaccard similarity of at least 0.7: in a
 tweet of 15 words that allows `RT @name:` before it, in an article a changed headline, in a posting an added line. Texts of at most
 three words have a single shingle, so only copies of them are found.
 
-No sampling and no hashing: a pair that is as alike as that must share one of the few rarest shingles of either text (prefix
-filtering: Bayardo, Ma, Srikant, "Scaling up all pairs similarity search", WWW 2007), so it is enough to compare texts that do.
+The search neither samples nor hashes. A pair of that similarity must share one of the few rarest shingles of either text, so only
+such pairs are compared (prefix filtering: Bayardo, Ma, Srikant, "Scaling up all pairs similarity search", WWW 2007).
 """
 
 import math
@@ -19,17 +19,17 @@ __all__ = ["SIMILARITY", "Copies", "find_copies"]
 SIMILARITY = 0.7
 """Least Jaccard similarity of near copies."""
 
-_SHINGLE = 3  # words; runs of one or two are shared by texts that have nothing else in common
+_SHINGLE = 3  # words; unrelated texts share runs of one or two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copies:
-    """Which texts are to be left out, by their places, ascending.
+    """Positions of the texts to leave out, ascending.
 
     Attributes:
-        exact: Copies, but for case and white space, of a text that stays.
+        exact: Copies of a text that stays, apart from case and white space.
         near: Near copies of a text that stays.
-        of: For each place in the two: the place of the text that stays.
+        of: For each position in the two, the position of the text that stays.
     """
 
     exact: tuple[int, ...]
@@ -38,21 +38,21 @@ class Copies:
 
 
 def find_copies(texts: Sequence[str], *, kept: int = 0, similarity: float = SIMILARITY) -> Copies:
-    """Return which texts to leave out so that no two that stay are near copies, except among the first `kept`.
+    """Return the texts to leave out so that no two of the others are near copies, except among the first `kept`.
 
-    Texts are taken in order and stay unless they are too much like one that stays already: what is left out is a near copy of
-    something that is still there, and no chain of near copies takes out a text that is like none of the rest.
+    Texts are taken in order. A text stays unless it is a near copy of a text that stays already. A chain of near copies therefore
+    never removes a text that is similar to none of the others.
 
     Args:
         texts: All of them; the order decides which of two copies stays.
-        kept: So many at the beginning stay whatever they are like: a test set, which is not ours to change.
+        kept: The first `kept` texts stay in any case: an official test set is not changed.
         similarity: Least Jaccard similarity of near copies, above 0 and up to 1.
     """
     shingles = _shingles(texts)
     index: dict[int, list[int]] = {}
     exact, near, of = [], [], {}
     for place, own in enumerate(shingles):
-        # rounding must not lengthen what two alike texts share at least
+        # rounding must not raise the number of shingles that two similar texts share at least
         prefix = own[: len(own) - math.ceil(similarity * len(own) - 1e-9) + 1].tolist()
         if place >= kept:
             like = _like(own, prefix, index=index, shingles=shingles, similarity=similarity)
@@ -74,7 +74,7 @@ def _like(
     shingles: Sequence[np.ndarray],
     similarity: float,
 ) -> int | None:
-    """Return the text most like `own` of those in the index, the first of several; None if none is like enough."""
+    """Return the most similar text in the index, the first of equals; None below `similarity`."""
     candidates = {place for shingle in prefix for place in index.get(shingle, ())}
     best, most = None, similarity
     for place in sorted(candidates):
@@ -89,9 +89,9 @@ def _like(
 
 
 def _shingles(texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the set of shingles of each text as numbers in order of rarity: of all texts, few have a small number.
+    """Return each text's shingles as numbers in order of rarity: few texts have a small number.
 
-    Equal runs of words have equal numbers and others have others; a text without words has one shingle too.
+    Two runs of words have the same number exactly if they are equal. A text without words has one shingle.
     """
     words: dict[str, int] = {"": 0}
     padded = []

@@ -1,11 +1,12 @@
-"""Batches in an order that is a function of (seed, epoch), from a place that can be saved and gone back to.
+"""A loader whose order is a function of (seed, epoch), and whose place in the epoch can be saved and restored.
 
-Why not a plain `DataLoader`: it takes its order from the global random state, so a run that is resumed in mid-epoch begins
-the epoch anew in another order. This loader never touches the global state, and Lightning's fit loop saves and restores its
-place through `state_dict` and `load_state_dict`, so that a resumed run sees the batches that were left and no others.
+A plain `DataLoader` takes its order from the global random state, so a run that is resumed in mid-epoch starts the epoch again
+in another order. This loader never reads the global state. Lightning's fit loop saves and restores its place through
+`state_dict` and `load_state_dict`, so that a resumed run sees exactly the batches that were left.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-__all__ = ["BatchRows", "EpochClock", "ResumableLoader", "plan_epoch"]
+__all__ = ["BatchRows", "EpochClock", "LoaderOptions", "ResumableLoader", "plan_epoch"]
 
-_WINDOW = 50  # batches whose rows are sorted by length together: enough to save the padding, few enough to stay random
+_WINDOW = 50  # batches whose rows are sorted by length together: enough to save padding, few enough to stay random
 
 
 class BatchRows(Protocol):
-    """Rows that make a whole batch at a time.
+    """Rows that return a whole batch at a time.
 
     Attributes:
-        bucket_of: Of each row a number that grows with its length.
-        checksum: Of all that the rows hold: an order of batches is of these rows and no others.
+        bucket_of: A number for each row that grows with its length.
+        checksum: Checksum of the rows' content; an order of batches belongs to these rows only.
     """
 
     bucket_of: np.ndarray
@@ -41,16 +42,16 @@ def plan_epoch(
 ) -> list[list[int]]:
     """Return the row numbers of every batch of an epoch.
 
-    Every batch has `batch_size` rows, except that the last has what is left unless `drop_last`. Rows are drawn at random and
-    sorted by bucket within windows of 50 batches, and the batches are then drawn in random order: rows of like length
-    meet, and no length comes first. Rows that are left over are random ones, not the longest.
+    Every batch has `batch_size` rows; the last one has the remaining rows, unless `drop_last`. Rows are drawn at random and
+    sorted by bucket within windows of 50 batches. Then the batches are put into random order: a batch has rows of similar
+    length, and no length comes first. Rows left over are random ones, not the longest.
 
     Args:
         bucket_of: The bucket of each row, any number that grows with its length.
         batch_size: Rows of a batch.
         seed: With `epoch`, decides the order.
         epoch: See `seed`.
-        shuffle: False for the same order every time, sorted by bucket.
+        shuffle: False for one fixed order, sorted by bucket.
         drop_last: Leave out the rows that do not fill a batch.
     """
     generator = np.random.default_rng([seed, epoch])
@@ -70,7 +71,7 @@ def plan_epoch(
 
 
 class EpochClock:
-    """The epoch, where Lightning looks for it: `loader.batch_sampler.sampler.set_epoch` (lightning/fabric/utilities/data.py, 2.6)."""
+    """The epoch as Lightning sets it: `loader.batch_sampler.sampler.set_epoch` (lightning/fabric/utilities/data.py, 2.6)."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -81,65 +82,96 @@ class EpochClock:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
 
-class ResumableLoader:
-    """An iterable of batches that knows its place in the epoch.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """How rows become batches: their number, their order, and the processes that make them.
 
-    Nothing is decided before the first batch is asked for: Lightning makes the first iterator before it tells the epoch,
-    and the workers start with the batches that are left. `len()` is always that of the whole epoch, as Lightning expects.
-    Under several processes each rank takes every world_size-th row of a batch, so `batch_size` stays the effective one; a
-    row of padding without targets fills up a last batch that does not divide.
+    Attributes:
+        batch_size: Rows of a batch over all ranks, the effective batch.
+        val_batch_size: Rows of a validation batch; None for `batch_size`.
+        shuffle: Whether each epoch has a new order.
+        seed: Decides the orders.
+        drop_last: Whether rows that do not fill a batch are left out.
+        num_workers: Processes that make batches; 0 for none. The next three options have no effect then.
+        persistent_workers: Whether workers live from epoch to epoch.
+        prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
+        start_method: `"fork"`, `"spawn"` or `"forkserver"`; None for the system's own.
+        pin_memory: Whether batches are copied into page-locked memory.
+    """
+
+    batch_size: int
+    val_batch_size: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+    num_workers: int = 0
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    start_method: str | None = None
+    pin_memory: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "LoaderOptions":
+        """Return the options among `settings`, the arguments of a data module by name; others are ignored."""
+        return cls(**{name: settings[name] for name in cls.__dataclass_fields__ if name in settings})
+
+    @property
+    def rows_of_validation(self) -> int:
+        """Rows of a validation batch."""
+        return self.val_batch_size or self.batch_size
+
+    def validation(self) -> "LoaderOptions":
+        """Return the options of a loader of validation or test rows: every row once, in a fixed order."""
+        return replace(self, batch_size=self.rows_of_validation, shuffle=False, drop_last=False)
+
+    def workers(self) -> dict[str, Any]:
+        """Return the arguments of `DataLoader` about processes and memory."""
+        arguments: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
+        if self.num_workers:
+            arguments |= {
+                "persistent_workers": self.persistent_workers,
+                "prefetch_factor": self.prefetch_factor,
+                "multiprocessing_context": self.start_method,
+            }
+        return arguments
+
+
+class ResumableLoader:
+    """An iterable of batches that can save its place in the epoch and return to it.
+
+    The loader decides nothing before the first batch: Lightning makes the first iterator before it sets the epoch, and workers
+    start with the batches that are left. `len()` is that of the whole epoch, as Lightning expects. Under several processes, each
+    rank takes every world_size-th row of a batch, so `batch_size` stays the effective batch. A row of padding without targets
+    fills up a last batch that the ranks cannot share evenly.
 
     Args:
-        rows: The rows; pickled to the workers where these are spawned.
-        batch_size: Rows of a batch over all ranks.
-        shuffle: A new order each epoch.
-        seed: Decides the orders.
-        drop_last: Leave out the rows that do not fill a batch.
-        rank: Of this process.
-        world_size: How many processes share a batch.
-        num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
-        persistent_workers: Keep the workers from epoch to epoch.
-        prefetch_factor: Batches that each worker makes ahead; None for 2.
-        start_method: `"fork"`, `"spawn"` or `"forkserver"`; None for the system's own.
-        pin_memory: Copy batches into page-locked memory.
-        processed: Returns how many batches of the running epoch the trainer has finished. A batch that was handed out
-            but not finished (the step raised) is then given again after a resume. None counts those handed out.
+        rows: The rows; pickled for workers that are spawned.
+        options: Batch size, order and workers.
+        rank: Rank of this process.
+        world_size: Number of processes that share a batch.
+        processed: Returns how many batches of the running epoch the trainer has finished. After a resume, the loader repeats a
+            batch that it gave but that was not finished (the step raised). None counts the batches given.
     """
 
     def __init__(
         self,
         rows: BatchRows,
+        options: LoaderOptions,
         *,
-        batch_size: int,
-        shuffle: bool,
-        seed: int = 0,
-        drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
-        num_workers: int = 0,
-        persistent_workers: bool = False,
-        prefetch_factor: int | None = None,
-        start_method: str | None = None,
-        pin_memory: bool = False,
         processed: Callable[[], int] | None = None,
     ) -> None:
         self.rows = rows
-        self.batch_size = batch_size
+        self.options = options
+        self.batch_size = options.batch_size
         self.batch_sampler = EpochClock()
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._rank, self._world_size = rank, world_size
         self._processed = processed
-        self._worker_arguments: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
-        if num_workers:
-            self._worker_arguments |= {
-                "persistent_workers": persistent_workers,
-                "prefetch_factor": prefetch_factor,
-                "multiprocessing_context": start_method,
-            }
         self._batches = _Batches()
         self._loader: DataLoader | None = None
         self._epoch = 0
@@ -148,19 +180,19 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         num_rows = len(self.rows)
-        return num_rows // self.batch_size if self._drop_last else -(-num_rows // self.batch_size)
+        return num_rows // self.batch_size if self.options.drop_last else -(-num_rows // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._begin()
         loader = self._loader
         if loader is None:
-            # its own generator: a DataLoader without one draws a number from the global state each epoch
+            # its own generator: without one, a DataLoader draws a number from the global state each epoch
             loader = self._loader = DataLoader(
-                self.rows,  # pyright: ignore[reportArgumentType]  # a Dataset is what has these methods, whatever its class
+                self.rows,  # pyright: ignore[reportArgumentType]  # any class with these methods is a Dataset
                 batch_sampler=self._batches,
                 collate_fn=_as_it_is,
-                generator=torch.Generator().manual_seed(self._seed),
-                **self._worker_arguments,
+                generator=torch.Generator().manual_seed(self.options.seed),
+                **self.options.workers(),
             )
         self._batches.planned = self._plan()[self._position :]
         for batch in loader:
@@ -168,11 +200,11 @@ class ResumableLoader:
             yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is; without it each finished epoch is followed by the next."""
+        """Set the epoch of the next iteration; without a call, epochs follow each other."""
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: the epoch, and how many of its batches are done."""
+        """Return the place: the epoch, the number of its finished batches, and what the order depends on."""
         epoch, position = self._epoch, self._position
         if self._resume_at is not None:
             epoch, position = self._resume_at
@@ -185,10 +217,10 @@ class ResumableLoader:
         return {"epoch": epoch, "position": position, "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a place: the next iteration begins there.
+        """Restore a place: the next iteration begins there.
 
         Raises:
-            ValueError: If the place is in mid-epoch and this loader has another order, so that it would be another place.
+            ValueError: If the place is in mid-epoch and this loader has another order.
         """
         saved, here = state_dict["order"], self._order()
         if state_dict["position"] and saved != here:
@@ -204,7 +236,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """The running worker processes, where Lightning looks to shut them down (CombinedLoader.reset, 2.6)."""
+        """The running workers; Lightning shuts them down through this attribute (CombinedLoader.reset, 2.6)."""
         return None if self._loader is None else self._loader._iterator
 
     @_iterator.setter
@@ -212,7 +244,7 @@ class ResumableLoader:
         self._loader = None
 
     def _begin(self) -> None:
-        """Settle epoch and position of an iteration that starts now."""
+        """Set epoch and position of an iteration that starts now."""
         told = self.batch_sampler.epoch
         if self._resume_at is not None:
             epoch, position = self._resume_at
@@ -228,10 +260,10 @@ class ResumableLoader:
         batches = plan_epoch(
             self.rows.bucket_of,
             batch_size=self.batch_size,
-            seed=self._seed,
+            seed=self.options.seed,
             epoch=self._epoch,
-            shuffle=self._shuffle,
-            drop_last=self._drop_last,
+            shuffle=self.options.shuffle,
+            drop_last=self.options.drop_last,
         )
         if self._world_size == 1:
             return batches
@@ -239,19 +271,19 @@ class ResumableLoader:
         return [batch[self._rank :: self._world_size] for batch in filled]
 
     def _order(self) -> dict[str, Any]:
-        """Return what the order of batches depends on."""
+        """Return the settings and the checksum on which the order of batches depends."""
         return {
             "rows": len(self.rows),
             "batch_size": self.batch_size,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "drop_last": self._drop_last,
+            "seed": self.options.seed,
+            "shuffle": self.options.shuffle,
+            "drop_last": self.options.drop_last,
             "content": self.rows.checksum,
         }
 
 
 class _Batches:
-    """The batches of the running epoch that are left; a `DataLoader` asks for them anew each time it is iterated."""
+    """The remaining batches of the running epoch; a `DataLoader` reads them at the start of each iteration."""
 
     def __init__(self) -> None:
         self.planned: list[list[int]] = []

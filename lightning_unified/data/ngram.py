@@ -1,7 +1,7 @@
-"""Interpolated modified Kneser-Ney models of two and three tokens: the mark a network has to beat.
+"""Interpolated modified Kneser-Ney n-gram models: the baseline of a language model.
 
-They are counted on the training tokens and judged on the very targets the network is judged on, each with the one or two
-tokens that stand before it in its row; at the start of a row, where there are fewer, a boundary mark stands in for them.
+They are counted on the training tokens and evaluated on the same targets as the network, each with the one or two tokens before it
+in its row. At the start of a row, a boundary mark replaces missing tokens.
 """
 
 import math
@@ -17,20 +17,20 @@ _Rows = Iterable[tuple[np.ndarray, np.ndarray]]
 class _Level:
     """Counts of n-grams of one length, discounted; a context and a token are one int64 key each.
 
-    Modified Kneser-Ney takes from each count c a discount D(c), different for c = 1, 2 and more, and gives what it took,
-    per context, to the next shorter n-gram.
+    Modified Kneser-Ney subtracts a discount D(c) from each count c, different for c = 1, 2 and more. The subtracted mass of a
+    context goes to the next shorter n-gram.
 
     Source:
         Chen and Goodman 1999, "An empirical study of smoothing techniques for language modeling", eq. 26 and 27.
     """
 
     def __init__(self, contexts: np.ndarray, tokens: np.ndarray, *, num_symbols: int) -> None:
-        """Count.
+        """Count the n-grams.
 
         Args:
             contexts: Key of the context of each n-gram, in base `num_symbols`.
             tokens: The token that followed.
-            num_symbols: Tokens and the boundary mark.
+            num_symbols: Number of tokens, plus one for the boundary mark.
         """
         self._base = num_symbols
         self.keys, counts = np.unique(contexts * num_symbols + tokens, return_counts=True)
@@ -78,7 +78,7 @@ class NGram:
             contexts = self._contexts(history, length)
             level = _Level(contexts, targets, num_symbols=self._num_symbols)
             self._levels.insert(0, level)
-            # the next level counts in how many different contexts a token was seen, not how often
+            # the next level counts the different contexts of a token, not its occurrences
             targets = level.keys % self._num_symbols
             tail = level.keys // self._num_symbols
             history = np.stack([np.full_like(tail, vocab_size), tail % self._num_symbols], axis=1)
@@ -130,20 +130,20 @@ def _events(rows: _Rows, *, boundary: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Return D(0..3): estimated from how many n-grams occur 1, 2, 3 and 4 times; 1/2 where these are too few to tell."""
+    """Return D(0..3): estimated from the number of n-grams that occur 1 to 4 times; 1/2 where these are too few."""
     once, twice, thrice, four = (int((counts == number).sum()) for number in (1, 2, 3, 4))
     if not (once and twice):
         return np.array([0.0, 0.5, 0.5, 0.5])
     rate = once / (once + 2 * twice)
     third = 2 - 3 * rate * thrice / twice
     fourth = 3 - 4 * rate * four / thrice if thrice else third
-    # a discount of zero would leave nothing for tokens not yet seen
+    # a discount of zero would leave no probability for unseen tokens
     return np.array(
         [0.0, np.clip(1 - 2 * rate * twice / once, 0.1, 1), np.clip(third, 0.1, 2), np.clip(fourth, 0.1, 3)]
     )
 
 
 def _find(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the place of each value in the sorted array `known`, -1 where it is not there."""
+    """Return the index of each value in the sorted array `known`, -1 for a missing one."""
     place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[place] == wanted, place, -1)

@@ -1,4 +1,4 @@
-"""From documents to rows: token ids, what is scored, where the codes stand, and into which length a row is padded.
+"""Turn documents into rows: token ids, targets, error codes, and the length to which a row is padded.
 
 Plain texts become one stream, `<s> text </s> <s> text </s> ...`, cut into windows of T tokens. A window begins before the
 first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
@@ -7,8 +7,8 @@ first token it scores, so that every token but the stream's first has a context,
 - validation: windows advance by T // 2, and each scores its last T // 2 tokens: every token has at least T // 2 tokens of
   context, or all there are.
 
-`<s>` is never scored, and neither is the first position of a row: a model that shifts the labels, and one that counts them
-unshifted, see the same number.
+`<s>` and the first position of a row are never scored. Models that shift the labels and models that do not then count the same
+number of targets.
 
 Records are one row each, padded up to one of a few lengths.
 
@@ -27,26 +27,27 @@ from numpy.typing import ArrayLike
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents import error_codes as codes
+from lightning_unified.data.documents import record as layout
+from lightning_unified.data.documents.document import Document
 from lightning_unified.data.tokenizer import encode_records, encode_texts
-from lightning_unified.models.gearhead import codes, layout
 
 __all__ = ["IGNORED", "Rows", "Sequence", "choose_buckets", "sequences", "windows"]
 
-IGNORED = -100  # torch.nn.functional.cross_entropy leaves such targets out
-_MULTIPLE = 16  # buckets are multiples of this: tensor cores and MPS kernels like them, and there are fewer shapes
+IGNORED = -100  # torch.nn.functional.cross_entropy ignores such targets
+_MULTIPLE = 16  # buckets are multiples of this: fast for tensor cores and MPS kernels, and fewer shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequence:
-    """Tokens in order, with what goes along; four arrays of one length.
+    """Tokens with their targets, error codes and diagnosis labels; four arrays of one length.
 
     Attributes:
         ids: int32 token ids.
         scored: Whether the token is a target.
-        codes: int32; the id of an error code at its last token, else 0. The last: where the whole code has been read, so
-            that nothing of what is still to be predicted is given away.
-        diagnosis: int8; the subsystem (0 to 63) at the token where the diagnostic head is asked, else -100.
+        codes: int32; the id of an error code at its last token, else 0. At an earlier token, the id would give away tokens
+            still to be predicted.
+        diagnosis: int8; the subsystem (0 to 63) at the token where the diagnostic head predicts it, else -100.
         is_record: Whether this is one record, which is never cut, or a stream of texts.
     """
 
@@ -58,11 +59,11 @@ class Sequence:
 
     @property
     def labels(self) -> np.ndarray:
-        """The ids where scored, -100 elsewhere."""
+        """The ids of scored tokens, -100 elsewhere."""
         return np.where(self.scored, self.ids, IGNORED).astype(np.int32)
 
     def cut(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
-        """Return the tokens from `start` to `stop`, of which those before `scored_from` are context only."""
+        """Return the tokens from `start` to `stop`; those before `scored_from` are context only."""
         scored = self.scored[start:stop].copy()
         scored[: scored_from - start] = False
         return Sequence(
@@ -71,10 +72,10 @@ class Sequence:
 
 
 def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Literal["all", "answer"]) -> list[Sequence]:
-    """Return the plain texts as one stream (first, if there are any), then one sequence a record.
+    """Return the stream of all plain texts, if there are any, then one sequence for each record.
 
     Args:
-        tokenizer: Gives the ids.
+        tokenizer: The tokenizer.
         documents: Texts and records.
         loss_on: `"all"` scores every token of a record, `"answer"` only those after `<cause>`.
     """
@@ -93,7 +94,7 @@ def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Liter
 def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequence]:
     """Yield windows of up to `length` tokens that start `stride` apart and together score each token once.
 
-    The first window scores all its tokens but the first; each later one those that no earlier one held.
+    The first window scores all its tokens but the first. Each later window scores the tokens that no earlier window holds.
     """
     scored_to = 1
     for start in range(0, len(sequence.ids), stride):
@@ -105,18 +106,18 @@ def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequenc
 
 
 def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple: int = _MULTIPLE) -> list[int]:
-    """Return at most `most` lengths to pad to, so that the fewest tokens are padding; the exact optimum.
+    """Return at most `most` lengths to pad to, chosen for the least padding; the exact optimum.
 
     Args:
         lengths: Tokens of each row, none above `longest`.
         longest: No bucket is longer.
-        most: Each bucket is a shape to compile and a set of buffers to keep; few are better than a perfect fit.
+        most: Number of buckets. Each is a shape to compile and a set of buffers, so few are better than a perfect fit.
         multiple: Every bucket but the longest is a multiple of this.
     """
     rounded = np.minimum(-(-np.asarray(lengths) // multiple) * multiple, longest)
     sizes, counts = np.unique(rounded, return_counts=True)
     below = np.concatenate([[0], np.cumsum(counts)])
-    # cost[j] is the least padded total of all rows up to size j; best[j] the buckets that give it
+    # cost[j] is the least padded total of all rows up to size j; best[j] holds its buckets
     cost = [0.0] + [np.inf] * len(sizes)
     best: list[list[int]] = [[] for _ in range(len(sizes) + 1)]
     for _ in range(min(most, len(sizes))):
@@ -131,10 +132,10 @@ def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens in flat arrays, small to pickle for spawned workers, that make a whole batch at a time.
+    """Rows of tokens in flat arrays, small to pickle for spawned workers; they return whole batches.
 
     A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
-    `error_code_ids` (0 = none) and `diagnosis_labels` (-100 where not asked). All four are always there.
+    `error_code_ids` (0 = none) and `diagnosis_labels` (-100 = none). A batch always has all four.
     """
 
     def __init__(self, rows: list[Sequence], *, buckets: list[int]) -> None:
@@ -151,7 +152,7 @@ class Rows(torch.utils.data.Dataset):
 
     @property
     def scored_tokens(self) -> int:
-        """Targets in all rows together."""
+        """Number of targets in all rows."""
         return int((self._labels != IGNORED).sum())
 
     def __len__(self) -> int:
@@ -180,7 +181,7 @@ class Rows(torch.utils.data.Dataset):
         return batch
 
     def scored_sequences(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield ids and labels of each row, unpadded: what a count-based baseline is judged on."""
+        """Yield ids and labels of each row without padding, for count-based baselines."""
         for start, stop in zip(self._starts[:-1], self._starts[1:], strict=True):
             yield self._ids[start:stop], self._labels[start:stop]
 
@@ -195,7 +196,7 @@ def _plain(ids: np.ndarray) -> Sequence:
 
 
 def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: str) -> Sequence:
-    """Return the tokens of a record, its codes and its question laid over them by character offsets."""
+    """Return the tokens of a record, with codes and diagnosis aligned by character offsets."""
     plain = _plain(np.asarray(encoding.ids, dtype=np.int32))
     starts = np.array([start for start, _ in encoding.offsets])
     for _, end, code in codes.find(text):
@@ -211,5 +212,5 @@ def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: st
 
 
 def _holding(starts: np.ndarray, character: int) -> int:
-    """Return the last token that holds a character (a character of several bytes may have several tokens)."""
+    """Return the last token of a character; a character of several bytes may have several tokens."""
     return int(np.searchsorted(starts, character, side="right")) - 1

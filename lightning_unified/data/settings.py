@@ -1,11 +1,11 @@
-"""What may be asked of the data, checked before anything is read."""
+"""Check the settings of a data module before any file is read."""
 
 import difflib
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.data.corpora import SOURCES
+from lightning_unified.data.sources.corpora import SOURCES
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["check"]
@@ -30,15 +30,15 @@ _SWITCHES = ("persistent_workers", "pin_memory", "drop_last")
 def check(
     settings: dict[str, Any], *, sources: Sequence[str] = SOURCES, paths: Mapping[str, str] = _DOCUMENT_PATHS
 ) -> None:
-    """Refuse settings of a data module that make no sense.
+    """Raise for invalid settings of a data module.
 
     Args:
-        settings: Its arguments by name.
-        sources: What `source` may be.
-        paths: The sources that read `path`, and what it is for each.
+        settings: The data module's arguments by name.
+        sources: Allowed values of `source`.
+        paths: For each source that reads `path`, a description of the path.
 
     Raises:
-        ValueError: Names the setting, what was given and what is allowed.
+        ValueError: With the setting, the given value and the allowed ones.
     """
     for name, smallest in _SMALLEST.items():
         if name not in settings:
@@ -51,7 +51,7 @@ def check(
             raise ValueError(f"data.{name}={value!r}; it must be a whole number of at least {smallest}{null}.")
     for name in _SWITCHES:
         if not isinstance(settings[name], bool):
-            raise ValueError(f"data.{name}={settings[name]!r}; it must be true or false.")  # noqa: TRY004 - a setting, whatever its type
+            raise ValueError(f"data.{name}={settings[name]!r}; it must be true or false.")  # noqa: TRY004 - an invalid setting, of any type
     _one_of("source", settings["source"], sources)
     if "loss_on" in settings:
         _one_of("loss_on", settings["loss_on"], ("all", "answer"))

@@ -1,8 +1,8 @@
-"""Training and validation: parted by group, never by row, and without a line in common.
+"""Split documents into training and validation by group, without a common line.
 
-A split by row puts near copies on both sides, and the validation figure then measures memory. Here whole groups change
-sides; groups that share content are merged first; what validation still has in common with training is dropped from
-validation, counted, and reported.
+A split by row puts near copies on both sides, and the validation loss then measures memorisation. Here a group is on one side
+as a whole, and groups that share content are merged first. Lines of validation that training has too are dropped from
+validation, counted and reported.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
 
 __all__ = ["Split", "merge_groups", "ordered_groups", "split"]
 
@@ -19,11 +19,11 @@ _OVERSHOOT = 1.5  # a group that would take validation beyond this multiple of i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The two sides and what was left out.
+    """The two sides of a split, and counts of dropped content.
 
     Attributes:
-        train: Documents to learn from.
-        validation: Documents to be judged by: no group and no line of `train`.
+        train: Training documents.
+        validation: Validation documents; they share no group and no line with `train`.
         validation_lines: Lines (records count as one) that the validation groups had before dropping.
         dropped_lines: How many of them occur in training and were dropped.
         validation_bytes: UTF-8 bytes of the validation groups before dropping.
@@ -39,12 +39,12 @@ class Split:
 
 
 def ordered_groups(groups: Iterable[str], *, seed: int) -> list[str]:
-    """Return `groups` in a random order that depends on the names and the seed only, not on the order given."""
+    """Return `groups` in a random order that depends only on the names and the seed."""
     return sorted(groups, key=lambda group: (hashlib.sha256(f"{seed}:{group}".encode()).digest(), group))
 
 
 def merge_groups(documents: list[Document]) -> list[Document]:
-    """Return the documents with groups merged that share a key; a merged group has the first of its names."""
+    """Merge groups that share a key; a merged group takes the first of its names."""
     parent = {document.group: document.group for document in documents}
 
     def root(group: str) -> str:
@@ -62,10 +62,10 @@ def merge_groups(documents: list[Document]) -> list[Document]:
 
 
 def split(documents: list[Document], *, fraction: float, seed: int) -> Split:
-    """Part the documents by group.
+    """Split the documents by group.
 
-    Groups are drawn in a random order until validation holds `fraction` of all bytes; a group far too large for that is
-    passed over. The order of `documents` does not matter for what goes where.
+    Groups are drawn in random order until validation holds `fraction` of all bytes; a group far too large is skipped. The order of
+    `documents` has no effect on the split.
 
     Args:
         documents: All of them; groups are merged here, see `merge_groups`.
@@ -73,7 +73,7 @@ def split(documents: list[Document], *, fraction: float, seed: int) -> Split:
         seed: Draws the groups.
 
     Raises:
-        ValueError: If there are fewer than two groups, or nothing of validation is left after dropping.
+        ValueError: If there are fewer than two groups, or validation is empty after dropping.
     """
     documents = merge_groups(documents)
     sizes: dict[str, int] = defaultdict(int)
@@ -130,7 +130,7 @@ def _checked(train: list[Document], held_out: list[Document]) -> Split:
 
 
 def _lines(document: Document) -> list[str]:
-    """Return what may not be on both sides: lines of a text that are not blank; what a record says of symptom, cause and cure."""
+    """Return what may not be on both sides: a text's lines, or a record's symptom, cause and solution."""
     if document.record is None:
         return [words for line in document.text.splitlines() if (words := " ".join(line.split()))]
     record = document.record
@@ -138,7 +138,7 @@ def _lines(document: Document) -> list[str]:
 
 
 def _without(document: Document, known: set[str]) -> Document | None:
-    """Return the document without its known lines, or None if nothing is left."""
+    """Remove known lines from a document; None if it is then empty."""
     if document.record is not None:
         return None if _lines(document)[0] in known else document
     kept: list[str] = []

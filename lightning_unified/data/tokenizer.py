@@ -1,7 +1,7 @@
-"""Byte-level BPE: every text has tokens, and its tokens give it back exactly.
+"""Lossless byte-level BPE: train a tokenizer, load one, and encode texts.
 
-The alphabet is all 256 bytes, so `<unk>` never occurs; nothing is lowered, stripped or normalised. The nine special tokens
-have the ids of `models.gearhead.layout`, 0 to 8, and bytes follow. Merges are learnt from the training split only.
+The alphabet is all 256 bytes, so `<unk>` never occurs. Texts are not lowered, stripped or normalised. The nine special tokens
+have the ids 0 to 8, as in `documents.record`; bytes follow. Merges are learnt from the training split only.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS
+from lightning_unified.data.documents.record import SPECIAL_TOKENS
 
 __all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "serial", "train_tokenizer"]
 
@@ -19,7 +19,7 @@ SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
 
 def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer with at most `vocab_size` tokens, learnt from `texts`; a small text gives fewer merges.
+    """Train a tokenizer with at most `vocab_size` tokens; short texts give fewer merges.
 
     Raises:
         ValueError: If `vocab_size` does not hold the special tokens and the bytes.
@@ -45,11 +45,11 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer in a `tokenizer.json`, for continuing with a vocabulary that is already learnt.
+    """Load the tokenizer in a `tokenizer.json`, to continue with its vocabulary.
 
     Raises:
         FileNotFoundError: If the file is not there.
-        ValueError: If it is no tokenizer, or one whose special tokens have other ids.
+        ValueError: If the file holds no tokenizer, or its special tokens have other ids.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -65,7 +65,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Return the ids of plain texts; a `<s>` that stands in a text is four characters, not the special token."""
+    """Return the ids of plain texts; `<s>` in a text is three characters, not the special token."""
     tokenizer.encode_special_tokens = True
     try:
         with serial():
@@ -75,14 +75,14 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def encode_records(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
-    """Return ids and character offsets of texts of `layout.render`, whose tags are special tokens."""
+    """Return ids and character offsets of texts from `record.render`, whose tags are special tokens."""
     with serial():
         return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
 @contextlib.contextmanager
 def serial() -> Iterator[None]:
-    """Keep the library's threads out: once used, they make every forked loader worker print a warning about deadlocks."""
+    """Disable the library's threads: once used, every forked worker warns of deadlocks."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -1,4 +1,4 @@
-"""What a user chooses by name for any of the models: refused with the nearest name, or looked up."""
+"""Check arguments that a user chooses by name, and resolve the device."""
 
 import difflib
 from collections.abc import Collection
@@ -9,10 +9,10 @@ __all__ = ["check_choice", "inference_device"]
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Refuse a value that is not among the choices.
+    """Raise if a value is not among the choices.
 
     Raises:
-        ValueError: Names the argument, the nearest choice and all of them.
+        ValueError: With the argument, the nearest choice and all choices.
     """
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
@@ -21,7 +21,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def inference_device(name: str) -> torch.device:
-    """Return the device called `name`; "auto" is the accelerator that is here, else the CPU."""
+    """Return the device called `name`; "auto" is the available accelerator, else the CPU."""
     if name != "auto":
         return torch.device(name)
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

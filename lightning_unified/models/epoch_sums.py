@@ -1,4 +1,4 @@
-"""Sums and counts of a whole validation, over all batches and all processes."""
+"""Sums over all batches and processes of a validation epoch."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ __all__ = ["EpochSums"]
 
 
 class EpochSums(Metric):
-    """Adds up a vector: what an epoch's mean is made of, exact however the batches were cut and whoever saw them.
+    """Metric that adds up a vector, exact for any split of batches over micro-batches and processes.
 
     Args:
-        size: Of the vector.
+        size: Size of the vector.
     """
 
     full_state_update = False

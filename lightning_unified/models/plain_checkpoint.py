@@ -1,4 +1,4 @@
-"""Checkpoints of the models that are used outside training, read as plain data."""
+"""Read checkpoints as plain data, without running code from the file."""
 
 import warnings
 import zipfile
@@ -11,7 +11,7 @@ __all__ = ["read_plain", "read_trained"]
 
 
 def read_plain(path: str | Path) -> Any:
-    """Return what a checkpoint holds, on the CPU, as plain data (`weights_only=True`): a file cannot run code here.
+    """Read a checkpoint to the CPU as plain data (`weights_only=True`).
 
     Args:
         path: The `.ckpt` file.
@@ -28,24 +28,24 @@ def read_plain(path: str | Path) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # an unpickler that is fed arbitrary bytes may raise anything
-        # torch's own text is left to the chained error: it advises to load the file as code, which a damaged file is no reason for.
+    except Exception as error:  # an unpickler may raise any exception on arbitrary bytes
+        # torch's text stays in the chained error: it advises loading the file as code, which does not help with a damaged file
         raise RuntimeError(
             f"{path} cannot be read as a checkpoint: it is damaged, incomplete, or holds more than plain data; use another."
         ) from error
 
 
 def read_trained(path: str | Path, *, model: str, untrained: str) -> dict[str, Any]:
-    """Return a checkpoint of one kind of model that training has saved, as `read_plain` does.
+    """Read a trained model's checkpoint as plain data, and check which model it belongs to.
 
     Args:
         path: The `.ckpt` file.
-        model: What it is of, as the model names its own part of it: `"compressor"`.
-        untrained: What it would do if it had not been trained, for the message.
+        model: Key of the model's own part of the checkpoint, as in `"compressor"`.
+        untrained: What an untrained model would do, for the message.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        RuntimeError: If it is damaged, is of another kind, or was saved before the first step of training.
+        RuntimeError: If it is damaged, belongs to another model, or was saved before the first training step.
     """
     saved = read_plain(path)
     needed = ("state_dict", "hyper_parameters", model, "global_step")

@@ -1,4 +1,4 @@
-"""What the models' optimizers share: which AdamW kernel runs, and how the learning rate moves."""
+"""AdamW kernel choice and learning-rate schedule, shared by the models' optimizers."""
 
 import math
 
@@ -10,12 +10,12 @@ __all__ = ["kernel_arguments", "learning_rate_factor"]
 def kernel_arguments(kernel: str, *, device: str, precision: str = "32-true") -> dict[str, bool]:
     """Return the arguments that choose an optimizer kernel in torch.
 
-    "auto" is the fused kernel wherever torch has one for the device: it needs no temporaries, where the for-each kernel
-    takes as many bytes as the parameters once more. Under fp16 with a scaler "auto" is torch's own choice, because Lightning
+    "auto" is the fused kernel wherever torch has one for the device. It needs no temporaries; the for-each kernel needs as many
+    bytes as the parameters. Under fp16 with a scaler "auto" is torch's own choice, because Lightning
     refuses to clip gradients there with a fused optimizer.
 
     Raises:
-        ValueError: If "fused" is asked for on a device for which torch has no such kernel.
+        ValueError: If `kernel` is "fused" and torch has no such kernel for the device.
     """
     devices = _get_fused_kernels_supported_devices()
     if kernel == "auto":

@@ -49,18 +49,18 @@ class Blocks:
 
 
 def find_blocks(module: nn.Module) -> Blocks:
-    """Return the blocks whose activations are worth recomputing: few inputs, much inside.
+    """Return the blocks that activation checkpointing applies to: few inputs, many activations.
 
-    A module may name them in `recompute_blocks`: a list of its submodules, or a method that gives one. Otherwise they are looked
-    for: the entries of its `ModuleList` and `Sequential` containers of which at least two are of one class, that are made of more
-    than one layer; containers directly inside containers are looked through, and inside a block no other is taken. Together they
-    must hold a twentieth of the parameters, embedding tables (and output layers of a table's shape) not counted.
+    A module may name them in `recompute_blocks`: a list of its submodules, or a method that returns one. Otherwise they are
+    detected: entries of its `ModuleList` and `Sequential` containers with more than one layer, of which at least two have one
+    class. Containers directly inside containers are searched too; a block inside a block is not taken. The blocks must hold a
+    twentieth of the parameters, not counting embedding tables and output layers of a table's shape.
 
     Args:
         module: Any module.
 
     Raises:
-        ValueError: If what is declared is no list of submodules, or if none is declared and none is found; the message says why.
+        ValueError: If the declaration is no list of submodules, or no block is declared or found; with the reason.
     """
     declared = getattr(module, _DECLARATION, None)
     blocks = _detected(module) if declared is None else _declared(module, declared)
@@ -100,7 +100,9 @@ def _declared(module: nn.Module, declaration: Any) -> dict[str, nn.Module]:
 
 def _detected(module: nn.Module) -> dict[str, nn.Module]:
     kind = type(module).__name__
-    by_id = {id(block): (name, block) for name, block in reversed(list(_search(module, "")))}  # one may have two names
+    by_id = {
+        id(block): (name, block) for name, block in reversed(list(_search(module, "")))
+    }  # a block may have two names
     found = dict(reversed(by_id.values()))
     way_out = f"Declare the blocks: {_DECLARATION} = a list of submodules, or a method that gives one"
     if not found:
@@ -124,7 +126,7 @@ def _detected(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of the outermost containers, and look for containers in everything that is none."""
+    """Yield the blocks of the outermost containers, found by a search through all other modules."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         for child_name, child in module.named_children():
             yield from _search(child, _joined(name, child_name))
@@ -139,7 +141,7 @@ def _search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(container: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is in a container; a container in it is looked through if there is something made of layers in it."""
+    """Yield a container's entries; the entries of an inner container replace it if one has several layers."""
     for child_name, child in container.named_children():
         full = _joined(name, child_name)
         inner = list(_entries(child, full)) if type(child) in (nn.ModuleList, nn.Sequential) else []
@@ -154,7 +156,7 @@ def _joined(name: str, child: str) -> str:
 
 
 def _is_made_of_layers(block: nn.Module) -> bool:
-    """Return whether `block` may keep more for its backward pass than its input, which a single layer of torch's does not."""
+    """Return whether `block` may save more than its input for backward; a single torch layer does not."""
     kinds = (kind for kind in type(block).__mro__ if kind is not nn.Module)
     single = next(block.children(), None) is None and any(kind.__module__.startswith("torch.nn.") for kind in kinds)
     return not single and _can_be_called(block) and next(block.parameters(), None) is not None
@@ -162,12 +164,12 @@ def _is_made_of_layers(block: nn.Module) -> bool:
 
 def _can_be_called(block: nn.Module) -> bool:
     if isinstance(block, torch.jit.ScriptModule):
-        return False  # its forward cannot be stood in for
+        return False  # its forward cannot be replaced
     return "forward" in vars(block) or type(block).forward is not nn.Module.forward
 
 
 def _checkpoints_itself(module: nn.Module, name: str, block: nn.Module) -> bool:
-    """Return whether `gradient_checkpointing`, as Hugging Face's modules have it, is on in the block, or for it in what holds it."""
+    """Return whether Hugging Face's `gradient_checkpointing` is on in the block or a module around it."""
     if any(getattr(child, "gradient_checkpointing", False) is True for child in block.modules()):
         return True
     if hasattr(block, "gradient_checkpointing"):

@@ -1,8 +1,11 @@
-"""Recompute a block in the backward pass instead of keeping its activations, with the same noise and the same buffers.
+"""Activation checkpointing of one block, with the same random numbers and the same buffers in both runs.
 
-`torch.utils.checkpoint` runs the block a second time. Two things may then differ from the first run: random numbers, for torch puts
-back its own generators only, and those of the devices of positional arguments (never MPS: issue 127676, open in torch 2.13); and the
-buffers a block writes (BatchNorm counts every batch twice). Both give gradients or statistics that are silently wrong.
+`torch.utils.checkpoint` runs the block a second time in the backward pass. Two differences from the first run give gradients or
+statistics that are silently wrong:
+
+1. Random numbers. torch restores only its own generators, and those of the devices of positional arguments (never MPS: issue
+   127676, open in torch 2.13).
+2. Buffers that the block writes. BatchNorm counts every batch twice.
 """
 
 import contextlib
@@ -16,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from lightning_unified.nn.kept_attention import KeptAttention, graph_contexts
+from lightning_unified.nn.saved_attention import SavedAttention, graph_contexts
 
 __all__ = ["RandomState", "recompute", "recompute_call"]
 
 
 class RandomState(Protocol):
-    """A random generator that can be put back: `torch.mps` is one, so is a thin wrapper of a `torch.Generator`."""
+    """A random generator with a state to restore, such as `torch.mps` or a wrapper of `torch.Generator`."""
 
     def get_rng_state(self) -> Tensor: ...
 
@@ -30,20 +33,20 @@ class RandomState(Protocol):
 
 
 def recompute(block: Callable[..., Any], *args: Any, random_state: RandomState | None = None, **kwargs: Any) -> Any:
-    """Return `block(*args, **kwargs)`, keeping only its inputs for the backward pass, which runs the block again.
+    """Return `block(*args, **kwargs)` and save only its inputs; the backward pass runs the block again.
 
     Gradients, buffers and the state of the random generators afterwards equal those of `block(*args, **kwargs)` bit for
-    bit. Without gradients the block is simply called.
+    bit. Without gradients, the block is called directly.
 
     Args:
-        block: A module, or any callable whose random numbers and tensors come from its arguments.
+        block: A module, or any callable that depends on its arguments only.
         *args: Its arguments.
-        random_state: The generator to put back besides torch's and Python's own; by default `torch.mps` when an
-            argument lies on MPS, else none.
+        random_state: A generator to restore besides torch's and Python's own. Default: `torch.mps` if an argument is on MPS,
+            else none.
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the block returns.
+        The block's result.
     """
     owner = block if isinstance(block, nn.Module) else None
     return recompute_call(block, args, kwargs, owner=owner, random_state=random_state)
@@ -56,21 +59,21 @@ def recompute_call(
     *,
     owner: nn.Module | None = None,
     random_state: RandomState | None = None,
-    kept: KeptAttention | None = None,
+    kept: SavedAttention | None = None,
 ) -> Any:
     """Return `function(*args, **kwargs)` as `recompute` does, for a function that reads and writes the buffers of `owner`.
 
     Args:
-        function: What is called.
+        function: The function to call.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        owner: The module whose buffers the second run must find as the first did; None for a function that writes none.
+        owner: The module whose buffers the second run must read as the first did; None for a function that writes none.
         random_state: As for `recompute`.
-        kept: Where the outputs of attention kernels are kept, so that the second run does without these kernels; None keeps none.
-            A graph of `torch.compile` keeps them in its own way.
+        kept: Store for attention outputs, so that the second run skips these kernels; None saves none. A graph of
+            `torch.compile` saves them by its own means.
 
     Returns:
-        What the function returns.
+        The function's result.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -82,20 +85,20 @@ def recompute_call(
     writes = owner is not None and owner.training and next(owner.buffers(), None) is not None
     called = _by_position(function, len(args), tuple(kwargs))
     if torch.compiler.is_compiling() and random_state is None and not writes:
-        # the noise of a compiled graph is put back by the graph
+        # a compiled graph restores its random state itself
         contexts = noop_context_fn if kept is None else graph_contexts()
         return checkpoint(called, *values, use_reentrant=False, context_fn=contexts)
     return _eager(called, values, owner=owner if writes else None, random_state=random_state, kept=kept)
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # a graph takes no context of ours; as torch.utils.checkpoint does
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # a graph accepts no context from here; torch.utils.checkpoint does the same
 def _eager(
     function: Callable[..., Any],
     values: Sequence[Any],
     *,
     owner: nn.Module | None,
     random_state: RandomState | None,
-    kept: KeptAttention | None,
+    kept: SavedAttention | None,
 ) -> Any:
     again = _Again(_Noise(random_state), _Buffers(owner) if owner is not None else None, kept)
     first = contextlib.nullcontext() if kept is None else kept.first()
@@ -103,7 +106,7 @@ def _eager(
 
 
 def _by_position(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `function` with its keyword arguments behind its `count` others: torch looks for devices in positional ones only."""
+    """Return `function` with keyword arguments made positional: torch looks for devices there only."""
     if not names:
         return function
 
@@ -114,7 +117,7 @@ def _by_position(function: Callable[..., Any], count: int, names: tuple[str, ...
 
 
 class _Noise:
-    """The generators that torch does not put back, as they were before the first run."""
+    """States before the first run of the generators that torch does not restore."""
 
     def __init__(self, random_state: RandomState | None) -> None:
         self._generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [(random.getstate, random.setstate)]
@@ -124,7 +127,7 @@ class _Noise:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Let the block draw the numbers that it drew first."""
+        """Restore the states of the first run inside the context."""
         current = [get() for get, _ in self._generators]
         self._set(self._before)
         try:
@@ -138,7 +141,7 @@ class _Noise:
 
 
 class _Buffers:
-    """The buffers a block had before its first run, to be lent to the second."""
+    """Values of a block's buffers before its first run, used again in the second."""
 
     def __init__(self, block: nn.Module) -> None:
         self._slots = [
@@ -151,8 +154,9 @@ class _Buffers:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Exchange the block's buffers for fresh copies of the old values; a swap, because a copy back would count as a
-        write and invalidate what autograd saved.
+        """Swap the block's buffers for copies of the old values inside the context.
+
+        Copying the values back would count as a write and invalidate tensors that autograd saved.
         """
         current = [module._buffers.get(name) for module, name, _ in self._slots]
         originals = _each_once(value for _, _, value in self._slots)
@@ -167,14 +171,14 @@ class _Buffers:
 
 
 def _each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors without repeats: a buffer that two modules share stays one."""
+    """Return the tensors without repeats, so that a buffer shared by two modules stays one."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 class _Again(AbstractContextManager[None]):
-    """The surroundings of the second run; may be entered more than once, as `retain_graph=True` does."""
+    """Context of the second run; `retain_graph=True` enters it more than once."""
 
-    def __init__(self, noise: _Noise, buffers: _Buffers | None, kept: KeptAttention | None) -> None:
+    def __init__(self, noise: _Noise, buffers: _Buffers | None, kept: SavedAttention | None) -> None:
         self._noise, self._buffers, self._kept = noise, buffers, kept
         self._stack = contextlib.ExitStack()
 

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens already read, so that the next token costs one token's work."""
+"""KV cache: keys and values of earlier tokens, so that a new token costs one token's work."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,9 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Room for the keys and values of every layer, taken once and filled from the left.
+    """Keys and values of every layer, allocated once and filled from the left.
 
-    Taken once because a cache that grows by concatenation copies itself for every token and leaves the old copy to
-    the allocator.
+    A cache that grows by concatenation would copy itself for every token and leave the old copy to the allocator.
 
     Shapes:
         Keys and values of one layer (B, H, T, K): batch, heads, tokens, width of a head.
@@ -19,10 +18,10 @@ class KVCache:
         layers: Number of layers.
         batch: B.
         heads: H.
-        length: The most tokens it holds.
+        length: Capacity in tokens.
         head_width: K.
-        device: Where it lives.
-        dtype: What it holds.
+        device: Device of the cache.
+        dtype: Dtype of the cache.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens it has room for."""
+        """Capacity in tokens."""
         return self._store.shape[4]
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken, filled or not."""
+        """Allocated bytes."""
         return self._store.nbytes
 
     def append(self, layer: int, *, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear layer without its logits.
+"""Cross-entropy of a linear layer, without holding all logits.
 
 With a vocabulary of 32,000, the logits of 2 x 512 tokens take 131 MB in fp32 and their gradient as much again: more than
 a 34-million-parameter model's weights. Here both exist for a few rows at a time.
@@ -15,15 +15,15 @@ __all__ = ["chunk_rows_for", "linear_cross_entropy"]
 
 IGNORED = -100
 _CHUNK_BYTES = 16 * 2**20
-_MOST_CHUNKS = 64  # judgement: of more, a GPU waits for the launches; so many hold one part in 64 of all logits
+_MOST_CHUNKS = 64  # judgement: with more chunks, a GPU waits for launches; 64 hold 1/64 of all logits each
 
 
 def chunk_rows_for(num_classes: int, *, rows: int = 0) -> int:
-    """Return how many of `rows` go through the linear layer at once: the power of two whose fp32 logits take at most 16 MiB.
+    """Return the chunk size: the power of two of rows whose fp32 logits take at most 16 MiB.
 
-    Chosen here because torch's own choice depends on the shape of the batch: on a CPU it was up to several times slower.
-    At least 16 rows, at most 8192: below, the matrix product starves; above, nothing is gained. More where there would be over 64
-    chunks: beside the rest of a batch that large, larger chunks take little.
+    torch's own choice depends on the shape of the batch and was up to several times slower on a CPU. A chunk has at least 16 rows,
+    since smaller matrix products are inefficient, and at most 8192, since larger ones gain nothing. It is larger if there would be
+    over 64 chunks: a batch that large has enough memory for it.
     """
     at_once = max(16, min(8192, _CHUNK_BYTES // (4 * num_classes)))
     return max(1 << (at_once.bit_length() - 1), -(-rows // _MOST_CHUNKS))
@@ -40,13 +40,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(linear(hidden, weight, bias), labels)`; labels of -100 are not scored.
 
-    The backward pass computes the chunks again instead of keeping gradients from the forward pass: about a quarter more
-    time in this layer, and nothing the size of `weight` lives between the two passes, where the rest of the network is.
+    The backward pass computes the chunks again instead of saving gradients from the forward pass. That takes about a quarter more
+    time in this layer, and no tensor of `weight`'s size lives between the two passes, where the rest of the network runs.
 
-    Where torch has `linear_cross_entropy` (2.13) and computes in fp32 or fp64, that does the work, with reduction
-    "none": its "sum" and "mean" hold two copies of the weight's gradient from the forward pass on, whatever the chunk. Only
-    where such a copy is no larger than a chunk of logits is "sum" taken, which computes no chunk twice. Under autocast and
-    in half precision the function below does the work: torch's takes no notice of autocast, and rounds each loss to bf16.
+    torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
+    of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such
+    a copy is no larger than a chunk of logits. Under autocast and in half precision, the function below computes the losses: torch's
+    ignores autocast and rounds each loss to bf16.
 
     Shapes:
         hidden (..., D), labels (...), weight (V, D), bias (V). The chunks run over the flattened leading dimensions.
@@ -57,8 +57,8 @@ def linear_cross_entropy(
         labels: See Shapes; int64, 0 to V - 1 or -100.
         bias: See Shapes.
         reduction: "sum" over the scored labels, their "mean" (NaN when none is scored, as in torch), or "none": a loss for each
-            label, 0 where it is not scored, for who weighs them.
-        chunk_rows: Rows at once; by default `chunk_rows_for(V, rows=...)`.
+            label, 0 where it is not scored, for callers that weight them.
+        chunk_rows: Rows of a chunk; by default `chunk_rows_for(V, rows=...)`.
 
     Returns:
         The loss, a scalar, or (...) with "none": in fp32 when the operands are of half precision, else in their own type.

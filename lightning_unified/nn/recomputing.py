@@ -1,4 +1,4 @@
-"""Make blocks of a module recompute their activations, and nothing else about the module differ; undone exactly."""
+"""Switch activation checkpointing of a module's blocks on and off, without any other change."""
 
 import copy
 import logging
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_unified.nn.checkpoint import recompute_call
-from lightning_unified.nn.kept_attention import KeptAttention
+from lightning_unified.nn.saved_attention import SavedAttention
 
 __all__ = ["RecomputePolicy", "Recomputing", "is_recomputed"]
 
@@ -23,17 +23,18 @@ _FORWARD = "forward"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputePolicy:
-    """Which blocks of a module recompute their activations, and whether outputs of attention kernels are kept all the same.
+    """Which blocks recompute their activations, and whether they save attention outputs.
 
-    Some blocks are always the first ones. The peak is where the backward pass begins or where a block runs again. With the first
-    blocks chosen, the backward pass has given back what all the others kept before one runs again; with the last ones, the first
-    to run again does so on top of everything the others keep. benchmarks/options/recomputed_blocks.py compares first, last and spread.
+    If some blocks recompute, they are always the first ones. The peak is at the beginning of the backward pass or where a block runs
+    again. With the first blocks, the backward pass has freed the activations of all other blocks before one runs again. With the
+    last blocks, the first to run again adds to everything the others hold. benchmarks/options/recomputed_blocks.py compares both, and an
+    even spread.
 
     Attributes:
-        blocks: How many, counted from the input on, or `"all"`.
-        keep_attention: Whether the outputs of attention kernels (flash, memory-efficient, cuDNN) are kept, so that only what is
-            around them runs twice.
-        of: How many blocks there are, for people; None where that is not known.
+        blocks: Number of blocks, counted from the input, or `"all"`.
+        keep_attention: Whether outputs of attention kernels (flash, memory-efficient, cuDNN) are saved, so that only the rest
+            of a block runs twice.
+        of: Number of all blocks, for messages; None if unknown.
 
     Raises:
         ValueError: If `blocks` is neither a count nor `"all"`.
@@ -50,15 +51,15 @@ class RecomputePolicy:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left to recompute."""
+        """Whether all of every block is recomputed."""
         return self.blocks == "all" and not self.keep_attention
 
     def choose(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return those of `blocks`, given in the order in which they run, that are recomputed."""
+        """Return the blocks that recompute, out of `blocks` in the order in which they run."""
         return list(blocks if self.blocks == "all" else blocks[: self.blocks])
 
     def __str__(self) -> str:
-        """Return it for people: `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"`."""
+        """Return a short description: `"none"`, `"6 of 12 blocks"`, `"all blocks, attention kept"`."""
         if self.blocks == 0:
             return "none"
         known = "" if self.of is None or self.blocks == "all" else f" of {self.of}"
@@ -67,22 +68,22 @@ class RecomputePolicy:
 
 
 class Recomputing:
-    """Blocks that recompute their activations in the backward pass, in train mode and with gradients on, until `remove`.
+    """Let blocks recompute their activations in training until `remove`.
 
-    The `forward` of each block object is stood in for; its class, its place, its parameters, hooks and state-dict keys are as before,
-    and so are copies: one made with `copy.deepcopy`, `pickle` or `torch.save` does not recompute. Hooks of a block run once; hooks of
-    what is in it run in the second run as well, and so does what its forward does to lists and attributes of its own.
+    The `forward` of each block object is replaced. Its class, place, parameters, hooks and state-dict keys stay. A copy made with
+    `copy.deepcopy`, `pickle` or `torch.save` does not recompute. Hooks of a block run once. Hooks of its submodules run in the second
+    run too, and so do the block's writes to its own lists and attributes.
 
-    A block that is given an empty cache of keys and values (`use_cache=True` makes Hugging Face's models do that in training) runs
-    without it, for the second run would fill it again; their own gradient checkpointing does the same. One that is given a filled
-    cache runs without recomputation, and that is said once.
+    Hugging Face's models pass an empty cache of keys and values in training if `use_cache=True`. A block then runs without it, as
+    under their own gradient checkpointing, since the second run would fill it again. A block with a filled cache runs without
+    recomputation, and a warning says so once.
 
     Use it as a context manager, or call `remove`.
 
     Args:
-        blocks: None of them inside another.
-        keep_attention: Whether the outputs of attention kernels are kept, so that these do not run again. Where the first call of
-            a block runs none (attention of plain products, as on MPS, or with a mask or dropout on a CPU), that is said once.
+        blocks: The blocks; none may be inside another.
+        keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning says once if
+            the first call of a block runs no such kernel (plain products, as on MPS, or a mask or dropout on a CPU).
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, keep_attention: bool = False) -> None:
@@ -92,7 +93,7 @@ class Recomputing:
             stand_in.install()
 
     def remove(self) -> None:
-        """Give the blocks their `forward` back; once is enough, twice does no harm."""
+        """Restore the blocks' `forward`; a second call does nothing."""
         for stand_in in self._stand_ins:
             stand_in.remove()
         self._stand_ins = []
@@ -107,13 +108,13 @@ class Recomputing:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether a training call of `module` recomputes its activations, by `Recomputing` or by Hugging Face's own switch."""
+    """Return whether `module` recomputes in training, by `Recomputing` or Hugging Face's switch."""
     by_itself = vars(module).get("gradient_checkpointing") is True and module.training
     return by_itself or isinstance(vars(module).get(_FORWARD), _StandIn)
 
 
 class _StandIn:
-    """What is called in place of one block's `forward`; copied or saved, it is that `forward`."""
+    """Replacement of one block's `forward`; a copy or a saved file holds the original."""
 
     def __init__(self, block: nn.Module, *, keep_attention: bool, said: set[str]) -> None:
         self._block = block
@@ -129,7 +130,7 @@ class _StandIn:
     def remove(self) -> None:
         self._on = False
         if vars(self._block).get(_FORWARD) is not self:
-            return  # somebody has put theirs on top, which calls this one
+            return  # another wrapper lies on top and calls this one
         if self._own is None:
             del vars(self._block)[_FORWARD]
         else:
@@ -150,7 +151,7 @@ class _StandIn:
             return self._forward(*args, **kwargs)
         if not self._keep_attention:
             return recompute_call(self._forward, args, kwargs, owner=block)
-        kept = KeptAttention()
+        kept = SavedAttention()
         result = recompute_call(self._forward, args, kwargs, owner=block, kept=kept)
         if not kept.count and not torch.compiler.is_compiling():
             self._say(

@@ -1,4 +1,4 @@
-"""Keep-or-drop decisions that may be differentiated: the binary concrete distribution, from one uniform number a decision.
+"""Differentiable keep-or-drop decisions: the binary concrete distribution, from uniform numbers.
 
 `P(keep) = sigmoid(logit)` asks for logistic noise: `logit + L > 0` with `L = log u - log(1 - u)`. A logistic number is the
 difference of two Gumbel numbers; a single one in its place gives P(keep | logit 0) = 0.632. Drawing it from one uniform number
@@ -21,7 +21,7 @@ _SMALLEST = 1e-7  # uniform numbers of fp32 are multiples of 2^-24; 0 would be i
 def relaxed_bernoulli(logits: Tensor, *, uniform: Tensor, temperature: float) -> Tensor:
     """Return gates in (0, 1) that lie above 0.5 with probability `sigmoid(logits)`, and have a gradient.
 
-    Made in place in one new tensor, which is all that the backward pass keeps.
+    Computed in place in one new tensor, the only one that the backward pass needs.
 
     Shapes:
         logits and uniform broadcast to the shape of the gates.

@@ -1,7 +1,7 @@
-"""The log-probabilities of given tokens under a linear head, without its logits.
+"""Log-probabilities of given tokens under a linear head, without holding all logits.
 
-A group of 8 completions of 1,024 tokens over a vocabulary of 151,936 has 5 GB of fp32 logits, and a gradient of as many. Here both
-exist for a few rows at a time.
+A group of 8 completions of 1,024 tokens over a vocabulary of 151,936 has 5 GB of fp32 logits, and a gradient of the same size. Here
+both exist for a few rows at a time.
 """
 
 import math
@@ -22,8 +22,8 @@ def token_log_probs(
 ) -> Tensor:
     """Return `log_softmax(hidden @ weight.T / temperature)` at `tokens`.
 
-    The backward pass computes the chunks again. A weight that needs no gradient, as under low-rank adapters, has none computed. Products
-    run in the operands' type, or autocast's; the softmax and all sums in at least fp32.
+    The backward pass computes the chunks again. A frozen weight, as under low-rank adapters, gets no gradient. Products run in the
+    operands' dtype or autocast's, the softmax and all sums in at least fp32.
 
     Shapes:
         hidden (N, D), weight (V, D), tokens (N) int64 from 0 to V - 1.
@@ -32,8 +32,8 @@ def token_log_probs(
         hidden: See Shapes.
         weight: See Shapes.
         tokens: See Shapes.
-        temperature: Logits are divided by it, as where the tokens were sampled.
-        chunk: Rows at once; by default `chunk_rows_for(V, rows=N)`.
+        temperature: Divisor of the logits, as in sampling.
+        chunk: Rows of a chunk; by default `chunk_rows_for(V, rows=N)`.
 
     Returns:
         (N), in fp32 when the operands are of half precision, else in their own type.
@@ -47,7 +47,7 @@ def token_log_probs(
 def token_log_probs_and_entropy(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_log_probs` and, at each row, the entropy (N) of the whole distribution in nats, which has no gradient.
+    """Return `token_log_probs` and each row's entropy (N) in nats, which has no gradient.
 
     Args:
         hidden: As in `token_log_probs`, and so are all others.
@@ -84,7 +84,7 @@ def _both(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probabilities of one token a row, and entropies where they are wanted (else an empty tensor)."""
+    """Log-probabilities of one token a row, and entropies on request (else an empty tensor)."""
 
     @staticmethod
     @override
@@ -131,7 +131,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _all_log_probs(hidden: Tensor, weight: Tensor, *, temperature: float) -> Tensor:
-    """Return the log-probabilities (n, V) of all tokens, in at least fp32; nothing else of that size is left."""
+    """Return the log-probabilities (n, V) of all tokens in at least fp32, computed in place."""
     logits = functional.linear(hidden, weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     return logits.sub_(logits.logsumexp(1, keepdim=True))

@@ -132,7 +132,7 @@ def test_gradients_are_gathered_before_an_optimizer_makes_its_state_and_not_agai
 def test_a_part_that_is_compiled_is_refused():
     module = OnCuda()
     module.network._compiled_call_impl = module.network._call_impl  # as `Module.compile` sets it
-    with pytest.raises(ConfigurationError, match=r"CudaGraphs, network: .*stood in for already"):
+    with pytest.raises(ConfigurationError, match=r"CudaGraphs, network: .*replaced already"):
         CudaGraphs().on_train_start(None, module)
 
 

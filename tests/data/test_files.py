@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_unified.data.files import read
+from lightning_unified.data.sources.files import read
 
 ROW = {
     "equipment": "pump",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_unified.data.loader import ResumableLoader, plan_epoch
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader, plan_epoch
 from lightning_unified.data.packing import Rows, Sequence
 from tests.support.lanes import some
 
@@ -24,7 +24,8 @@ def rows(count=23):
 
 
 def loader(**changes):
-    return ResumableLoader(rows(), **({"batch_size": 4, "shuffle": True} | changes))
+    place = {name: changes.pop(name) for name in ("rank", "world_size", "processed") if name in changes}
+    return ResumableLoader(rows(), LoaderOptions(**({"batch_size": 4} | changes)), **place)
 
 
 def contents(batches):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents import error_codes as codes
+from lightning_unified.data.documents import record as layout
+from lightning_unified.data.documents.document import Document
 from lightning_unified.data.packing import Rows, Sequence, choose_buckets, sequences, windows
 from lightning_unified.data.tokenizer import train_tokenizer
-from lightning_unified.models.gearhead import codes, layout
 
 RECORD = layout.Record(
     equipment="Wheel loader",

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_unified.data import corpora
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
+from lightning_unified.data.documents.record import Record
+from lightning_unified.data.sources import corpora
 from lightning_unified.data.splitting import merge_groups, ordered_groups, split
-from lightning_unified.models.gearhead.layout import Record
 
 
 def text(group, content, keys=()):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_unified.data.documents.record import SPECIAL_TOKENS, UNK_ID
 from lightning_unified.data.tokenizer import (
     SMALLEST_VOCABULARY,
     encode_records,
@@ -11,7 +12,6 @@ from lightning_unified.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from lightning_unified.models.gearhead.layout import SPECIAL_TOKENS, UNK_ID
 
 TOKENIZER = train_tokenizer(["The pump stops. The pump starts. P0301 and P0302 again."] * 3, vocab_size=320)
 

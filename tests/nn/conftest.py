@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graph_recording import _TENSOR, Recording
-from lightning_unified.nn.gradient_room import differentiate
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.gradient_buffer import differentiate
+from lightning_unified.nn.cuda_graphs.recording import _TENSOR, Recording
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def capturing():
         torch.cuda.is_current_stream_capturing = asked
 
 
-def record(network, call, *, room, written, pool):
+def record(network, call, *, buffer, written, pool):
     """Stand in for `cuda_graph_recording.record`: the same record, whose graphs are functions."""
     del pool
     inputs, (args, kwargs) = call.tensors, call.arguments()
@@ -44,20 +44,20 @@ def record(network, call, *, room, written, pool):
     live = {}
 
     def run():
-        leaves = {name: own[name].detach().requires_grad_() for name in room.parameters}
+        leaves = {name: own[name].detach().requires_grad_() for name in buffer.parameters}
         on, dtype = call.autocast
         with capturing(), torch.enable_grad(), torch.autocast("cpu", dtype, enabled=on, cache_enabled=False):
             flat, spec = tree_flatten(torch.func.functional_call(network, leaves, args, kwargs))
         return leaves, flat, spec
 
-    before = [(one, one.clone()) for one in (*written, *room.blocks)]  # at a recording nothing is computed
+    before = [(one, one.clone()) for one in (*written, *buffer.blocks)]  # at a recording nothing is computed
     state = torch.get_rng_state()
     leaves, flat, spec = run()
     torch.set_rng_state(state)
     outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     incoming = [torch.zeros_like(one) if one.requires_grad else None for one in outputs]
     wanted = [one for one in inputs if one.requires_grad]
-    used, _ = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, room=room)
+    used, _ = differentiate(outputs, leaves=leaves, inputs=wanted, incoming=incoming, buffer=buffer)
     for one, was in before:
         one.copy_(was)
     left = iter(torch.zeros_like(one) for one in wanted)
@@ -69,7 +69,7 @@ def record(network, call, *, room, written, pool):
         outputs=static,
         structure=([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat], spec),
         incoming=incoming,
-        room=room,
+        buffer=buffer,
         used=used,
         of_inputs=[next(left) if one.requires_grad else None for one in inputs],
         written=written,
@@ -82,7 +82,9 @@ def record(network, call, *, room, written, pool):
             to.copy_(one.detach())
 
     def backward():
-        _, found = differentiate(live["outputs"], leaves=live["leaves"], inputs=wanted, incoming=incoming, room=room)
+        _, found = differentiate(
+            live["outputs"], leaves=live["leaves"], inputs=wanted, incoming=incoming, buffer=buffer
+        )
         for to, one in zip([one for one in recording.of_inputs if one is not None], found, strict=True):
             to.copy_(one)
 

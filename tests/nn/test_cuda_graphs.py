@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graph_recording import Recording, call_of
 from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings
-from lightning_unified.nn.gradient_room import GradientRoom, differentiate
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
+from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
 from lightning_unified.nn.recomputing import Recomputing
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
@@ -202,8 +202,8 @@ def test_gradients_of_eager_calls_are_gathered_with_their_values(net):
 
 def test_a_gradient_is_freed_as_soon_as_it_is_added():
     x, weights = torch.ones(2, 4), {name: torch.ones(4, 4, requires_grad=True) for name in ("a", "b", "c")}
-    room, seen = GradientRoom(weights), []
-    room.receive(lambda: None, used=[True] * 3)  # all zero
+    buffer, seen = GradientBuffer(weights), []
+    buffer.receive(lambda: None, used=[True] * 3)  # all zero
 
     def watch(grad):
         seen.append((weakref.ref(grad), [one() is None for one, _ in seen]))
@@ -211,11 +211,11 @@ def test_a_gradient_is_freed_as_soon_as_it_is_added():
     for one in weights.values():
         one.register_hook(watch)
     output = x @ weights["a"] @ weights["b"] @ weights["c"]
-    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 4)], room=room)
+    used, of_inputs = differentiate([output], leaves=weights, inputs=[], incoming=[torch.ones(2, 4)], buffer=buffer)
 
     assert (used, of_inputs) == ([True] * 3, [])
     assert all(all(gone) for _, gone in seen)
-    assert torch.equal(room.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 4))
+    assert torch.equal(buffer.places["c"], (x @ weights["a"] @ weights["b"]).T @ torch.ones(2, 4))
 
 
 def test_gradients_of_several_dtypes_are_each_in_their_own():
@@ -512,11 +512,11 @@ def test_outputs_come_in_the_structure_that_the_network_returns():
 
 
 def test_a_network_without_trained_parameters_is_refused():
-    with pytest.raises(ValueError, match="no parameter that is trained"):
+    with pytest.raises(ValueError, match="no trained parameter"):
         RecordedCalls(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_a_network_that_is_stood_in_for_is_refused(net):
     RecordedCalls(net)
-    with pytest.raises(ValueError, match="stood in for already"):
+    with pytest.raises(ValueError, match="replaced already"):
         RecordedCalls(net)

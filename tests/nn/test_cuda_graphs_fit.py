@@ -10,9 +10,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.nn import cuda_graphs
-from lightning_unified.nn.cuda_graph_recording import Recording
 from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.recording import Recording
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_unified.nn import cuda_graphs
 from lightning_unified.nn.cuda_graphs import RecordedCalls
+from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
 SETTLED = cuda_graphs._SETTLED
@@ -60,8 +60,8 @@ class Odd(nn.Module):
         ("reentrant", "use_reentrant=True"),
         ("outside", "no parameter of its own"),
         ("rebinds", "replaces tensors of its own"),
-        ("list", "neither tensor nor None"),
-        ("detached", "nothing that it returns is differentiated"),
+        ("list", "other than tensors and None"),
+        ("detached", "none of its outputs requires a gradient"),
         ("in place", "writes into its arguments"),
     ],
 )

@@ -33,8 +33,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from benchmarks.records import origin, write
 from lightning_unified import GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCheckpoint, RunCSVLogger
-from lightning_unified.data import LabelData
-from lightning_unified.models.classifier import TextClassifier
+from lightning_unified.models.classifier import LabelData, TextClassifier
 from lightning_unified.strategies import UnifiedStrategy
 
 RESULTS = Path(__file__).with_suffix(".json")

@@ -25,9 +25,10 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from benchmarks.records import origin
 from lightning_unified.data import LabelData
-from lightning_unified.data.documents import installed_files
-from lightning_unified.data.label_rows import LabelRows
+from lightning_unified.data.documents.document import installed_files
 from lightning_unified.data.loader import plan_epoch
+from lightning_unified.models.classifier import LabelData
+from lightning_unified.models.classifier.data.label_rows import LabelRows
 
 LONG = 128
 ROWS = 32

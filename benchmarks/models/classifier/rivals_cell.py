@@ -23,10 +23,10 @@ from benchmarks.models.classifier.rivals import MODELS
 from lightning_unified import CudaGraphs, GradientHealth, MemoryMonitor, PressureGuard
 from lightning_unified.callbacks import RunCSVLogger
 from lightning_unified.cli.run.throughput import Throughput
-from lightning_unified.data.label_rows import LabelRows
 from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.models.classifier import TextClassifier
+from lightning_unified.models.classifier.data.label_rows import LabelRows
 from lightning_unified.strategies import UnifiedStrategy
 
 __all__ = ["run_cell"]

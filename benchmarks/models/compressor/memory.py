@@ -28,7 +28,9 @@ import lightning as L
 import torch
 
 from lightning_unified import UnifiedStrategy
-from lightning_unified.models.compressor import Compressor, joint, objectives
+from lightning_unified.models.compressor import Compressor
+from lightning_unified.models.compressor.objective import estimators as objectives
+from lightning_unified.models.compressor.objective import joint
 from lightning_unified.models.compressor.presets import preset as preset_config
 
 warnings.filterwarnings("ignore")

@@ -10,9 +10,9 @@ import time
 import torch
 from torch import Tensor
 
-from lightning_unified.data.passages import Passages
+from lightning_unified.models.compressor.data.passages import Passages
 from lightning_unified.models.compressor.evaluation.baselines import Scorer
-from lightning_unified.models.compressor.evaluation.budget import top_k
+from lightning_unified.models.compressor.evaluation.subject import top_k
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["JudgedBy", "practise"]

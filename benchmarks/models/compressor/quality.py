@@ -23,12 +23,12 @@ from omegaconf import OmegaConf
 
 from benchmarks.models.compressor.practice import JudgedBy, practise
 from benchmarks.records import origin
-from lightning_unified.data.passage_data import PassageData
-from lightning_unified.models.compressor import checkpoint
+from lightning_unified.models.compressor.data.passage_data import PassageData
 from lightning_unified.models.compressor.evaluation import baselines, held_out
 from lightning_unified.models.compressor.evaluation.evaluate import evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
-from lightning_unified.models.compressor.inference import compress
+from lightning_unified.models.compressor.evaluation.report import plot
+from lightning_unified.models.compressor.inference import checkpoint
+from lightning_unified.models.compressor.inference.compress import compress
 from lightning_unified.models.compressor.module import Compressor
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -28,11 +28,11 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.records import origin, write
-from lightning_unified.models.wordle.candidates import Patterns
-from lightning_unified.models.wordle.games import Player, play_games
-from lightning_unified.models.wordle.player import ModelPlayer
-from lightning_unified.models.wordle.solvers import EntropyGreedy, RandomConsistent
-from lightning_unified.models.wordle.words import WordList
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.words import WordList
+from lightning_unified.models.wordle.play.games import Player, play_games
+from lightning_unified.models.wordle.play.player import ModelPlayer
+from lightning_unified.models.wordle.play.solvers import EntropyGreedy, RandomConsistent
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).with_suffix(".json")

@@ -12,7 +12,7 @@ from benchmarks.planner.zoo.hub import Causal, Sequence, has_peft, has_transform
 from benchmarks.planner.zoo.language import Classifier, Decoder, Diagnostics, Translator, add_lora
 from benchmarks.planner.zoo.learner import OPTIMIZERS, Learner
 from benchmarks.planner.zoo.networks import Convolutional, Graph, Perceptron, Recurrent, Residual, UNet
-from lightning_unified.models.gearhead.codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
+from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 
 __all__ = ["MODULES", "Kind", "Size", "available"]
 

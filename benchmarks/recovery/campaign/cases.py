@@ -5,13 +5,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.recovery.campaign.faults import SAVE_POINTS
-from benchmarks.recovery.campaign.faults import STEP_POINTS
-from benchmarks.recovery.campaign.faults import TEXTS
-from benchmarks.recovery.campaign.faults import Fault
-from benchmarks.recovery.campaign.recipes import NORMS
-from benchmarks.recovery.campaign.recipes import Recipe
-from benchmarks.recovery.campaign.recipes import draw_recipe
+from benchmarks.recovery.campaign.faults import SAVE_POINTS, STEP_POINTS, TEXTS, Fault
+from benchmarks.recovery.campaign.recipes import NORMS, Recipe, draw_recipe
 from lightning_unified.hardware.pressure.reader import Level
 from lightning_unified.hardware.simulated import PROFILES
 

@@ -1,24 +1,26 @@
 """The classifier: a pretrained transformer encoder, fine-tuned on labelled texts.
 
-The names below are fetched on first use, so that importing the package does not import Lightning.
+The names below are imported on first use, so that importing the package does not import Lightning.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_unified.models.classifier.callback import ClassificationReport
-    from lightning_unified.models.classifier.exporting import export
-    from lightning_unified.models.classifier.inference import classify
+    from lightning_unified.models.classifier.data.label_data import LabelData
+    from lightning_unified.models.classifier.evaluation.callback import ClassificationReport
+    from lightning_unified.models.classifier.inference.classify import classify
+    from lightning_unified.models.classifier.inference.exporting import export
     from lightning_unified.models.classifier.module import TextClassifier
 
-__all__ = ["ClassificationReport", "TextClassifier", "classify", "export"]
+__all__ = ["ClassificationReport", "LabelData", "TextClassifier", "classify", "export"]
 
 _HOMES = {
-    "ClassificationReport": "callback",
+    "ClassificationReport": "evaluation.callback",
+    "LabelData": "data.label_data",
     "TextClassifier": "module",
-    "classify": "inference",
-    "export": "exporting",
+    "classify": "inference.classify",
+    "export": "inference.exporting",
 }
 
 

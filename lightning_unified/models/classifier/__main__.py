@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,31 +10,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_unified.models.classifier import checkpoint
-from lightning_unified.models.classifier.inference import Classification, classify
-from lightning_unified.models.classifier.reading import Given, read_texts
+from lightning_unified.models.classifier.inference import checkpoint
+from lightning_unified.models.classifier.inference.classify import Classification, classify
+from lightning_unified.models.classifier.inference.text_files import Given, read_texts
+from lightning_unified.models.commands import add_device, command_parser, run_command
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(error, code=2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, code=1)
-    except KeyboardInterrupt:
-        print()
-        return 1
-    return 0
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 invalid argument."""
+    return run_command(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.classifier", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser, commands = command_parser("classifier", description=__doc__)
     predict = commands.add_parser("predict", help="labels and probabilities of texts")
     predict.add_argument("--json", action="store_true", help="print one JSON record a text")
     predict.add_argument(
@@ -65,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--field", default="text", help="column or key of the text in tables (default text)")
     for command in (predict, write, explain):
         command.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
-        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+        add_device(command)
     return parser
 
 
@@ -94,7 +83,7 @@ def _print_table(texts: Sequence[Given], found: Sequence[Classification], names:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from lightning_unified.models.classifier.exporting import export
+    from lightning_unified.models.classifier.inference.exporting import export
 
     module = checkpoint.load(options.checkpoint, device="cpu")
     written = export(module, options.folder, program=not options.no_program)
@@ -104,8 +93,8 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from lightning_unified.models.classifier import render
-    from lightning_unified.models.classifier.explain import explain
+    from lightning_unified.models.classifier.explanation import render
+    from lightning_unified.models.classifier.explanation.explain import explain
 
     texts = read_texts(options.files, lines=options.lines, field=options.field)
     module = checkpoint.load(options.checkpoint, device=options.device)
@@ -123,13 +112,6 @@ def _explain(options: argparse.Namespace) -> None:
     for (source, _), one in zip(texts, found, strict=True):
         console.print(f"{source}: {render.summary(one)}", highlight=False, soft_wrap=True)
         console.print(render.terminal(one), soft_wrap=True)
-
-
-def _fail(error: Exception, *, code: int) -> int:
-    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""What a classifier was trained on, apart from its weights: label names, tokenizer, and the lengths of its batches."""
+"""Identity of a classifier's data: label names, tokenizer and batch lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.models.classifier.tokens import TextEncoder
+from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
 
 __all__ = ["Identity"]
 
 
 class Identity:
-    """Label names, tokenizer and lengths; empty until data or a checkpoint fills it, and then it stays what it is.
+    """Label names, tokenizer and lengths; empty until data or a checkpoint sets them, then fixed.
 
     Attributes:
-        label_names: In the order of the logits; empty while nobody has named them.
-        encoder: The tokenizer; None while there is none.
-        lengths: To which rows are padded, rising.
-        text_length: The longest text in tokens, where others are cut off; None while nobody has said.
+        label_names: Names in the order of the logits; empty until set.
+        encoder: The tokenizer; None until set.
+        lengths: Lengths to which rows are padded, ascending.
+        text_length: Length in tokens at which longer texts are truncated; None until set.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class Identity:
         self.text_length: int | None = None
 
     def take(self, data: Any, *, vocabulary: int, positions: int | None) -> None:
-        """Take over what a data module says.
+        """Take names, tokenizer and lengths of a data module.
 
         Raises:
-            ValueError: If it contradicts what is known, or does not fit in the encoder.
+            ValueError: If they contradict the known ones, or do not fit the encoder.
         """
         names = getattr(data, "label_names", None)
         if names:
@@ -47,16 +47,16 @@ class Identity:
         self.text_length = longest or self.text_length
 
     def state(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the identity as plain data."""
         text = None if self.encoder is None else self.encoder.to_str()
         lengths = {"lengths": list(self.lengths), "text_length": self.text_length}
         return {"label_names": self.label_names, "tokenizer": text, **lengths}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state` has written.
+        """Restore the result of `state`.
 
         Raises:
-            ValueError: If labels or tokenizer are known already, and are others.
+            ValueError: If known labels or a known tokenizer differ.
         """
         self._take_names(list(saved["label_names"]))
         if saved["tokenizer"] is not None:

@@ -1,4 +1,4 @@
-"""The classifier as a LightningModule: exact when its batches are cut, calibrated on validation, complete in its checkpoint."""
+"""The classifier as a LightningModule: splits exactly, is calibrated, and saves complete checkpoints."""
 
 import math
 import warnings
@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.classifier import trimming
+from lightning_unified.models.classifier.evaluation.report import Outputs, Report, report
+from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
 from lightning_unified.models.classifier.identity import Identity
-from lightning_unified.models.classifier.network import Network
+from lightning_unified.models.classifier.network import trimming
+from lightning_unified.models.classifier.network.network import Network
 from lightning_unified.models.classifier.objective import class_weights as weights_of
 from lightning_unified.models.classifier.objective import part_of_loss, total_weight
 from lightning_unified.models.classifier.optimizer import build_optimizer
-from lightning_unified.models.classifier.report import Outputs, Report, report
-from lightning_unified.models.classifier.temperature import fit_temperature
 
 __all__ = ["TextClassifier"]
 
@@ -28,16 +28,16 @@ _TOTAL = "total_weight"
 
 
 class TextClassifier(LightningModule):
-    """Fine-tunes an encoder of transformers that classifies sequences.
+    """Fine-tune an encoder of transformers as a sequence classifier.
 
-    The loss is the mean cross-entropy over the batch, weighted by class: a sum divided by the whole batch's weight, which
-    `prepare_batch` counts before the batch is split, so that the micro-batches' losses and gradients add up to those of the whole
-    batch. Micro-batches whose rows are short lose their padding, down to the fixed lengths of the data, without a change of any prediction.
+    The loss is the mean cross-entropy over the batch, weighted by class: a sum divided by the whole batch's weight. `prepare_batch`
+    counts that weight before the batch is split, so losses and gradients of micro-batches add up to those of the whole batch.
+    Micro-batches with short rows drop padding down to one of the data's fixed lengths, which changes no prediction.
 
-    What it is trained on travels with the data module: label names, tokenizer, lengths and class counts are taken over in `setup`,
-    and the checkpoint holds them. After each validation the temperature is fitted; `predict_step` gives scaled probabilities.
+    `setup` takes label names, tokenizer, lengths and class counts from the data module, and the checkpoint holds them. After each
+    validation, the temperature is fitted; `predict_step` returns scaled probabilities.
 
-    `report` is the last validation's or test's, None before the first.
+    `report` is that of the last validation or test, None before the first.
 
     Shapes:
         A batch is a dict: `input_ids` (B, T) int64, `attention_mask` (B, T) bool or int64, `labels` (B) int64.
@@ -46,21 +46,21 @@ class TextClassifier(LightningModule):
         preset: A name in `presets.PRESETS`.
         encoder: A folder, an installed package or a hub id, in place of the preset's encoder.
         architecture: A transformers configuration, in place of the encoder's own: without `encoder`, weights are random.
-        load_pretrained: Whether the encoder brings its weights; a checkpoint brings others.
-        labels: How many; None takes as many as the data has.
-        dropout: In place of the encoder's own.
-        attention: Kernel of attention, as transformers calls it: "sdpa", or "eager".
-        recompute: Keep only each block's input for the backward pass.
-        lora_rank: Inner size of low-rank adapters, with which only they and the head are trained; None trains everything.
-        lora_alpha: Their product is multiplied by `lora_alpha / lora_rank`.
+        load_pretrained: Whether to load the encoder's weights; False if a checkpoint follows.
+        labels: Number of labels; None takes the data's.
+        dropout: Dropout in place of the encoder's own.
+        attention: Attention kernel, as transformers names it: "sdpa" or "eager".
+        recompute: Activation checkpointing of each block.
+        lora_rank: Inner size of low-rank adapters; only they and the head are trained. None trains all weights.
+        lora_alpha: An adapter's product is multiplied by `lora_alpha / lora_rank`.
         lora_dropout: Share dropped before an adapter.
-        lora_targets: Last names of the layers that get one; None for all linear layers.
+        lora_targets: Last names of the layers with adapters; None for all linear layers.
         label_smoothing: Share of a label's weight that is spread over all classes.
-        class_weights: "none", "balanced" (rows of all classes weigh the same in sum), or one weight a label.
+        class_weights: "none", "balanced" (each class has the same total weight), or one weight for each label.
         calibrate: Fit a temperature after each validation.
         calibration_bins: Bins of confidence for the calibration error.
-        learning_rate: The peak, reached after the warm-up.
-        weight_decay: AdamW's; biases and layer norms have none.
+        learning_rate: Peak learning rate, after the warm-up.
+        weight_decay: AdamW's weight decay, except for biases and layer norms.
         betas: AdamW's two decay rates.
         eps: AdamW's epsilon.
         warmup_share: Share of the run's steps in which the rate rises from 0.
@@ -68,8 +68,8 @@ class TextClassifier(LightningModule):
         optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
 
     Raises:
-        FileNotFoundError: If the encoder is nowhere to be found.
-        RuntimeError: If a library is missing, or the encoder's files do not belong together.
+        FileNotFoundError: If the encoder is not found.
+        RuntimeError: If a library is missing, or the encoder's files do not fit together.
         ValueError: If a name is unknown or a number is out of range.
     """
 
@@ -103,7 +103,7 @@ class TextClassifier(LightningModule):
         optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
     ) -> None:
         super().__init__()
-        # a configuration library's lists and mappings must not enter the checkpoint
+        # lists and mappings of a configuration library must not enter the checkpoint
         betas = (float(betas[0]), float(betas[1]))
         class_weights = class_weights if isinstance(class_weights, str) else [float(weight) for weight in class_weights]
         lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
@@ -143,7 +143,7 @@ class TextClassifier(LightningModule):
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        """Whether each block recomputes its activations; a strategy may set it before the run."""
         return self.network.recompute
 
     @recompute.setter
@@ -151,22 +151,22 @@ class TextClassifier(LightningModule):
         self.network.recompute = bool(value)
 
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the encoder's blocks, for who wants some of them to recompute and not others."""
+        """Return the encoder's blocks, for activation checkpointing of some of them."""
         return self.network.blocks()
 
     @property
     def label_names(self) -> list[str]:
-        """The classes by name; their numbers as long as no data has named them."""
+        """The names of the classes; their numbers before data names them."""
         return self.identity.label_names or [str(index) for index in range(self.network.labels)]
 
     @override
     def setup(self, stage: str) -> None:
-        """Take label names, tokenizer, lengths and class counts of the data along, so that the checkpoint holds them.
+        """Take label names, tokenizer, lengths and class counts from the data, for the checkpoint.
 
         Raises:
-            ValueError: If they are not those this model was trained with, or do not fit in the encoder.
+            ValueError: If they differ from those in training, or do not fit the encoder.
         """
-        # Lightning says that the module's hook is taken and not the data's, which is what is meant
+        # Lightning warns that the module's hook replaces the data's, which is intended
         warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
@@ -186,7 +186,7 @@ class TextClassifier(LightningModule):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Count the rows' lengths while they cost nothing."""
+        """Count the rows' lengths on the CPU, before the batch is transferred."""
         return trimming.with_row_lengths(batch)
 
     def configure_micro_batches(self, stage: str) -> MicroBatchRules:  # noqa: ARG002 - the hook has it
@@ -203,7 +203,7 @@ class TextClassifier(LightningModule):
         return self.network(input_ids, attention_mask)
 
     def batch_logits(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the logits (B, C) of a batch, without the padding that none of its rows needs."""
+        """Return the logits (B, C) of a batch, without padding that no row needs."""
         part = trimming.trimmed(batch, lengths=self.identity.lengths)
         return self.network(part["input_ids"], trimming.padded_mask(part))
 
@@ -236,7 +236,7 @@ class TextClassifier(LightningModule):
         return self.probabilities(self.batch_logits(batch))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probabilities (B, C) of logits (B, C): their softmax, divided by the temperature before."""
+        """Return the probabilities (B, C): the softmax of logits (B, C) divided by the temperature."""
         scores = logits if logits.dtype == torch.float64 else logits.float()
         return (scores / self.temperature.to(scores.dtype)).softmax(-1)
 
@@ -267,10 +267,10 @@ class TextClassifier(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW and its schedule, one value a step; the run's length is the Trainer's own estimate.
+        """Return AdamW and its schedule, one value a step, for the Trainer's estimated number of steps.
 
         Raises:
-            ValueError: If the rate is to change with the run's steps and the run has no end.
+            ValueError: If the schedule depends on the last step and the run has no end.
         """
         schedule, total = self.hparams["schedule"], self.trainer.estimated_stepping_batches
         if not math.isfinite(total) and (schedule != "constant" or self.hparams["warmup_share"]):
@@ -284,7 +284,7 @@ class TextClassifier(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put architecture, label names and tokenizer beside the weights: one file is enough, wherever the encoder came from."""
+        """Save architecture, label names and tokenizer beside the weights, so that one file is enough."""
         own = {"architecture": self.network.architecture(), "load_pretrained": False, "labels": self.network.labels}
         checkpoint["hyper_parameters"] = {**checkpoint.get("hyper_parameters", {}), **own}
         checkpoint["classifier"] = {**self.identity.state(), "label_names": self.label_names}
@@ -294,7 +294,7 @@ class TextClassifier(LightningModule):
         """Restore label names and tokenizer.
 
         Raises:
-            ValueError: If the checkpoint is of another model, or of other labels or another tokenizer than the data's.
+            ValueError: If the checkpoint belongs to another model, or its labels or tokenizer differ from the data's.
         """
         saved = checkpoint.get("classifier")
         if saved is None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a part of a batch, as a share of the whole batch's: with class weights and smoothed labels, and exact when cut."""
+"""Cross-entropy with class weights and label smoothing, as a share of the whole batch's loss."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from torch.nn import functional
 
 __all__ = ["IGNORED", "class_weights", "part_of_loss", "total_weight"]
 
-IGNORED = -100  # the label of a row that is not scored; torch's own
+IGNORED = -100  # label of a row that is not scored, as in torch
 
 
 def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence[int] | None) -> Tensor | None:
-    """Return one weight a class (C), or None for equal ones.
+    """Return one weight for each class (C), or None for equal ones.
 
     Args:
-        given: "none"; "balanced", where rows of all classes weigh the same in sum: N / (C · N_c); or the weights themselves.
-        labels: How many classes there are, C.
+        given: "none"; "balanced", N / (C · N_c), so that each class has the same total weight; or the weights.
+        labels: Number of classes, C.
         counts: Training rows of each class, N_c.
 
     Raises:
-        ValueError: If there is not one positive weight a class, or classes cannot be balanced.
+        ValueError: If a class lacks a positive weight, or classes cannot be balanced.
 
     Source: King and Zeng 2001, "Logistic Regression in Rare Events Data", section 4.2.
     """
@@ -46,7 +46,7 @@ def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence
 
 
 def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
-    """Return the sum (a scalar) of the class weights of the rows (B) that are scored; their number if classes weigh the same."""
+    """Return the summed class weights (a scalar) of the scored rows (B); their number for equal weights."""
     scored = labels != IGNORED
     if weights is None:
         return scored.sum()
@@ -54,7 +54,7 @@ def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
 
 
 def part_of_loss(logits: Tensor, labels: Tensor, *, total: Tensor, weights: Tensor | None, smoothing: float) -> Tensor:
-    """Return what some rows add to the whole batch's loss: `cross_entropy(reduction="mean")` of torch, when all parts are added.
+    """Return some rows' share of the whole batch's loss; all shares add up to torch's mean.
 
     Shapes:
         logits (B, C), labels (B), -100 where a row is not scored; total, the whole batch's `total_weight`.

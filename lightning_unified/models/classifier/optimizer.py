@@ -1,4 +1,4 @@
-"""AdamW as the classifier uses it: matrices decay, biases and layer norms do not; the rate rises and falls."""
+"""AdamW of the classifier: matrices decay, biases and layer norms do not; with a schedule."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +14,7 @@ __all__ = ["build_optimizer", "decay_groups"]
 
 
 def decay_groups(network: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameters that are trained in two groups: those of two dimensions or more decay, vectors do not."""
+    """Return the trained parameters in two groups: matrices decay, vectors do not."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
@@ -28,7 +28,7 @@ def build_optimizer(
     """Return AdamW and its schedule, one value a step.
 
     Args:
-        network: Whose parameters are optimised, as far as they are not frozen.
+        network: The network; its frozen parameters are left out.
         hparams: `learning_rate`, `weight_decay`, `betas`, `eps`, `warmup_share`, `schedule` and `optimizer_kernel`.
         total_steps: Optimizer steps of the run, where a falling schedule reaches 0.
         precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.

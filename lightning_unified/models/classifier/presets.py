@@ -1,4 +1,4 @@
-"""The encoders the classifier comes with, by name: where each is found and how many parameters it must have."""
+"""Named encoders of the classifier: their source and number of parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Preset:
     """A named encoder.
 
     Attributes:
-        encoder: Folder, installed package or hub id with its configuration and weights; None where there are none.
+        encoder: Folder, installed package or hub id with configuration and weights; None without.
         architecture: A transformers configuration, for an encoder of random weights.
-        parameters: What the encoder has; the head over it depends on the labels.
-        purpose: What it is for.
+        parameters: Number of the encoder's parameters; the head's depends on the labels.
+        purpose: Intended use.
     """
 
     encoder: str | None = None
@@ -36,7 +36,7 @@ PRESETS: dict[str, Preset] = {
             "num_attention_heads": 4,
             "intermediate_size": 64,
             "max_position_embeddings": 512,
-            "initializer_range": 0.2,  # of so few units; with 0.02 all texts begin as one
+            "initializer_range": 0.2,  # for so few units: with 0.02, all texts would start with nearly equal vectors
         },
         parameters=51_040,
         purpose="tests: random weights",
@@ -53,7 +53,7 @@ def preset(name: str) -> Preset:
     """Return the preset called `name`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such preset.
     """
     check_choice("preset", name, PRESETS)
     return PRESETS[name]

@@ -1,19 +1,25 @@
-"""The compressor: a policy that drops tokens of a text, and a language model that restores them or goes on without.
+"""The compressor: a policy drops tokens of a text, and a language model restores or continues it.
 
-The names below are fetched on first use, so that importing the package does not import Lightning.
+The names below are imported on first use, so that importing the package does not import Lightning.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_unified.models.compressor.inference import compress
+    from lightning_unified.models.compressor.data.passage_data import PassageData
+    from lightning_unified.models.compressor.inference.compress import compress
     from lightning_unified.models.compressor.module import Compressor
     from lightning_unified.models.compressor.presets import CompressorConfig
 
-__all__ = ["Compressor", "CompressorConfig", "compress"]
+__all__ = ["Compressor", "CompressorConfig", "PassageData", "compress"]
 
-_HOMES = {"Compressor": "module", "CompressorConfig": "presets", "compress": "inference"}
+_HOMES = {
+    "Compressor": "module",
+    "CompressorConfig": "presets",
+    "PassageData": "data.passage_data",
+    "compress": "inference.compress",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,7 @@
-"""`python -m lightning_unified.models.compressor evaluate|compress`: judge a trained compressor, or use it."""
+"""`python -m lightning_unified.models.compressor evaluate|compress`: evaluate a compressor, or use it."""
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,35 +9,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_unified.models.compressor import checkpoint, render
+from lightning_unified.models.commands import add_device, command_parser, read_text, run_command
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot, tables
 from lightning_unified.models.compressor.evaluation.subject import require_trained
-from lightning_unified.models.compressor.evaluation.table import tables
-from lightning_unified.models.compressor.inference import compress
+from lightning_unified.models.compressor.inference import checkpoint, render
+from lightning_unified.models.compressor.inference.compress import compress
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(error, code=2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, code=1)
-    except KeyboardInterrupt:
-        print()
-        return 1
-    return 0
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 invalid argument."""
+    return run_command(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.compressor", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser, commands = command_parser("compressor", description=__doc__)
     judge = commands.add_parser("evaluate", help="rate and distortion of the policy and of baselines on held-out texts")
     judge.add_argument(
         "--data", help="held-out texts: a .txt or .jsonl file, a folder, or a source (default: what training held out)"
@@ -65,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     squeeze.set_defaults(run=_compress)
     for command in (judge, squeeze):
         command.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
-        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+        add_device(command)
         command.add_argument("--seed", type=int, default=0, help="of random scores, ties and resampling (default 0)")
     return parser
 
@@ -110,7 +98,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _compress(options: argparse.Namespace) -> None:
-    text = sys.stdin.read() if options.file == "-" else _read(Path(options.file))
+    text = sys.stdin.read() if options.file == "-" else read_text(Path(options.file))
     module = checkpoint.load(options.checkpoint, device=options.device)
     encoder = require_trained(module)
     found = compress(text, keep=options.keep, module=module, seed=options.seed)
@@ -124,22 +112,6 @@ def _compress(options: argparse.Namespace) -> None:
         Console().print(render.terminal(encoder, found.original_ids, kept=found.flags), soft_wrap=True)
     else:
         print(found.text)
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; give a text file, or - for standard input.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); convert it first.") from error
-
-
-def _fail(error: Exception, *, code: int) -> int:
-    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

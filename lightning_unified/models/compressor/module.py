@@ -1,4 +1,4 @@
-"""The compressor as a LightningModule: policy and reader in one backward pass whose batches split exactly."""
+"""The compressor as a LightningModule: policy and reader train together, on exactly split batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.compressor.codec import Codec
-from lightning_unified.models.compressor.joint import JointLoss
+from lightning_unified.models.compressor.network.codec import Codec
+from lightning_unified.models.compressor.objective.joint import JointLoss
+from lightning_unified.models.compressor.objective.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.optimizer import build_optimizer
 from lightning_unified.models.compressor.presets import preset as preset_config
-from lightning_unified.models.compressor.rate import CollapseWatch, KeepRate, Price
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
 from lightning_unified.models.epoch_sums import EpochSums
 
@@ -32,14 +32,14 @@ _CHOICES = {
 
 
 class Compressor(LightningModule):
-    """A policy that decides token by token what to keep, and a language model that restores, or goes on after, what is left.
+    """A policy that decides which tokens to keep, and a language model that restores or continues the text.
 
-    One loss for both: what the reader's predictions cost, plus what the policy pays (see `objectives`). Each part is a sum divided
-    by the whole batch's number of terms, which `prepare_batch` counts before the batch is split; it also draws the random
-    numbers of all masks. Losses and gradients of micro-batches then add up to those of the whole batch. All masks of a text are in its row.
+    Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
+    divided by the whole batch's number of terms. `prepare_batch` counts these before the batch is split, and draws the random numbers
+    of all masks. Losses and gradients of micro-batches then add up to those of the whole batch. A row holds all masks of a text.
 
-    `trained_steps` is how many steps the checkpoint had seen that was loaded, else 0; `trained_length` how many tokens the texts have
-    that it is trained on, None while nobody has said.
+    `trained_steps` is the number of training steps of the loaded checkpoint, else 0. `trained_length` is the text length in training,
+    None if unknown.
 
     Shapes:
         A batch is a dict: `input_ids` (B, T) int64, `mask` (B, T) bool, True at tokens; and, for `target="predict"`,
@@ -47,36 +47,36 @@ class Compressor(LightningModule):
 
     Args:
         preset: A name in `presets.PRESETS`.
-        vocabulary: Token rows, in place of the preset's; likewise the next nine. None takes the preset's.
-        positions: The longest sequence the reader reads: a text twice, or a text and its continuation.
+        vocabulary: Token rows; None takes the preset's, as for the next nine.
+        positions: The reader's longest sequence: a text twice, or a text and its continuation.
         width: Size of the reader's residual stream.
-        layers: Its blocks.
-        heads: Its attention heads; they divide the width.
-        feed_forward: Size of its inner layers.
+        layers: The reader's blocks.
+        heads: The reader's attention heads; they divide the width.
+        feed_forward: Size of the reader's inner layers.
         dropout: Share dropped in the reader.
         text_length: The longest text in tokens.
-        window: Tokens that a decision looks at.
-        load_pretrained: Whether a preset's pretrained reader brings its weights; `load_from_checkpoint` needs none.
+        window: Tokens that a decision depends on.
+        load_pretrained: Whether to load a preset's pretrained reader; False if a checkpoint follows.
         reading: "infill" or "copy", see `presets.CompressorConfig`.
-        recompute: Keep only each block's input for the backward pass.
+        recompute: Activation checkpointing of each block.
         objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
-        target: What is scored: "restore" the dropped tokens, or "predict" the continuation.
-        keep_ratio: The share of tokens to keep, which the price holds.
+        target: Scored tokens: "restore" the dropped ones, or "predict" the continuation.
+        keep_ratio: Share of tokens to keep, which the price controls.
         masks: Masks drawn for each text; "reinforce" needs 2 to have a baseline, "relaxed" to show the reader hard ones.
         temperature: Of the relaxed gates.
         entropy_weight: Nats that an undecided token (probability 1/2) is worth, times log 2; see `objectives`.
-        budget_range: A text's log-odds are moved by up to so much, up or down, when its masks are drawn: policy and reader learn
+        budget_range: Largest random shift of a text's log-odds when its masks are drawn, so that policy and reader learn
             budgets on both sides of `keep_ratio`.
-        kept_weight: Weight of kept tokens in the loss of restoring; dropped ones have 1.
-        language_weight: Weight of plain language modelling after a beginning that is compressed; 0 for none.
-        price: The first price of a kept token, in nats; None for what dropping one costs an untrained reader, log V.
-        price_rate: See `rate.Price`; likewise `price_damping`.
+        kept_weight: Weight of kept tokens in the restoring loss; dropped ones have 1.
+        language_weight: Weight of plain language modelling after a compressed beginning; 0 for none.
+        price: First price of a kept token, in nats; None for log V, an untrained reader's cost of a dropped token.
+        price_rate: See `rate.Price`.
         price_damping: See `rate.Price`.
-        collapse_patience: Batches in a row that look collapsed before it is said.
-        learning_rate: Of the reader; the peak, reached after the warm-up.
-        policy_learning_rate: Of the policy.
-        weight_decay: AdamW's, for the reader.
-        policy_weight_decay: AdamW's, for the policy.
+        collapse_patience: Collapsed batches in a row before a warning.
+        learning_rate: Peak learning rate of the reader, after the warm-up.
+        policy_learning_rate: Peak learning rate of the policy.
+        weight_decay: AdamW's weight decay for the reader.
+        policy_weight_decay: AdamW's weight decay for the policy.
         betas: AdamW's two decay rates.
         eps: AdamW's epsilon.
         warmup_steps: Optimizer steps of linear rise from 0.
@@ -177,12 +177,12 @@ class Compressor(LightningModule):
     @classmethod
     @override
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> "Compressor":
-        """Return the model in a checkpoint, as Lightning does; a pretrained reader's weights are taken from it as well."""
+        """Load a checkpoint as Lightning does; a pretrained reader's weights come from it too."""
         return super().load_from_checkpoint(checkpoint_path, *args, **{"load_pretrained": False, **kwargs})
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        """Whether each block recomputes its activations; a strategy may set it before the run."""
         return self.codec.reader.recompute
 
     @recompute.setter
@@ -191,7 +191,7 @@ class Compressor(LightningModule):
 
     @property
     def loss_chunk_rows(self) -> int | None:
-        """Tokens whose scores exist at once while the loss is computed; None chooses."""
+        """Tokens of a chunk of the loss; None chooses."""
         return self.codec.loss_chunk_rows
 
     @loss_chunk_rows.setter
@@ -199,20 +199,20 @@ class Compressor(LightningModule):
         self.codec.loss_chunk_rows = value
 
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the reader's blocks, for who wants some of them to recompute and not others."""
+        """Return the reader's blocks, for activation checkpointing of some of them."""
         return self.codec.reader.layers()
 
     @property
     def text_length(self) -> int:
-        """The longest text whose positions have been trained; before anybody trains, the longest there are positions for."""
+        """The longest text with trained positions; before training, with positions at all."""
         return min(self.trained_length or self.config.policy.positions, self.config.policy.positions)
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the data's tokenizer and length along, so that the checkpoint holds them.
+        """Take the data's tokenizer and length, for the checkpoint.
 
         Raises:
-            ValueError: If the data's texts are longer than the policy has positions, or lack the continuation that is predicted.
+            ValueError: If the data's texts exceed the policy's positions, or lack the continuation to predict.
         """
         data = getattr(self.trainer, "datamodule", None)
         self._check_lengths(
@@ -243,7 +243,7 @@ class Compressor(LightningModule):
             )
 
     def attach_tokenizer(self, tokenizer: Tokenizer | TextTokenizer) -> None:
-        """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
+        """Set this model's tokenizer; with fewer tokens than the vocabulary, some rows stay unused.
 
         Raises:
             ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
@@ -271,7 +271,7 @@ class Compressor(LightningModule):
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores (B, T, V) of every token of the original, given those that are kept.
+        """Return the logits (B, T, V) of every original token, given the kept ones.
 
         Shapes:
             ids (B, T); keep (B, T), bool or gates in [0, 1]; mask (B, T) bool.
@@ -280,15 +280,15 @@ class Compressor(LightningModule):
         return self.codec.scores(self.codec.restored(embeddings, gates=keep.to(embeddings.dtype), mask=mask))
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the scores (B, T, V) of the token after each, by the reader as a plain language model over the whole text."""
+        """Return the next-token logits (B, T, V) of the reader as a plain language model of the whole text."""
         return self.codec.next_logits(ids, mask)
 
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the scores (B, U, V) of the continuation's tokens, given the kept tokens and those of the continuation before.
+        """Return the logits (B, U, V) of the continuation, given the kept tokens and the continuation before.
 
-        The reader is given the kept tokens (`keep` above 0.5) side by side and nothing for the others: fewer slots to read.
+        The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
 
         Shapes:
             ids, keep, mask (B, T); continuation, continuation_mask (B, U).
@@ -309,7 +309,7 @@ class Compressor(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with what is decided for the whole of it: see `JointLoss.prepare`."""
+        """Return the batch with its random numbers and totals, see `JointLoss.prepare`."""
         return self.joint.prepare(batch)
 
     @override
@@ -325,7 +325,7 @@ class Compressor(LightningModule):
 
     @override
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
-        """Return what moves the price after each batch."""
+        """Return the callback that moves the price after each batch."""
         return [KeepRate()]
 
     @override
@@ -344,7 +344,7 @@ class Compressor(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """One AdamW of two groups, policy and reader, and their schedule; the run's length is the Trainer's own estimate.
+        """Return AdamW with two groups, policy and reader, and a schedule for the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.
@@ -358,7 +358,7 @@ class Compressor(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the sizes and the tokenizer beside the weights, as plain text: one file is enough for compressing."""
+        """Save the sizes and the tokenizer beside the weights, so that compressing needs one file."""
         text = None if self.tokenizer is None else self.tokenizer.to_str()
         sizes = {"config": asdict(self.config), "trained_length": self.trained_length}
         checkpoint["compressor"] = {**sizes, "tokenizer": text}
@@ -368,7 +368,7 @@ class Compressor(LightningModule):
         """Restore the tokenizer.
 
         Raises:
-            ValueError: If the checkpoint is of another model, of other sizes, or of another tokenizer than the data's.
+            ValueError: If the checkpoint belongs to another model, or its sizes or tokenizer differ.
         """
         saved = checkpoint.get("compressor")
         if saved is None:

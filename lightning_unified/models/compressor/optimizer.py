@@ -1,4 +1,4 @@
-"""AdamW as the compressor uses it: one optimizer of two groups, policy and reader, and how their rates move."""
+"""AdamW of the compressor, with two groups, policy and reader, and their schedule."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
-from lightning_unified.models.compressor.codec import Codec
+from lightning_unified.models.compressor.network.codec import Codec
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 
 __all__ = ["build_optimizer"]
@@ -19,7 +19,7 @@ def build_optimizer(
     """Return AdamW and its schedule, one value a step; the mask's embedding and the separator are in the reader's group.
 
     Args:
-        codec: Whose parameters are optimised.
+        codec: The networks to train.
         hparams: `learning_rate`, `policy_learning_rate`, `weight_decay`, `policy_weight_decay`, `betas`, `eps`, `warmup_steps`,
             `schedule` and `optimizer_kernel`.
         total_steps: Optimizer steps of the run, where a falling schedule reaches 0.

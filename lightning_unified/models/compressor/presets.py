@@ -1,4 +1,4 @@
-"""The sizes the compressor comes in: frozen records, parameter counts as formulas, and named presets that hold to theirs."""
+"""Sizes of the compressor: frozen records with parameter formulas, and named presets."""
 
 import difflib
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ def _check_sizes(config: Any, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """The shape of the policy.
+    """Sizes of the policy.
 
     Attributes:
         positions: The longest text in tokens, T.
-        window: Tokens a decision looks at, c; an even window reaches one token further back than ahead.
-        width: Size of a token's vector inside, W.
-        features: Size of what the window gives, F.
+        window: Tokens that a decision depends on, c; an even window reaches one token further back than ahead.
+        width: Size of a token's hidden vector, W.
+        features: Size of the window's output, F.
         position_width: Size of a position's vector, P.
         head: Size of the last hidden layer, H.
 
@@ -53,11 +53,11 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReaderConfig:
-    """The shape of a language model that is trained from scratch: a decoder in the manner of GPT-2 with a tied head.
+    """Sizes of a reader trained from scratch: a GPT-2 decoder with a tied head.
 
     Attributes:
         vocabulary: Rows of the token table, V.
-        positions: The longest sequence it reads, P.
+        positions: The longest sequence, P.
         width: Size of the residual stream, D.
         layers: Number of blocks, L.
         heads: Attention heads of a block; they divide the width.
@@ -93,18 +93,18 @@ class ReaderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressorConfig:
-    """The shape of one compressor: a policy and the language model that restores what it drops.
+    """Sizes of one compressor: a policy and the language model that restores dropped tokens.
 
     Attributes:
         policy: The policy's sizes.
         reader: The language model's sizes.
-        reading: How the compressed text is restored. "infill": in one pass over it, every token seen from both sides, each
-            dropped token predicted on its own. "copy": the compressed text, a separator, and then the text once more from left
-            to right, each token predicted from all of the compressed text and all tokens before it; any causal model can.
-        pretrained: Name of the pretrained model the reader is, or None for one of our own.
+        reading: How the text is restored. "infill": one pass with attention to both sides predicts each dropped token alone.
+            "copy": after the compressed text and a separator, the text follows from left to right; each token is predicted from
+            the compressed text and all tokens before it, by any causal model.
+        pretrained: Name of the pretrained reader; None for a reader trained from scratch.
 
     Raises:
-        ValueError: If the reading is unknown or does not fit in the reader's positions.
+        ValueError: If the reading is unknown or exceeds the reader's positions.
     """
 
     policy: PolicyConfig
@@ -129,7 +129,7 @@ class CompressorConfig:
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> "CompressorConfig":
-        """Return the configuration a checkpoint carries.
+        """Return the configuration in a checkpoint.
 
         Raises:
             ValueError: If a key is unknown or missing.
@@ -143,13 +143,13 @@ class CompressorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A named configuration beside the parameter counts it promises.
+    """A named configuration with its numbers of parameters.
 
     Attributes:
         config: The sizes.
-        policy_parameters: What the policy has.
-        reader_parameters: What the language model has; the mask and separator embeddings are the compressor's own.
-        purpose: What it is for.
+        policy_parameters: Parameters of the policy.
+        reader_parameters: Parameters of the language model, without the mask and separator embeddings.
+        purpose: Intended use.
     """
 
     config: CompressorConfig
@@ -163,7 +163,9 @@ class Preset:
             raise ValueError(
                 f"this preset's policy has {policy:,} parameters, not {self.policy_parameters:,} as stated."
             )
-        reader = self.config.reader.parameters  # of a network of ours: another's is counted when it is built
+        reader = (
+            self.config.reader.parameters
+        )  # only for readers trained from scratch; a pretrained one is counted when it is built
         if self.config.pretrained is None and reader != self.reader_parameters:
             raise ValueError(
                 f"this preset's reader has {reader:,} parameters, not {self.reader_parameters:,} as stated."
@@ -215,14 +217,14 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> CompressorConfig:
-    """Return the configuration called `name`, with the given sizes in place of its own; None leaves the preset's.
+    """Return the configuration called `name`, with given sizes replaced; None keeps the preset's.
 
     Args:
         name: A key of `PRESETS`.
         **overrides: Fields of `CompressorConfig` and `ReaderConfig`; `text_length` and `window` are the policy's.
 
     Raises:
-        ValueError: If there is no such preset, or the sizes do not fit together.
+        ValueError: If there is no such preset, or the sizes contradict each other.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)

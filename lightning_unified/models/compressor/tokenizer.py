@@ -1,4 +1,4 @@
-"""Text to token ids and back, one way for a tokenizer of ours and for a pretrained one."""
+"""Plain-text tokenizer, for trained and pretrained tokenizers alike."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ __all__ = ["TextTokenizer"]
 
 
 class TextTokenizer:
-    """A tokenizer of plain text: nothing is added before or after, and a special token's name in a text is just characters.
+    """A tokenizer that adds no special tokens and reads their names in a text as characters.
 
     Args:
-        backend: The tokenizer of the `tokenizers` library; copied, so that what is set here stays here.
+        backend: The tokenizer of the `tokenizers` library; it is copied.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -23,7 +23,7 @@ class TextTokenizer:
 
     @classmethod
     def from_str(cls, text: str) -> "TextTokenizer":
-        """Return the tokenizer that `to_str` has written."""
+        """Return the tokenizer from the result of `to_str`."""
         return cls(Tokenizer.from_str(text))
 
     def encode(self, text: str) -> list[int]:
@@ -44,5 +44,5 @@ class TextTokenizer:
         return hash(self._text)
 
     def to_str(self) -> str:
-        """Return all of it as JSON."""
+        """Return the tokenizer as JSON."""
         return self._text

@@ -1,6 +1,6 @@
 """GearHead: a small language model for equipment diagnostics.
 
-The names below are fetched on first use, so that the data side can read codes and layout without importing Lightning.
+The names below are imported on first use, so that importing the package does not import Lightning.
 """
 
 from importlib import import_module

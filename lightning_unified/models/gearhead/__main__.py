@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_unified.models.commands import add_device, command_parser, run_command
 from lightning_unified.models.gearhead.generate import Sampling
 from lightning_unified.models.gearhead.inference import Diagnoser
 
@@ -17,33 +17,13 @@ _QUIT = {"quit", "exit"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
-    options = _parser().parse_args(arguments)
-    try:
-        _check(options)
-        diagnoser = Diagnoser.from_checkpoint(options.checkpoint, device=options.device)
-        sampling = Sampling(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        if options.prompt is None and options.equipment is None and options.batch_file is None:
-            _interact(diagnoser, sampling=sampling, options=options)
-        else:
-            _answer(diagnoser, sampling=sampling, options=options)
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(error, code=2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, code=1)
-    except (KeyboardInterrupt, EOFError):
-        print()
-    return 0
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 invalid argument."""
+    return run_command(_parser(), arguments, dialogue=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.gearhead", description=__doc__)
-    infer = parser.add_subparsers(dest="command", required=True).add_parser(
+    parser, commands = command_parser("gearhead", description=__doc__)
+    infer = commands.add_parser(
         "infer", help="ask a trained model; without a question, one is asked for again and again"
     )
     infer.add_argument("--checkpoint", required=True, help="the .ckpt file that training has saved")
@@ -58,8 +38,24 @@ def _parser() -> argparse.ArgumentParser:
     infer.add_argument("--top-k", type=int, default=50, help="0 is all tokens (default %(default)s)")
     infer.add_argument("--top-p", type=float, default=0.9, help="1 is all tokens (default %(default)s)")
     infer.add_argument("--seed", type=int, default=None, help="makes the answer repeatable")
-    infer.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default %(default)s")
+    add_device(infer)
+    infer.set_defaults(run=_infer)
     return parser
+
+
+def _infer(options: argparse.Namespace) -> None:
+    _check(options)
+    diagnoser = Diagnoser.from_checkpoint(options.checkpoint, device=options.device)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    if options.prompt is None and options.equipment is None and options.batch_file is None:
+        _interact(diagnoser, sampling=sampling, options=options)
+    else:
+        _answer(diagnoser, sampling=sampling, options=options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -130,7 +126,7 @@ def _interact(diagnoser: Diagnoser, *, sampling: Sampling, options: argparse.Nam
 
 
 def report(result: dict[str, Any]) -> str:
-    """Return a diagnosis laid out for reading."""
+    """Return a diagnosis as a printable report."""
     subsystem = "not predicted by this model"
     if result["subsystem"] is not None:
         subsystem = f"{result['subsystem']} (probability {result['subsystem_probability']:.2f})"
@@ -149,13 +145,6 @@ def report(result: dict[str, Any]) -> str:
             rule,
         )
     )
-
-
-def _fail(error: Exception, *, code: int) -> int:
-    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

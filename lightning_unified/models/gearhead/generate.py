@@ -1,4 +1,4 @@
-"""Text from the network, one token at a time, each costing one token's work."""
+"""Generate text with a KV cache, one token at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_unified.models.gearhead.layout import EOS_ID, PAD_ID
+from lightning_unified.data.documents.record import EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 
 __all__ = ["Sampling", "filter_logits", "generate"]
@@ -14,7 +14,7 @@ __all__ = ["Sampling", "filter_logits", "generate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is drawn.
+    """Rules by which the next token is drawn.
 
     Attributes:
         max_new_tokens: Stop after this many.
@@ -54,16 +54,15 @@ def generate(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, up to and without `</s>`.
 
-    Prompts of different lengths run together, padded on the left and masked there. A text that fills the network's
-    positions ends where they do.
+    Prompts of different lengths run together, padded on the left with a mask. A text ends at the network's last position.
 
     Args:
-        network: Put into eval mode for the call and back afterwards.
-        prompts: Token ids, each at least one.
+        network: In eval mode during the call, then restored.
+        prompts: Token ids, at least one for each prompt.
         sampling: How tokens are drawn.
         error_code_ids: Row of the error table at each token of each prompt; None is 0 everywhere.
-        vocabulary: Ids from here on are never drawn: rows that only pad the table; None draws from all.
-        generator: Source of the draws; by default torch's own.
+        vocabulary: Ids from here on, which only pad the table, are never drawn; None draws from all.
+        generator: Random generator; by default torch's own.
 
     Raises:
         ValueError: If a prompt is empty or leaves no position for an answer.
@@ -86,7 +85,7 @@ def generate(
 
 
 class _Run:
-    """One batch on its way: the padded prompts, what each row may look at, the cache."""
+    """State of one generated batch: padded prompts, attention mask and cache."""
 
     def __init__(
         self,
@@ -125,14 +124,14 @@ class _Run:
         return drawn
 
     def _read(self, ids: Tensor, codes: Tensor | None) -> Tensor:
-        """Feed `ids` behind what the cache holds; return the logits after the last of them, in fp32."""
+        """Run `ids` after the cached tokens; return the logits after the last one in fp32."""
         first, last = self.cache.length, self.cache.length + ids.shape[1]
         slots = torch.arange(last, device=self.device)
         positions = (slots[first:] - self.pads[:, None]).clamp(0, self.network.config.positions - 1)
         mask = None
         if bool(self.pads.any()):
             visible = (slots >= self.pads[:, None])[:, None, :] & (slots <= slots[first:, None])
-            # A pad looks at itself, because a row that may look at nothing is NaN; nobody looks at a pad.
+            # A pad attends to itself, since attention over nothing is NaN; no token attends to a pad.
             mask = (visible | (slots == slots[first:, None])).unsqueeze(1)
         hidden = self.network(ids, codes, positions=positions, cache=self.cache, mask=mask)
         return self.network.logits(hidden[:, -1]).float()
@@ -142,7 +141,7 @@ class _Run:
 
 
 def filter_logits(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Return `logits` (B, V) with -inf at the tokens that `Sampling`'s top_k and top_p leave out; one always stays."""
+    """Return `logits` (B, V) with -inf at tokens outside top_k and top_p; at least one stays."""
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:

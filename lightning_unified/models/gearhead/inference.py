@@ -1,4 +1,4 @@
-"""Ask a trained GearHead: from one checkpoint file to a diagnosis."""
+"""Diagnose with a trained GearHead from one checkpoint file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from lightning_unified.data.documents import error_codes as codes
+from lightning_unified.data.documents import record as layout
 from lightning_unified.models.choices import inference_device
-from lightning_unified.models.gearhead import codes, layout
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.presets import GearHeadConfig
@@ -21,11 +22,11 @@ _BEGIN = layout.SPECIAL_TOKENS[layout.BOS_ID]
 
 
 class Diagnoser:
-    """A network and its tokenizer, ready to answer.
+    """A trained network with its tokenizer, for diagnoses and text.
 
     Args:
-        network: Trained; it is put into eval mode.
-        tokenizer: The one it was trained with.
+        network: The trained network; it is put into eval mode.
+        tokenizer: The tokenizer of its training.
     """
 
     def __init__(self, network: GearHeadNetwork, *, tokenizer: Tokenizer) -> None:
@@ -33,13 +34,13 @@ class Diagnoser:
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, *, device: str = "auto") -> "Diagnoser":
-        """Return the model in a Lightning checkpoint of `GearHead`; nothing but the file is needed.
+        """Load the model in a Lightning checkpoint of `GearHead`; no other file is needed.
 
-        The file is read as plain data (`weights_only=True`): a checkpoint cannot run code here.
+        The file is read as plain data (`weights_only=True`), so it cannot run code.
 
         Args:
             path: The `.ckpt` file.
-            device: "cpu", "cuda", "mps" or "auto": the accelerator that is here, else the CPU.
+            device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -83,7 +84,7 @@ class Diagnoser:
 
         Args:
             records: JSON objects with `equipment`, `symptom` and, if there are any, `error_codes`.
-            sampling: How tokens are drawn; by default `Sampling()`.
+            sampling: Sampling rules; by default `Sampling()`.
             seed: Makes the draws repeatable.
 
         Returns:
@@ -120,10 +121,9 @@ class Diagnoser:
     def generate(
         self, prompts: Sequence[str], *, sampling: Sampling | None = None, seed: int | None = None
     ) -> list[str]:
-        """Return what the model writes after each text, tags included; `</s>` ends it and is left out.
+        """Return the model's continuation of each text, tags included, up to `</s>`.
 
-        Each text is taken as the beginning of a document: `<s>` is put before it where it is missing. An empty text lets the
-        model begin by itself.
+        Each text is the beginning of a document; a missing `<s>` is added. An empty text lets the model start a document.
 
         Raises:
             ValueError: If a prompt is too long.
@@ -151,7 +151,7 @@ class Diagnoser:
 
     @torch.no_grad()
     def _subsystem(self, tokens: list[int], rows: list[int]) -> dict[str, Any]:
-        """The head is asked where it was trained: at `<error>`, before the model reads any code."""
+        """Return the likeliest subsystem at `<error>`, where the head was trained, before any code is read."""
         error = self.tokenizer.token_to_id("<error>")
         if self.network.diagnostic_head is None or error not in tokens:
             return {"subsystem": None, "subsystem_probability": None}

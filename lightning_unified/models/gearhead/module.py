@@ -1,4 +1,4 @@
-"""GearHead as a LightningModule: losses whose batches split exactly, AdamW with warm-up, a checkpoint that is complete alone."""
+"""GearHead as a LightningModule: exact splitting, AdamW with warm-up, complete checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lightning_unified.data.documents.record import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.epoch_sums import EpochSums
-from lightning_unified.models.gearhead.layout import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.optimizer import build_optimizer
 from lightning_unified.models.gearhead.presets import preset as preset_config
+from lightning_unified.models.gearhead.samples import write_samples
 from lightning_unified.nn.adamw import learning_rate_factor
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
@@ -33,7 +34,7 @@ class GearHead(LightningModule):
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
     the micro-batches then add up to those of the whole batch.
 
-    `loss_chunk_rows` may be set at any time: tokens whose scores exist at once while the loss is computed; None chooses.
+    `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 
     Shapes:
         A batch is a dict: `input_ids`, `labels` (not shifted: `labels[:, t]` is the token at t), `error_code_ids` and
@@ -41,22 +42,22 @@ class GearHead(LightningModule):
 
     Args:
         preset: A name in `presets.PRESETS`.
-        vocabulary: Token rows, in place of the preset's; likewise the next five. None takes the preset's.
+        vocabulary: Token rows; None takes the preset's, as for the next five.
         positions: The longest text in tokens.
         width: Size of the residual stream.
         layers: Number of blocks.
         heads: Attention heads; they divide the width.
         feed_forward: Size of a block's inner layer.
         dropout: Share dropped; None takes the preset's.
-        recompute: Keep only each block's input for the backward pass.
-        learning_rate: The peak, reached after the warm-up.
-        weight_decay: AdamW's; biases and layer norms have none.
+        recompute: Activation checkpointing of each block.
+        learning_rate: Peak learning rate, after the warm-up.
+        weight_decay: AdamW's weight decay, except for biases and layer norms.
         betas: AdamW's two decay rates.
         eps: AdamW's epsilon.
         warmup_steps: Optimizer steps of linear rise from 0.
         schedule: After the warm-up: "linear" or "cosine" to 0 at the last step of the run, or "constant".
         optimizer_kernel: "fused" (no temporaries), "foreach", "forloop", or "auto": fused where torch has it.
-        diagnosis_weight: Weight of the subsystem's loss; without a diagnostic head there is none.
+        diagnosis_weight: Weight of the subsystem's loss, if there is a diagnostic head.
 
     Raises:
         ValueError: If a name is unknown or a number is out of range.
@@ -114,7 +115,7 @@ class GearHead(LightningModule):
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        """Whether each block recomputes its activations; a strategy may set it before the run."""
         return self.network.recompute
 
     @recompute.setter
@@ -122,21 +123,21 @@ class GearHead(LightningModule):
         self.network.recompute = bool(value)
 
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the blocks, for who wants some of them to recompute and not others."""
+        """Return the blocks, for activation checkpointing of some of them."""
         return list(self.network.blocks)
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the data's tokenizer along, so that the checkpoint holds it."""
+        """Take the data's tokenizer, for the checkpoint."""
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is not None:
             self.attach_tokenizer(tokenizer)
 
     def attach_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Make `tokenizer` this model's own; fewer tokens than the vocabulary leave rows that are never used.
+        """Set this model's tokenizer; with fewer tokens than the vocabulary, some rows stay unused.
 
         Raises:
-            ValueError: If it has more tokens than the model has rows, or its special tokens have other ids than layout.py's.
+            ValueError: If it has more tokens than the model has rows, or its special tokens have other ids than in `documents.record`.
         """
         size = tokenizer.get_vocab_size()
         if size > self.config.vocabulary:
@@ -168,7 +169,7 @@ class GearHead(LightningModule):
 
     @override
     def forward(self, input_ids: Tensor, error_code_ids: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V); training never calls this, it has no need of all of them."""
+        """Return the logits (B, T, V); training computes them in chunks instead."""
         return self.network.logits(self.network(input_ids, error_code_ids))
 
     @override
@@ -210,7 +211,7 @@ class GearHead(LightningModule):
 
     def _sums(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hidden = self.network(batch["input_ids"], batch.get("error_code_ids"))
-        # The labels are shifted, not the vectors: moving (B, T) integers costs nothing, (B, T, D) would be a copy.
+        # The labels are shifted, not the vectors: a copy of (B, T) integers is cheap, one of (B, T, D) is not.
         labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         weight = self.network.token_embedding.weight
         zero = torch.zeros((), device=hidden.device)
@@ -230,7 +231,7 @@ class GearHead(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW and its schedule, one value a step; the run's length is the Trainer's own estimate.
+        """Return AdamW and its schedule, one value a step, for the Trainer's estimated number of steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.
@@ -248,9 +249,13 @@ class GearHead(LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def write_samples(self, *, seed: int) -> list[str]:
+        """Return texts of the trained model, for a person to look at; none without a tokenizer."""
+        return [] if self.tokenizer is None else write_samples(self.network, tokenizer=self.tokenizer, seed=seed)
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the sizes and the tokenizer beside the weights, as plain text: one file is enough for inference."""
+        """Save the sizes and the tokenizer beside the weights, so that inference needs one file."""
         text = None if self.tokenizer is None else self.tokenizer.to_str()
         checkpoint["gearhead"] = {"config": asdict(self.config), "tokenizer": text}
 
@@ -259,7 +264,7 @@ class GearHead(LightningModule):
         """Restore the tokenizer.
 
         Raises:
-            ValueError: If the checkpoint is of another model, of other sizes, or of another tokenizer than the data's.
+            ValueError: If the checkpoint belongs to another model, or its sizes or tokenizer differ.
         """
         saved = checkpoint.get("gearhead")
         if saved is None:

@@ -20,7 +20,7 @@ _INITIAL_STD = 0.02
 
 
 class _Attention(nn.Module):
-    """Causal self-attention. No dropout on its weights: that would force the path that materialises B x H x T x T."""
+    """Causal self-attention, without dropout on its weights, which would materialise B x H x T x T."""
 
     def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class _Block(nn.Module):
 
 
 class GearHeadNetwork(nn.Module):
-    """Token ids in, one vector a position out; the head is applied by the caller, who may not want all logits at once.
+    """Decoder from token ids to one vector a position; callers apply the head, possibly in chunks.
 
     Args:
         config: The sizes.
-        recompute: Keep only each block's input for the backward pass. The same parameters and the same state-dict keys.
+        recompute: Activation checkpointing of each block; parameters and state-dict keys are the same.
 
     Raises:
-        RuntimeError: If the parameters built are not as many as the configuration states.
+        RuntimeError: If the number of parameters differs from the configuration's.
     """
 
     def __init__(self, config: GearHeadConfig, *, recompute: bool = False) -> None:
@@ -105,7 +105,7 @@ class GearHeadNetwork(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         if self.error_embedding is not None:
-            self.error_embedding.weight[0].zero_()  # row 0 is "no code": it must add nothing
+            self.error_embedding.weight[0].zero_()  # row 0 is "no code" and must add nothing
 
     @override
     def forward(
@@ -120,18 +120,18 @@ class GearHeadNetwork(nn.Module):
         """Return the vectors after the last layer norm.
 
         Shapes:
-            input_ids, error_code_ids, positions (B, T); mask (B, 1, T, T_all), True where a token may look; out (B, T, D).
+            input_ids, error_code_ids, positions (B, T); mask (B, 1, T, T_all), True where a token may attend; out (B, T, D).
 
         Args:
             input_ids: Token ids.
             error_code_ids: Row of the error table at each token, 0 for none; None is 0 everywhere.
-            positions: By default 0 to T - 1, counted on from what the cache holds.
-            cache: Keys and values of the tokens before these; these are added to it.
-            mask: By default each token looks at itself and all before it. Needed when a batch is padded on the left, or
-                when several tokens follow a filled cache.
+            positions: By default 0 to T - 1, plus the cache's length.
+            cache: Keys and values of earlier tokens; those of these tokens are added.
+            mask: By default each token attends to itself and all earlier ones. Needed if a batch is padded on the left, or
+                several tokens follow a filled cache.
 
         Raises:
-            ValueError: If the text is longer than the network has positions, or a mask is needed and missing.
+            ValueError: If the text exceeds the network's positions, or a needed mask is missing.
         """
         T = input_ids.shape[1]
         held = cache.length if cache is not None else 0
@@ -160,11 +160,11 @@ class GearHeadNetwork(nn.Module):
         return self.ln_final(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., V) of the next token: the product with the token table itself (tied head)."""
+        """Return the logits (..., V) of the next token, by the token table (tied head)."""
         return functional.linear(hidden, self.token_embedding.weight)
 
     def diagnose(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., C) of the subsystems.
+        """Return the logits (..., C) of the subsystems.
 
         Raises:
             ValueError: If the network has no diagnostic head.
@@ -176,7 +176,7 @@ class GearHeadNetwork(nn.Module):
         return self.diagnostic_head(hidden)
 
     def new_cache(self, *, batch: int, length: int) -> KVCache:
-        """Return an empty cache for `batch` texts of up to `length` tokens, on this network's device and in its type."""
+        """Return an empty cache for `batch` texts of up to `length` tokens, on this network's device."""
         weight, heads = self.token_embedding.weight, self.config.heads
         return KVCache(
             layers=self.config.layers,

@@ -1,4 +1,4 @@
-"""AdamW as GearHead uses it: which parameters decay, and at which rate."""
+"""AdamW of GearHead: biases and layer norms do not decay."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ def build_optimizer(network: nn.Module, *, hparams: Mapping[str, Any], precision
     """Return AdamW over `network`; biases and layer norms do not decay.
 
     Args:
-        network: Whose parameters are optimised.
+        network: The network to train.
         hparams: `learning_rate`, `weight_decay`, `betas`, `eps` and `optimizer_kernel`.
         precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.
 
     Raises:
-        ValueError: If the fused kernel is asked for and cannot be had.
+        ValueError: If the fused kernel is requested but not available.
     """
     decayed, plain = [], []
     for name, parameter in network.named_parameters():

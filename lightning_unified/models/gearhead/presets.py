@@ -1,21 +1,21 @@
-"""The sizes GearHead comes in: one frozen record, its parameter count as a formula, and four named presets."""
+"""Sizes of GearHead: a frozen record with a parameter formula, and four named presets."""
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_unified.models.gearhead.codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
+from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 
 __all__ = ["PRESETS", "GearHeadConfig", "Preset", "preset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GearHeadConfig:
-    """The shape of one GearHead network.
+    """Sizes of a GearHead network.
 
     Attributes:
-        vocabulary: Rows of the token table, V. A tokenizer with fewer is padded up to it, one with more is an error.
+        vocabulary: Rows of the token table, V. A tokenizer may have fewer tokens, not more.
         positions: The longest text in tokens, P.
         width: Size of the residual stream, D.
         layers: Number of blocks, L.
@@ -73,12 +73,12 @@ class GearHeadConfig:
 
     @property
     def is_text_model(self) -> bool:
-        """True without error table and diagnostic head: the model continues plain text."""
+        """Whether there is no error table and no diagnostic head: the model continues plain text."""
         return not (self.num_error_codes or self.num_diagnoses)
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> "GearHeadConfig":
-        """Return the configuration a checkpoint carries.
+        """Return the configuration in a checkpoint.
 
         Raises:
             ValueError: If a key is unknown or missing.
@@ -91,7 +91,7 @@ class GearHeadConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A named configuration beside the parameter count it promises."""
+    """A named configuration with its number of parameters."""
 
     config: GearHeadConfig
     parameters: int
@@ -138,10 +138,10 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> GearHeadConfig:
-    """Return the configuration called `name`, with the given sizes in place of its own; None leaves the preset's.
+    """Return the configuration called `name`, with given sizes replaced; None keeps the preset's.
 
     Raises:
-        ValueError: If there is no such preset, or the sizes do not fit together.
+        ValueError: If there is no such preset, or the sizes contradict each other.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)

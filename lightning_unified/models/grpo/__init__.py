@@ -1,9 +1,9 @@
-"""Group-relative policy optimisation of causal language models, with rewards that can be checked."""
+"""Group-relative policy optimisation (GRPO) of causal language models with verifiable rewards."""
 
-from lightning_unified.models.grpo.buffer import RolloutBuffer
+from lightning_unified.models.grpo.batches.buffer import RolloutBuffer
+from lightning_unified.models.grpo.batches.sequences import outline
 from lightning_unified.models.grpo.module import GRPO
 from lightning_unified.models.grpo.objective import Objective
-from lightning_unified.models.grpo.sequences import outline
 from lightning_unified.models.grpo.task import Task
 
 __all__ = ["GRPO", "Objective", "RolloutBuffer", "Task", "outline"]

@@ -1,4 +1,4 @@
-"""GRPO as a LightningModule: completions sampled once a batch, a loss that splits anywhere, and supervised steps before it."""
+"""GRPO as a LightningModule, with an optional supervised phase before it."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,62 +13,62 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.grpo.budget import CompletionBudget
-from lightning_unified.models.grpo.kept import KeptRollouts, SamplerSlot
+from lightning_unified.models.grpo.batches.budget import CompletionBudget
+from lightning_unified.models.grpo.batches.kept import KeptRollouts, SamplerSlot
+from lightning_unified.models.grpo.batches.rollouts import Sampling, judged, prepared
+from lightning_unified.models.grpo.batches.sequences import has_values, outline, supervised
 from lightning_unified.models.grpo.objective import Objective, Terms
 from lightning_unified.models.grpo.optimizer import Rates, build_optimizer
 from lightning_unified.models.grpo.reference import Reference
 from lightning_unified.models.grpo.rollout import Sampler
-from lightning_unified.models.grpo.rollouts import Sampling, judged, prepared
 from lightning_unified.models.grpo.scoring import check_head, head_of, score
-from lightning_unified.models.grpo.sequences import has_values, outline, supervised
 from lightning_unified.models.grpo.task import Task
 
 __all__ = ["GRPO"]
 
 
 class GRPO(LightningModule):
-    """Trains a causal language model by rewards: group-relative policy optimisation, after supervised steps where a loader has any.
+    """Train a causal language model by rewards, after supervised steps if the loader has any.
 
-    Of each prompt G completions are sampled from the policy as it is, and judged; what one is worth is its reward less its group's mean.
-    The loss is a mean over the active tokens of the optimizer step, of `Objective`. `prepare_batch` samples, judges and counts once for
-    the whole batch, before it is split, and a repeated step reuses its result. Losses and gradients of micro-batches of any size add up
-    to those of the whole batch. Rows are completions then, so a micro-batch is a number of completions.
+    For each prompt, the policy samples G completions, and the task rewards them. A completion's advantage is its reward minus its
+    group's mean. The loss is the mean of `Objective` over the active tokens of the optimizer step. `prepare_batch` samples, rewards
+    and counts once for the whole batch, before it is split; a repeated step reuses the result. Losses and gradients of micro-batches
+    of any size add up to those of the whole batch. A row is a completion, so a micro-batch is a number of completions.
 
-    Log-probabilities come in chunks from the last hidden states. The reference's are computed beside the policy's, of the same rows and
-    without a gradient, so that they never take more memory than the step itself. With `inner_iterations` above 1 the first
-    iteration notes both for the others; a `RolloutBuffer` around the loader repeats the batches.
+    Log-probabilities are computed in chunks from the last hidden states. The reference scores the same rows as the policy, without a
+    gradient, so it never takes more memory than the step itself. With `inner_iterations` above 1, the first iteration stores both for
+    the others, and a `RolloutBuffer` around the loader repeats the batches.
 
-    A batch with `labels` is a supervised one: the mean cross-entropy of its labelled tokens. The reference is the policy at the first
-    batch of prompts, and the optimizer begins anew there.
+    A batch with `labels` is supervised: its loss is the mean cross-entropy of the labelled tokens. At the first batch of prompts, the
+    policy becomes the reference, and the optimizer's state is cleared.
 
     Shapes:
         Batches of prompts: `prompt` (P, L) int64, pads on the left; `prompt_mask` (P, L) bool; `example` (P) int64, see `Task`.
         Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
 
     Args:
-        model: The policy: a causal language model of transformers, with adapters of peft or without; those of its weights that require
-            a gradient are trained. A subclass that builds it from plain values has all of them in its checkpoints.
-        task: What judges completions.
-        decode: Turns a list of token ids into text, special tokens left out.
+        model: The policy: a causal language model of transformers, with or without adapters of peft. Weights that require a
+            gradient are trained. Checkpoints of a subclass that builds the model from plain values hold these values.
+        task: Rewards completions.
+        decode: Turns a list of token ids into text without special tokens.
         stop_ids: Tokens that end a completion, besides the task's stop text.
-        sampler: Samples at `temperature`, which it must know; None for `rollout.Sampler` with the settings here.
+        sampler: Samples completions, at `temperature`; None for `rollout.Sampler` with these settings.
         group_size: Completions of each prompt, G.
-        max_new_tokens: Tokens of the longest completion there may ever be.
-        completion_budget: "fixed": completions may always be as long; "auto": about as long as recent ones needed to end, see
-            `budget.CompletionBudget`.
-        temperature: Of sampling; log-probabilities are of the same distribution.
-        top_k: Only so many of the likeliest tokens are sampled; 0 for all. Log-probabilities are those before that.
-        top_p: Only the likeliest tokens that together have this probability are sampled; 1 for all. Likewise.
-        scale_rewards: "none": advantages are centred; "group": and divided by their group's standard deviation.
+        max_new_tokens: Upper bound on the tokens of a completion.
+        completion_budget: "fixed": the bound is always `max_new_tokens`. "auto": it follows the length of recent completions,
+            see `CompletionBudget`.
+        temperature: Sampling temperature; log-probabilities use the same distribution.
+        top_k: Sample from the k likeliest tokens; 0 for all. Log-probabilities ignore it.
+        top_p: Sample from the likeliest tokens that together have this probability; 1 for all. Log-probabilities ignore it.
+        scale_rewards: "none" centres advantages; "group" also divides them by their group's standard deviation.
         clip_low: See `Objective`.
         clip_high: See `Objective`.
-        beta: See `Objective`; 0 has no reference at all.
+        beta: See `Objective`; 0 uses no reference.
         inner_iterations: Optimizer steps on the completions of a batch.
-        sft_steps: Optimizer steps of the supervised phase, for the learning rate; the loader's batches decide what is done.
-        sft_learning_rate: The peak in that phase.
-        learning_rate: The peak under GRPO.
-        weight_decay: AdamW's.
+        sft_steps: Optimizer steps of the supervised phase, for the learning-rate schedule; the loader decides the batches.
+        sft_learning_rate: Peak learning rate of that phase.
+        learning_rate: Peak learning rate of GRPO.
+        weight_decay: AdamW's weight decay.
         betas: AdamW's two decay rates.
         eps: AdamW's epsilon.
         warmup_steps: Optimizer steps of linear rise from 0, in each phase.
@@ -112,11 +112,11 @@ class GRPO(LightningModule):
     ) -> None:
         super().__init__()
         betas = (float(betas[0]), float(betas[1]))
-        # a checkpoint holds what its class is built from: of a subclass that is its own arguments
+        # a checkpoint holds the arguments of the class itself, also of a subclass
         others = signature(GRPO.__init__).parameters.keys() - signature(type(self).__init__).parameters.keys()
         self.save_hyperparameters(ignore=["model", "task", "decode", "stop_ids", "sampler", *others])
         if "betas" in self.hparams:
-            self.hparams["betas"] = betas  # and no list of a configuration library
+            self.hparams["betas"] = betas  # a tuple, not a list of a configuration library
         check_choice("completion_budget", completion_budget, ("fixed", "auto"))
         check_choice("scale_rewards", scale_rewards, ("none", "group"))
         check_choice("schedule", schedule, ("linear", "cosine", "constant"))
@@ -148,16 +148,16 @@ class GRPO(LightningModule):
             optimizer_kernel=optimizer_kernel,
         )
         self._budget = CompletionBudget(max_new_tokens) if completion_budget == "auto" else None
-        self._has_begun = False  # GRPO, after the supervised phase
+        self._has_begun = False  # whether GRPO has begun, after the supervised phase
         self._is_checked = False
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the policy's parameters, without the copies that the reference keeps of some."""
+        """Return the policy's parameters, without the reference's copies."""
         return self.policy.parameters()
 
     @property
     def sampler(self) -> Sampling:
-        """What samples completions from the policy as it is, at the temperature of now."""
+        """The sampler of completions, at the current temperature."""
         slot = self._slot
         if slot.given is not None:
             return slot.given
@@ -175,17 +175,17 @@ class GRPO(LightningModule):
         return slot.made
 
     def _spare(self) -> int | None:
-        """Return what the sampler may keep: what the strategy's plan leaves, where there are graphs to keep and a plan."""
+        """Return the bytes that the strategy's plan leaves for the sampler's cache; None without a plan or CUDA."""
         trainer = self._trainer if self.device.type == "cuda" else None
         return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the sampler keeps on the device from step to step."""
+        """Bytes of the sampler's cache between steps."""
         return 0 if self._slot.made is None else self._slot.made.cache_bytes
 
     def give_back(self) -> None:
-        """Free them; the next rollout takes them anew."""
+        """Free the sampler's cache; the next rollout allocates it again."""
         if self._slot.made is not None:
             self._slot.made.release()
 
@@ -194,13 +194,12 @@ class GRPO(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `sequences`; a prepared batch is returned as it is.
+        """Return the batch as `training_step` takes it, see `sequences`; a prepared batch stays as it is.
 
-        Completions are sampled here, and judged. Where a step is planned and tensors have no values, the largest there can be are
-        taken for granted.
+        Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
         Raises:
-            ValueError: If `inner_iterations` is above 1 and the batch does not say which it is.
+            ValueError: If `inner_iterations` is above 1 and the batch has no iteration number.
         """
         if "total" in batch:
             return dict(batch)
@@ -233,7 +232,7 @@ class GRPO(LightningModule):
         self._check(batch["prompt"])
         width = (
             None if self._has_begun else self.max_new_tokens
-        )  # the first is the largest, for memory is planned by it
+        )  # the first batch has the largest size, since memory is planned by it
         self._begin()
         budget, limit = self._budget, self.max_new_tokens if self._budget is None else self._budget.limit
         sampled = self.sampler(batch["prompt"], batch["prompt_mask"], group_size=self.group_size, max_new_tokens=limit)
@@ -246,7 +245,7 @@ class GRPO(LightningModule):
         return found
 
     def _begin(self) -> None:
-        """Make the policy as it is the reference, and the optimizer forget supervised steps; once."""
+        """Make the policy the reference and clear the optimizer's state, at the first batch of prompts."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -266,7 +265,7 @@ class GRPO(LightningModule):
         return 0 if self._trainer is None else self.trainer.global_step
 
     def active_tokens(self, batch: Mapping[str, Any]) -> int:
-        """Return the active tokens of a batch, by which a window of batches can be averaged; of a batch not yet prepared its rows."""
+        """Return the loss weight of a batch: its active tokens, or its rows before it is prepared."""
         return int(batch["total"]) if "total" in batch else len(batch.get("prompt", batch.get("tokens")))
 
     @override
@@ -309,13 +308,13 @@ class GRPO(LightningModule):
     def _reference(self, batch: Mapping[str, Any]) -> Tensor | None:
         if not self.objective.beta:
             return None
-        if self.reference.kind == "none":  # in a step that is planned, before anything ran
+        if self.reference.kind == "none":  # in a dry run, before the first real step
             self.reference.begin(self.policy, is_trained=self._rates.sft_steps > 0)
         with torch.no_grad(), self.reference.on(self.policy):
             return self._score(batch)[0]
 
     def _log_terms(self, batch: Mapping[str, Any], terms: Terms, old: Tensor, entropy: Tensor) -> None:
-        """Log what describes a part by its share of the whole, which add up, and the whole batch's figures as they are."""
+        """Log a micro-batch's values as shares of the whole batch, which add up, and the batch's figures."""
         mask, total = batch["mask"], max(batch["total"], 1)
         gap = (old - batch["sampled_log_probs"]).abs()
         shares = {
@@ -354,7 +353,7 @@ class GRPO(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW over the weights that are trained, and a schedule of two phases; the run's length is the Trainer's own estimate.
+        """Return AdamW over the trained weights and a schedule of two phases, for the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.
@@ -369,16 +368,16 @@ class GRPO(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put beside the weights whether GRPO has begun, from which reference, and completions that are still to be trained on."""
+        """Save whether GRPO has begun, the reference, and completions with iterations left."""
         own = {"has_begun": self._has_begun, "reference": self.reference.state(), "rollouts": self._kept.state()}
         checkpoint["grpo"] = {**own, "budget": None if self._budget is None else self._budget.state_dict()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them.
+        """Restore the state that `on_save_checkpoint` saves.
 
         Raises:
-            ValueError: If the checkpoint is of another model.
+            ValueError: If the checkpoint belongs to another model.
         """
         saved = checkpoint.get("grpo")
         if saved is None:

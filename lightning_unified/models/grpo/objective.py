@@ -1,4 +1,4 @@
-"""The loss of sampled tokens: a clipped ratio times the advantage, and what it costs to leave the reference.
+"""GRPO's loss: the clipped ratio times the advantage, plus the divergence from the reference.
 
 Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; Shao et al. 2024, "DeepSeekMath", eq. 3 and 4; Yu et
 al. 2025, "DAPO", section 3.1 (two limits) and 3.3 (mean over tokens).
@@ -14,12 +14,12 @@ __all__ = ["Objective", "Terms", "kl_to_reference"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """The loss of a part of a batch and figures beside it; all are shares of the whole batch's, which add up.
+    """Loss and figures of a micro-batch, as shares of the whole batch's values, which add up.
 
     Attributes:
-        loss: 0-dim, to be differentiated.
-        kl: Mean estimate of the divergence from the reference a token; None without a reference.
-        clipped: Share of tokens whose ratio was outside the limits, on the side where the gradient ends.
+        loss: 0-dim, with a gradient.
+        kl: Mean estimated divergence from the reference per token; None without a reference.
+        clipped: Share of tokens whose ratio is outside the limits, on the side without a gradient.
     """
 
     loss: Tensor
@@ -32,8 +32,8 @@ class Objective:
     """The mean over all active tokens of an optimizer step of `-min(r A, clip(r, 1 - low, 1 + high) A) + beta k3`.
 
     Attributes:
-        clip_low: How far the ratio may fall below 1 before a negative advantage teaches no more.
-        clip_high: How far it may rise above 1 before a positive one does not.
+        clip_low: Distance of the ratio below 1 at which a negative advantage has no gradient.
+        clip_high: Distance of the ratio above 1 at which a positive advantage has no gradient.
         beta: Weight of the divergence from the reference; 0 leaves the reference out.
 
     Raises:
@@ -70,14 +70,14 @@ class Objective:
             log_probs: (R, T) of the sampled tokens under the policy.
             mask: (R, T) bool, the active tokens.
             advantages: (R).
-            total: Active tokens of the whole batch, of which these rows may be a part.
-            old: (R, T), as `log_probs` when the tokens were sampled, without a gradient; their own values while the policy is the same.
+            total: Active tokens of the whole batch, which may have more rows.
+            old: (R, T), `log_probs` at the time of sampling, without a gradient; equal to `log_probs` while the policy is unchanged.
             reference: (R, T), as `log_probs` under the reference; needed where `beta` is above 0.
 
         Raises:
             ValueError: If the reference is missing.
         """
-        log_probs = log_probs.masked_fill(~mask, 0.0)  # pads count for nothing, but an infinite ratio times 0 would
+        log_probs = log_probs.masked_fill(~mask, 0.0)  # pads have no weight, but an infinite ratio times 0 would be NaN
         ratio = (log_probs - old.masked_fill(~mask, 0.0)).exp()
         gain = advantages.to(log_probs.dtype).unsqueeze(1)
         within = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

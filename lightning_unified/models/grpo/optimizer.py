@@ -1,4 +1,4 @@
-"""AdamW over what is trained of a policy, and a learning rate of two phases: supervised steps first, then GRPO."""
+"""AdamW over a policy's trained weights, with a learning rate of two phases: supervised, then GRPO."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["Rates", "build_optimizer", "phased_factor"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """How weights are written; each as the argument of `GRPO` of that name."""
+    """Optimizer settings; each is the argument of `GRPO` of that name."""
 
     sft_steps: int
     sft_learning_rate: float
@@ -34,13 +34,13 @@ def build_optimizer(
     """Return AdamW and its schedule, one value a step.
 
     Args:
-        parameters: Those that are trained.
-        rates: How fast.
+        parameters: The trained parameters.
+        rates: Learning rates and schedule.
         total_steps: Optimizer steps of the run, where a falling schedule reaches 0.
         precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.
 
     Raises:
-        ValueError: If nothing is trained.
+        ValueError: If there is no trained parameter.
     """
     trained = list(parameters)
     if not trained:
@@ -76,9 +76,9 @@ def phased_factor(
     Args:
         step: The first is 0.
         sft_steps: Steps of the first phase.
-        sft_share: Its peak, over GRPO's.
-        warmup_steps: Of each phase, as `nn.adamw.learning_rate_factor` takes them.
-        total_steps: Of both phases.
+        sft_share: Peak of the first phase divided by GRPO's.
+        warmup_steps: Warm-up of each phase, see `nn.adamw.learning_rate_factor`.
+        total_steps: Steps of both phases.
         schedule: "linear", "cosine" or "constant".
     """
     if step < sft_steps:

@@ -1,4 +1,4 @@
-"""The language model that is trained: any causal LM of transformers, random or read tensor by tensor, whole or with adapters."""
+"""Build or load the policy: a causal language model of transformers, with or without adapters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_unified.models.adapters import adapt_linear_layers
 from lightning_unified.models.choices import check_choice
-from lightning_unified.models.gguf import GGUF_PACKAGES, converted
-from lightning_unified.models.source import find_model, require
-from lightning_unified.models.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.adapters import adapt_linear_layers
+from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
+from lightning_unified.models.pretrained.source import find_model, require
+from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
 
 __all__ = [
     "DTYPES",
@@ -39,7 +39,7 @@ def find_policy(source: str) -> Path:
         source: A key of `gguf.GGUF_PACKAGES`, which is converted once and kept; a folder; an installed package; or a hub id.
 
     Raises:
-        FileNotFoundError: If it is none of these, or cannot be had.
+        FileNotFoundError: If `source` is none of these, or cannot be downloaded.
         RuntimeError: If a library is missing.
     """
     if source in GGUF_PACKAGES:
@@ -48,12 +48,12 @@ def find_policy(source: str) -> Path:
 
 
 def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
-    """Return a causal language model of random weights; on the meta device, where it is planned and not run, of none.
+    """Build a causal language model with random weights; on the meta device, without values.
 
     Args:
         architecture: A transformers configuration as plain data, with its `model_type`.
-        dtype: Of its weights, a key of `DTYPES`.
-        attention: transformers' name of the kernel.
+        dtype: Dtype of the weights, a key of `DTYPES`.
+        attention: transformers' name of the attention kernel.
 
     Raises:
         RuntimeError: If transformers is not installed.
@@ -77,7 +77,7 @@ def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", att
 
 
 def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
-    """Return the causal language model in `folder`, its weights in memory once: see `models.streaming`.
+    """Load the causal language model in `folder`, with weights in memory once; see `pretrained.streaming`.
 
     Args:
         folder: As `find_policy` returns.
@@ -86,7 +86,7 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.
-        RuntimeError: If the weights are incomplete or of other sizes than its `config.json` says, or transformers is missing.
+        RuntimeError: If the weights do not fit `config.json` or are incomplete, or transformers is missing.
         ValueError: As `build_policy`.
     """
     with without_values():
@@ -111,20 +111,20 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
 def adapt(
     model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
 ) -> None:
-    """Freeze a causal language model and put adapters beside the linear layers under its head, in place.
+    """Freeze a causal language model and add adapters to its linear layers except the head, in place.
 
-    Adapters are float32 whatever the weights are: a step of 1e-6 is lost in 16 bits.
+    Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
 
     Args:
         model: As `build_policy` or `load_policy` returns.
-        rank: As in `models.adapters`, like the other three.
+        rank: See `pretrained.adapters`, as for the other three.
         alpha: See there.
         dropout: See there.
         targets: See there.
 
     Raises:
         RuntimeError: If peft is not installed.
-        ValueError: If no layer is called so.
+        ValueError: If no linear layer has one of the names.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
@@ -147,7 +147,7 @@ def read_architecture(folder: Path) -> dict[str, Any]:
 
 
 def architecture_of(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model as plain data, from which `build_policy` makes one of the same sizes."""
+    """Return a model's configuration as plain data, for `build_policy`."""
     return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 

@@ -1,4 +1,4 @@
-"""The policy as it was when GRPO began, from which the trained one is not to stray."""
+"""The reference policy: the policy at the beginning of GRPO."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,11 @@ __all__ = ["Reference"]
 
 
 class Reference(nn.Module):
-    """Holds what a policy's trained weights were, and runs the policy with them.
+    """Hold a policy's earlier weights, and run the policy with them.
 
-    Low-rank adapters that nobody has trained yet change nothing: the reference is then the model with its adapters off, and nothing is
-    copied. Else trained weights are copied, be they adapters after supervised steps or the whole model.
-
-    Weights that are frozen are shared. The copies are parameters without gradients, in
-    the module's state dict once there are any.
+    Untrained low-rank adapters change nothing. The reference is then the model with its adapters off, and nothing is copied.
+    Otherwise trained weights are copied: adapters after supervised steps, or the whole model. Frozen weights are shared. The
+    copies are parameters without gradients, in the module's state dict.
 
     Attributes:
         kind: "none" before `begin`, then "adapters off" or "copy".
@@ -33,11 +31,11 @@ class Reference(nn.Module):
         self._names: list[str] = []
 
     def begin(self, policy: nn.Module, *, is_trained: bool | None = None) -> None:
-        """Take the policy as it is for the reference; once, later calls do nothing.
+        """Make the present policy the reference; later calls do nothing.
 
         Args:
             policy: The model.
-            is_trained: Whether anything has changed its adapters; None looks at them.
+            is_trained: Whether its adapters have changed; None checks their values.
         """
         if self.kind != "none":
             return
@@ -49,7 +47,7 @@ class Reference(nn.Module):
 
     @contextmanager
     def on(self, policy: nn.Module) -> Iterator[None]:
-        """Make `policy` the reference inside the block, in eval mode.
+        """Run `policy` with the reference's weights in eval mode inside the context.
 
         Raises:
             RuntimeError: If `begin` was not called.
@@ -60,11 +58,11 @@ class Reference(nn.Module):
             yield
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs beside the state dict: plain values."""
+        """Return the plain values that `restore` needs beside the state dict."""
         return {"kind": self.kind, "names": list(self._names)}
 
     def restore(self, state: Mapping[str, Any], policy: nn.Module) -> None:
-        """Be as a checkpoint says, with room for its copies, which `load_state_dict` then fills.
+        """Restore a checkpoint's state, with empty copies that `load_state_dict` then fills.
 
         Raises:
             ValueError: If the policy has no such weights.
@@ -106,7 +104,7 @@ class Reference(nn.Module):
 
 
 def _all_places(policy: nn.Module, values: list[Any]) -> list[list[tuple[nn.Module, str]]]:
-    """Return where in `policy` each of `values` is, which for tied weights is more than one place."""
+    """Return the places of each value in `policy`; tied weights have several."""
     wanted = {id(value): index for index, value in enumerate(values)}
     places: list[list[tuple[nn.Module, str]]] = [[] for _ in values]
     for owner in policy.modules():
@@ -118,19 +116,19 @@ def _all_places(policy: nn.Module, values: list[Any]) -> list[list[tuple[nn.Modu
 
 def _adapter_layers(policy: nn.Module) -> list[Any]:
     if "peft" not in sys.modules:
-        return []  # whose layers they are has been imported where there are any
+        return []  # a model with adapters has imported peft already
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def _are_adapters(policy: nn.Module, trained: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether all that is trained is low-rank adapters."""
+    """Return whether only low-rank adapters are trained."""
     return bool(trained) and bool(_adapter_layers(policy)) and all(".lora_" in name for name in trained)
 
 
 def _have_changed(adapters: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether any second matrix is not zero, as all are when they are made."""
+    """Return whether an adapter's second matrix is not zero; new ones are all zero."""
     return any(
         bool(value.any()) for name, value in adapters.items() if ".lora_B." in name or ".lora_embedding_B." in name
     )
@@ -147,7 +145,7 @@ def _adapters_off(policy: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for value in policy.parameters():  # which peft switches with the adapters
+        for value in policy.parameters():  # peft switches these with the adapters
             value.requires_grad_(False)
         for value in trained:
             value.requires_grad_(True)

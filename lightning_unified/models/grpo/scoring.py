@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in sequences under a causal language model of transformers, without the logits of all of them."""
+"""Score tokens under a causal language model of transformers, without holding all logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,11 @@ from lightning_unified.nn.token_log_probs import token_log_probs_and_entropy
 
 __all__ = ["check_head", "decoder_of", "evaluating", "head_of", "score"]
 
-_ROUNDING = (
-    0.05  # judgement: of logits in half precision, relative to the largest; a scale or a soft cap that matters is more
-)
+_ROUNDING = 0.05  # judgement: rounding of half-precision logits relative to the largest; a relevant scale or soft cap exceeds it
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """Return what makes hidden states in `model`, adapters included: a causal model of transformers, or peft's wrapper around one."""
+    """Return the module that computes hidden states, adapters included, also inside peft's wrapper."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base.get_decoder()
 
@@ -26,7 +24,7 @@ def head_of(model: Any) -> Tensor:
     """Return the weight (V, D) of the model's output layer.
 
     Raises:
-        ValueError: If it is not a plain linear layer without a bias, such as one with an adapter beside it.
+        ValueError: If it is not a plain linear layer without a bias, for example because it has an adapter.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
@@ -44,10 +42,12 @@ def head_of(model: Any) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """See that the model's logits are its hidden states times its head: a soft cap or a scale in between would train another policy.
+    """Check that the model's logits are its hidden states times its head.
+
+    With a soft cap or a scale in between, training would change another policy than the one sampled.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they differ.
     """
     weight = head_of(model)
     ids = torch.arange(2, device=weight.device)[None] % len(weight)
@@ -56,7 +56,7 @@ def check_head(model: Any) -> None:
         hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     own = (hidden @ weight.to(hidden.dtype).T).float()
     differs = float((own - logits).abs().max()) > _ROUNDING * float(logits.abs().max().clamp(min=1e-3))
-    # a cap is far above the logits of a model that is not trained yet, and does not show there
+    # an untrained model's logits are far below a cap, so the comparison cannot show it
     if differs or getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
         raise ValueError(
             f"the logits of {type(model).__name__} are not its last hidden states times the weight of its head (a soft cap or a scale is in "
@@ -67,9 +67,9 @@ def check_head(model: Any) -> None:
 def score(
     model: Any, tokens: Tensor, *, start: Tensor, chosen: Tensor, temperature: float, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `chosen` behind the beginnings of `tokens`, and the entropies there, which have no gradient.
+    """Return the log-probabilities of `chosen`, and the entropies at their positions, without a gradient.
 
-    Sequences are read from position 0 on and by causal attention alone, without a mask: pads stand behind what they must not change.
+    Sequences are read from position 0 by causal attention without a mask: pads at the end change nothing before them.
 
     Shapes:
         tokens (R, S), start (R), chosen (R, T); both results (R, T).
@@ -77,8 +77,8 @@ def score(
     Args:
         model: As `decoder_of` takes it.
         tokens: Token ids.
-        start: The place of each row's first chosen token, 1 or more; T tokens from there are scored.
-        chosen: The tokens themselves; at pads anything.
+        start: Position of each row's first chosen token, 1 or more; T tokens from there are scored.
+        chosen: The tokens; arbitrary at pads.
         temperature: Logits are divided by it.
         chunk: See `token_log_probs`.
     """
@@ -93,7 +93,7 @@ def score(
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Have all of `module` in eval mode inside the block."""
+    """Put `module` into eval mode inside the context."""
     training = [child for child in module.modules() if child.training]
     module.eval()
     try:

@@ -1,8 +1,7 @@
-"""`python -m lightning_unified.models.wordle play|evaluate|solve`: the game on a terminal, and how well it is played."""
+"""`python -m lightning_unified.models.wordle play|evaluate|solve`: play Wordle, or evaluate a player."""
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -11,12 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_unified.models.wordle import terminal
-from lightning_unified.models.wordle.candidates import Patterns
-from lightning_unified.models.wordle.games import GameReport, Player, TrainedPlayer, play_games
-from lightning_unified.models.wordle.solvers import EntropyGreedy, RandomConsistent, Solver
-from lightning_unified.models.wordle.state import MAX_TURNS, State, Turn
-from lightning_unified.models.wordle.words import WordList, read_words
+from lightning_unified.models.commands import add_device, command_parser, run_command
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State, Turn
+from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.play import terminal
+from lightning_unified.models.wordle.play.games import GameReport, Player, TrainedPlayer, play_games
+from lightning_unified.models.wordle.play.solvers import EntropyGreedy, RandomConsistent, Solver
 
 __all__ = ["main"]
 
@@ -24,22 +24,12 @@ _SOLVERS = ("entropy", "random")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 it failed, 2 what was asked makes no sense."""
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        return _fail(error, code=2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, code=1)
-    except (KeyboardInterrupt, EOFError):
-        print()
-    return 0
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 invalid argument."""
+    return run_command(_parser(), arguments, dialogue=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightning_unified.models.wordle", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser, commands = command_parser("wordle", description=__doc__)
     play = commands.add_parser("play", help="play; with a checkpoint, against the model, or watch it")
     play.add_argument("--watch", action="store_true", help="watch the model of the checkpoint play and think")
     play.set_defaults(run=_play)
@@ -58,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     solve.set_defaults(run=_solve)
     for command in (play, evaluate):
         command.add_argument("--checkpoint", help="the .ckpt file that training has saved")
-        command.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default auto")
+        add_device(command)
     for command in (play, solve):
         command.add_argument("--secret", help="the word to find")
     for command in (play, evaluate, solve):
@@ -87,7 +77,7 @@ def _play(options: argparse.Namespace) -> None:
 
 
 def _person(console: Console, words: WordList, *, secret: str, rival: Sequence[Turn]) -> None:
-    """Let a person play, row by row beside the colours of a rival's guesses."""
+    """Let a person play, beside the colours of a rival's guesses."""
     state = State()
     while not state.solved and len(state.turns) < MAX_TURNS:
         guess = console.input(f"guess {len(state.turns) + 1} of {MAX_TURNS}: ").strip().lower()
@@ -161,7 +151,7 @@ def _model_and_words(options: argparse.Namespace) -> tuple[TrainedPlayer | None,
         return None, read_words(options.words or "builtin")
     if options.words is not None:
         raise ValueError("--words was given beside --checkpoint, which has its own words; leave one of them out.")
-    player: Any = import_module("lightning_unified.models.wordle.player")  # needs torch and transformers
+    player: Any = import_module("lightning_unified.models.wordle.play.player")  # needs torch and transformers
     model: TrainedPlayer = player.ModelPlayer(options.checkpoint, device=options.device)
     return model, model.words
 
@@ -185,13 +175,6 @@ def _secret(options: argparse.Namespace, words: WordList) -> str | None:
     if secret not in words.answer_index:
         raise ValueError(f"--secret {secret} is not one of the {len(words.answers)} answers of the list; see --words.")
     return secret
-
-
-def _fail(error: Exception, *, code: int) -> int:
-    if os.environ.get("LIGHTNING_UNIFIED_DEBUG") == "1":
-        raise error
-    print(f"error: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

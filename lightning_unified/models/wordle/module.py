@@ -1,4 +1,4 @@
-"""Wordle for a language model: imitation of a solver, then GRPO with rewards that the game itself gives, as one LightningModule."""
+"""Wordle as a LightningModule: imitation of a solver, then GRPO with the game's rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.chat import ChatTokenizer
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.grpo import GRPO
 from lightning_unified.models.grpo.policy import (
@@ -20,6 +19,7 @@ from lightning_unified.models.grpo.policy import (
     load_policy,
     read_architecture,
 )
+from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.wordle.presets import preset as preset_called
 from lightning_unified.models.wordle.task import WordleTask
 from lightning_unified.nn.recomputing import Recomputing
@@ -30,21 +30,20 @@ __all__ = ["Wordle"]
 class Wordle(GRPO):
     """`GRPO` with the language model, the rewards and the tokenizer of the game.
 
-    Words, prompts and tokenizer come from the data module (`data.WordleData`) when a fit begins; the tokenizer and the source of the
-    words go into each checkpoint. Where adapters are trained beside weights that came from a file, checkpoints leave these out.
+    Words, prompts and tokenizer come from the data module (`WordleData`) when a fit begins. Each checkpoint holds the tokenizer and the
+    source of the words. It leaves out frozen weights that come from a file.
 
     Args:
         preset: A name in `presets.PRESETS`.
-        pretrained: Where the weights are, in place of the preset's: see `grpo.policy.find_policy`.
+        pretrained: Source of the weights, in place of the preset's; see `grpo.policy.find_policy`.
         architecture: A transformers configuration, in place of the preset's or of the file's; the weights are random then.
-        load_pretrained: Read the weights; False leaves random ones, for a checkpoint to fill. Where a model is planned and has no
-            values, none are read.
-        dtype: What the weights are kept in, "float32" or "bfloat16"; adapters are float32.
+        load_pretrained: Read the weights; False keeps random ones, if a checkpoint follows. On the meta device none are read.
+        dtype: Dtype of the weights, "float32" or "bfloat16"; adapters are float32.
         attention: "sdpa" or "eager".
-        recompute: Keep only each block's input for the backward pass.
+        recompute: Activation checkpointing of each block.
         lora_rank: Inner size of adapters; None trains all weights.
-        lora_alpha: See `models.adapters`.
-        lora_dropout: See `models.adapters`.
+        lora_alpha: See `pretrained.adapters`.
+        lora_dropout: See `pretrained.adapters`.
         lora_targets: Last names of the layers with adapters; None for all linear layers but the head.
         format: Weight of a reward, see `rewards.Reward`, as the next five.
         valid: See `format`.
@@ -52,9 +51,9 @@ class Wordle(GRPO):
         entropy: See `format`.
         solved: See `format`.
         entropy_from_step: See `format`.
-        temperature: Of sampling, at the first step of GRPO.
-        temperature_end: At the last step, on a straight line; None for the same all the while.
-        group_size: As in `GRPO`, like all that follows.
+        temperature: Sampling temperature at the first step of GRPO.
+        temperature_end: Temperature at the last step, linear in between; None for a constant one.
+        group_size: See `GRPO`.
         max_new_tokens: See `GRPO`.
         completion_budget: See `GRPO`.
         top_k: See `GRPO`.
@@ -75,7 +74,7 @@ class Wordle(GRPO):
         optimizer_kernel: See `GRPO`.
 
     Raises:
-        FileNotFoundError: If the weights cannot be had.
+        FileNotFoundError: If the weights are not found.
         RuntimeError: If transformers or peft is not installed.
         ValueError: If a name is unknown or a number is out of range.
     """
@@ -122,7 +121,7 @@ class Wordle(GRPO):
         schedule: Literal["linear", "cosine", "constant"] = "linear",
         optimizer_kernel: Literal["auto", "fused", "foreach", "forloop"] = "auto",
     ) -> None:
-        # a configuration library's lists and mappings must not enter the checkpoint
+        # lists and mappings of a configuration library must not enter the checkpoint
         lora_targets = None if lora_targets is None else [str(name) for name in lora_targets]
         architecture = None if architecture is None else dict(architecture)
         check_choice("dtype", dtype, DTYPES)
@@ -170,7 +169,7 @@ class Wordle(GRPO):
 
     @property
     def recompute(self) -> bool:
-        """Whether each block keeps only its input for the backward pass; a strategy may set it before the run."""
+        """Whether each block recomputes its activations; a strategy may set it before the run."""
         return self._recomputing is not None
 
     @recompute.setter
@@ -182,7 +181,7 @@ class Wordle(GRPO):
             self._recomputing = None
 
     def recompute_blocks(self) -> list[nn.Module]:
-        """Return the policy's blocks, for who wants some of them to recompute and not others."""
+        """Return the policy's blocks, for activation checkpointing of some of them."""
         return blocks_of(self.policy)
 
     @property
@@ -190,7 +189,7 @@ class Wordle(GRPO):
         """The tokenizer with its template.
 
         Raises:
-            RuntimeError: If no data and no checkpoint has brought one.
+            RuntimeError: If neither data nor a checkpoint has set one.
         """
         if self._text.chat is None:
             raise RuntimeError(
@@ -199,7 +198,7 @@ class Wordle(GRPO):
         return self._text.chat
 
     def attach(self, chat: ChatTokenizer) -> None:
-        """Make `chat` this model's own tokenizer.
+        """Set this model's tokenizer.
 
         Raises:
             ValueError: If it has more tokens than the model has rows, or the model was trained with another one.
@@ -220,10 +219,10 @@ class Wordle(GRPO):
 
     @override
     def setup(self, stage: str) -> None:
-        """Take tokenizer, words and prompts of the data along.
+        """Take tokenizer, words and prompts from the data.
 
         Raises:
-            ValueError: If the tokenizer is not this model's, or prompt and completion have no place in its positions.
+            ValueError: If the tokenizer differs from this model's, or prompt and completion exceed its positions.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "chat"):
@@ -240,14 +239,14 @@ class Wordle(GRPO):
         self.game = {name: data.hparams[name] for name in settings}
 
     def largest_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the largest batch that `prepare_batch` can make of `batch`, without sampling. Plans use it."""
+        """Return the largest prepared batch for `batch`, without sampling; plans use it."""
         with torch.device("cpu"):
             return self.prepare_batch({name: value.to("meta") for name, value in batch.items()})
 
     def generations(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Return the sampling that goes before a step on `batch`: sequences, prompts, and tokens of each; none for traces.
+        """Return the sizes of the sampling before a step on `batch`: sequences, prompts, tokens; none for traces.
 
-        For who plans a run: nothing of it is traced, and the keys are the arguments of the formula.
+        A plan computes sampling by formula instead of a trace; the keys are the formula's arguments.
         """
         if "prompt" in batch:
             prompts, length = batch["prompt"].shape
@@ -261,7 +260,7 @@ class Wordle(GRPO):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Set the temperature that completions of this batch are sampled and scored at."""
+        """Set the temperature at which this batch's completions are sampled and scored."""
         first, last = self._temperatures
         if last is None or "labels" in batch:
             return
@@ -273,7 +272,7 @@ class Wordle(GRPO):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put tokenizer and sizes beside the weights: one file is enough to play, with the model's own where they are left out."""
+        """Save tokenizer and sizes beside the weights; playing needs only this file and left-out weights."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["wordle"] = {
             "chat": None if self._text.chat is None else self._text.chat.to_dict(),
@@ -289,10 +288,10 @@ class Wordle(GRPO):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them.
+        """Restore tokenizer and weights.
 
         Raises:
-            ValueError: If the checkpoint is of another model or tokenizer, or lacks weights that this model has not read.
+            ValueError: If the checkpoint belongs to another model or tokenizer, or lacks weights that this model has not read.
         """
         super().on_load_checkpoint(checkpoint)
         saved = checkpoint.get("wordle")
@@ -318,7 +317,7 @@ class Wordle(GRPO):
 
 
 class _Text:
-    """Turns ids into text by a tokenizer that comes later."""
+    """Decoder of token ids whose tokenizer is set later."""
 
     def __init__(self) -> None:
         self.chat: ChatTokenizer | None = None
@@ -334,7 +333,7 @@ class _Text:
 def _model(
     name: str, pretrained: str | None, architecture: Mapping[str, Any] | None, *, load: bool, kept: Mapping[str, str]
 ) -> tuple[nn.Module, bool]:
-    """Return the language model, and whether its weights were read from files; where tensors have no values, none are."""
+    """Return the language model, and whether its weights were read from files."""
     chosen = preset_called(name)
     source = pretrained or (chosen.pretrained if architecture is None else None)
     has_values = not torch.empty(0).is_meta

@@ -1,4 +1,4 @@
-"""The language models that Wordle is taught to: where each comes from, and its sizes, from which it is planned without its weights."""
+"""Named language models for Wordle, with their sources and sizes, which suffice for a plan."""
 
 import difflib
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ __all__ = ["PRESETS", "Preset", "preset"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A model by name.
+    """A named model.
 
     Attributes:
-        pretrained: Where its weights are, as `models.grpo.policy.find_policy` takes it; None for random ones.
+        pretrained: Source of the weights for `models.grpo.policy.find_policy`; None for random ones.
         architecture: A transformers configuration as plain data.
-        parameters: What a model of it has, tied ones counted once.
-        purpose: What it is for.
+        parameters: Number of parameters, tied ones counted once.
+        purpose: Intended use.
     """
 
     pretrained: str | None
@@ -76,7 +76,7 @@ def preset(name: str) -> Preset:
     """Return the preset called `name`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such preset.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)

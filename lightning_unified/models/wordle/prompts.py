@@ -1,17 +1,17 @@
-"""The one template of the game: what a language model is asked, how it answers, and what is read out of its answer.
+"""Prompt template of Wordle: questions, answers, and the parser of answers.
 
-Warm-up, reinforcement, play and evaluation all use it. It is made for small models whose tokens are pieces of words. Each letter
-of a guess stands by itself with its place and its colour, so that no model has to know how a token is spelled. The thought is
-short and each of its parts can be copied from the prompt: letters that are out, letters to move with the places tried in vain,
-then the places that are known and, exactly six tokens later each, the letters of the word.
+Supervised training, GRPO, play and evaluation all use it. It is made for small models whose tokens are pieces of words. Each letter of
+a guess stands alone with its place and colour, so that no model has to know the spelling of a token. The thought is short, and each of
+its parts can be copied from the prompt: letters that are out; letters to move, with the places tried in vain; then the known places
+and, exactly six tokens after each, the letters of the word.
 """
 
 import re
 from dataclasses import dataclass
 
-from lightning_unified.models.wordle.feedback import marks
-from lightning_unified.models.wordle.state import MAX_TURNS, State, known
-from lightning_unified.models.wordle.words import LENGTH
+from lightning_unified.models.wordle.game.feedback import marks
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State, known
+from lightning_unified.models.wordle.game.words import LENGTH
 
 __all__ = ["STOP", "Answer", "completion", "messages", "parse"]
 
@@ -29,11 +29,11 @@ _GUESS = re.compile(r"<guess>(.*?)</guess>", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What stands in a completion.
+    """Content of a completion.
 
     Attributes:
         guess: Five letters between the first pair of tags, lower case, or None. It need not be a word of the list.
-        format_ok: Whether the completion has exactly the form that is asked for, up to the end of the guess.
+        format_ok: Whether the completion has exactly the required form, up to the end of the guess.
         trailing: Whether anything but white space follows the guess.
     """
 
@@ -43,7 +43,7 @@ class Answer:
 
 
 def messages(state: State) -> list[dict[str, str]]:
-    """Return the conversation, as chat templates take it, that asks for the next guess."""
+    """Return the conversation that asks for the next guess, for a chat template."""
     lines = [f"Guess {len(state.turns) + 1} of {MAX_TURNS}."]
     for turn in state.turns:
         spelled = (
@@ -55,7 +55,7 @@ def messages(state: State) -> list[dict[str, str]]:
 
 
 def completion(state: State, guess: str) -> str:
-    """Return the answer that thinks as the template asks and then makes this guess; it ends with `STOP`."""
+    """Return the answer in the template's form with this guess; it ends with `STOP`."""
     facts = known(state)
     out = "".join(f" {letter}" for letter in facts.out)
     moving = "".join(f" {letter}{''.join(map(str, places))}" for letter, places in facts.moving)
@@ -64,7 +64,7 @@ def completion(state: State, guess: str) -> str:
 
 
 def parse(text: str) -> Answer:
-    """Return what stands in a completion, the stop text included. White space around it does not count."""
+    """Parse a completion, which includes the stop text; surrounding white space is ignored."""
     text = text.strip()
     form = _FORM.match(text)
     tagged = _GUESS.search(text)

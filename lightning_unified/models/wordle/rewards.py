@@ -1,12 +1,12 @@
-"""What an answer is worth: nothing out of form, and no word ever more than the secret."""
+"""Rewards of answers: none without the required form, and none above the secret's."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_unified.models.wordle.candidates import Patterns
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import MAX_TURNS, State
+from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.prompts import parse
-from lightning_unified.models.wordle.state import MAX_TURNS, State
-from lightning_unified.models.wordle.words import WordList
 
 __all__ = ["COMPONENTS", "Reward"]
 
@@ -14,16 +14,21 @@ COMPONENTS: tuple[str, ...] = ("format", "valid", "consistent", "entropy", "solv
 
 
 class Reward:
-    """Pays one answer to one state. Everything is 0 unless the answer has the form asked for and ends with its guess; then come,
-    each times its weight: 1 for the form, 1 for a word of the list, 1 for a word that agrees with all feedback so far, the share
-    of what is unknown that such a word is expected to tell (`Patterns.gain`; 0 for the last guess, after which nothing can be done
-    with it), 1 for the secret.
+    """Reward one answer to one state.
 
-    A word that contradicts the feedback is not paid for what it tells: a policy that seldom finds a word that agrees would learn to
-    say one that tells much in most states, whatever it is asked.
+    All components are 0 unless the answer has the required form and ends with its guess. Otherwise they are, each times its weight:
 
-    The secret gets every component but the entropy in full, so it is the best paid word of every state as long as solving pays at
-    least what entropy can, which is checked.
+    - `format`: 1;
+    - `valid`: 1 for a word of the list;
+    - `consistent`: 1 for a word that agrees with all feedback so far;
+    - `entropy`: for a consistent word, its expected share of the unknown information (`Patterns.gain`), 0 for the last guess;
+    - `solved`: 1 for the secret.
+
+    A word that contradicts the feedback gets no `entropy`. Otherwise, a policy that seldom finds a consistent word would learn one
+    informative word for most states.
+
+    The secret gets every component except `entropy` in full. It has the highest reward in every state if `solved` pays at least as
+    much as `entropy` can, which is checked.
 
     Args:
         words: The list.
@@ -31,9 +36,9 @@ class Reward:
         format: Weight of the form.
         valid: Weight of a word of the list.
         consistent: Weight of agreement with the feedback.
-        entropy: Weight of what is learnt.
+        entropy: Weight of the expected information.
         solved: Weight of the secret.
-        entropy_from_step: Entropy pays nothing before this training step.
+        entropy_from_step: `entropy` is 0 before this training step.
 
     Raises:
         ValueError: If a weight is negative, or entropy could pay more than the secret.
@@ -64,15 +69,15 @@ class Reward:
         self.patterns = patterns
         self.weights = weights
         self.entropy_from_step = entropy_from_step
-        self._last: tuple[State, NDArray[np.bool_]] | None = None  # a group asks about one state many times in a row
+        self._last: tuple[State, NDArray[np.bool_]] | None = None  # a group scores one state many times in a row
 
     def __call__(self, secret: str, state: State, completion: str, *, step: int = 0) -> dict[str, float]:
-        """Return what each of `COMPONENTS` pays, and their sum as "total".
+        """Return each of `COMPONENTS`, and their sum as "total".
 
         Args:
             secret: An answer of the list that the state allows.
             state: The game before this answer.
-            completion: What the model wrote, up to and with the stop text.
+            completion: The model's text, the stop text included.
             step: The training step, for `entropy_from_step`.
         """
         answer = parse(completion)

@@ -1,4 +1,4 @@
-"""What completions of a Wordle prompt are worth, as `models.grpo` asks for it."""
+"""Wordle as a task of GRPO: rewards of completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.models.wordle.candidates import Patterns
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import WordList
 from lightning_unified.models.wordle.prompts import STOP
 from lightning_unified.models.wordle.rewards import COMPONENTS, Reward
-from lightning_unified.models.wordle.state import State
-from lightning_unified.models.wordle.words import WordList
 
 __all__ = ["WordleTask"]
 
 
 class WordleTask:
-    """Judges completions by the number of their prompt, once the data has said what the prompts are.
+    """Reward completions by the number of their prompt, after the data has set the prompts.
 
     Args:
-        weights: As keyword arguments of `rewards.Reward`.
+        weights: Keyword arguments of `rewards.Reward`.
     """
 
     stop = STOP
@@ -30,10 +30,10 @@ class WordleTask:
         self._examples: Sequence[tuple[str, State]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WordleTask":
-        return self  # a copy of the module judges by the same words
+        return self  # a copy of the module uses the same words
 
     def take(self, words: WordList, *, patterns: Patterns, examples: Sequence[tuple[str, State]]) -> None:
-        """Take the words of the game, and secret and state of each prompt by its number.
+        """Set the words of the game, and each prompt's secret and state by its number.
 
         Raises:
             ValueError: If the weights make no sense.
@@ -45,10 +45,10 @@ class WordleTask:
         """Return the components and their sum as "total", each (B · G) float32 on the device of `examples` (B · G).
 
         Raises:
-            RuntimeError: If no data has said what the prompts are.
+            RuntimeError: If no data has set the prompts.
         """
         if self._reward is None:
-            raise RuntimeError("nobody has said what the prompts are; train with WordleData, or call take().")
+            raise RuntimeError("the prompts are not set; train with WordleData, or call take().")
         reward, asked = self._reward, [self._examples[number] for number in examples.tolist()]
         paid = [
             reward(secret, state, text, step=step) for (secret, state), text in zip(asked, completions, strict=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_unified.models.classifier import ClassificationReport, TextClassifier, encoder
+from lightning_unified.models.classifier import ClassificationReport, TextClassifier
+from lightning_unified.models.classifier.network import encoder
 from lightning_unified.models.classifier.presets import PRESETS
 
 

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.classifier import TextClassifier
+from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
+from lightning_unified.models.classifier.network.trimming import trimmed, with_row_lengths
 from lightning_unified.models.classifier.objective import class_weights
 from lightning_unified.models.classifier.optimizer import decay_groups
-from lightning_unified.models.classifier.temperature import fit_temperature
-from lightning_unified.models.classifier.trimming import trimmed, with_row_lengths
 
 
 def _weights(model):

@@ -9,9 +9,9 @@ import torch
 
 from lightning_unified.models.classifier import classify, export
 from lightning_unified.models.classifier.__main__ import main
-from lightning_unified.models.classifier.checkpoint import load
-from lightning_unified.models.classifier.explain import explain
-from lightning_unified.models.classifier.render import page, segments
+from lightning_unified.models.classifier.explanation.explain import explain
+from lightning_unified.models.classifier.explanation.render import page, segments
+from lightning_unified.models.classifier.inference.checkpoint import load
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +99,7 @@ def test_adapters_are_merged_in_what_is_exported(build, tmp_path, tokenizer, bat
     pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
 
-    from lightning_unified.models.classifier.tokens import TextEncoder
+    from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
 
     model = build(labels=3, lora_rank=2).eval()
     for name, parameter in model.named_parameters():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_unified.models.compressor import objectives
+from lightning_unified.models.compressor.objective import estimators as objectives
 
 KINDS = list(itertools.product(("reinforce", "relaxed"), ("restore", "predict"), ("infill", "copy")))
 

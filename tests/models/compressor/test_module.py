@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
-from lightning_unified.models.compressor.rate import CollapseWatch, Price
+from lightning_unified.models.compressor.objective.rate import CollapseWatch, Price
 from lightning_unified.options import recompute_policies
 
 

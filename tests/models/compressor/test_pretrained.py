@@ -6,8 +6,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from lightning_unified.models import gguf, source
-from lightning_unified.models.compressor import Compressor, checkpoint, pretrained
+from lightning_unified.models.compressor import Compressor
+from lightning_unified.models.compressor.inference import checkpoint
+from lightning_unified.models.compressor.network import pretrained
 from lightning_unified.models.compressor.presets import (
     PRESETS,
     CompressorConfig,
@@ -16,6 +17,7 @@ from lightning_unified.models.compressor.presets import (
     ReaderConfig,
     preset,
 )
+from lightning_unified.models.pretrained import gguf, source
 
 NAME = "compressor-smollm2"
 

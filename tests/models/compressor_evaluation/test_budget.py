@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_unified.models.compressor.evaluation.budget import kept_tokens, top_k
+from lightning_unified.models.compressor.evaluation.subject import kept_tokens, top_k
 
 
 @settings(max_examples=60, deadline=None)

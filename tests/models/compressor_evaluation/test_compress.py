@@ -11,9 +11,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.compressor import __main__ as commands
-from lightning_unified.models.compressor import checkpoint as checkpoints
 from lightning_unified.models.compressor import compress, presets
 from lightning_unified.models.compressor.evaluation.callback import EvaluateCompression
+from lightning_unified.models.compressor.inference import checkpoint as checkpoints
 from lightning_unified.models.compressor.module import Compressor
 
 TEXT = "The pump leaks at the shaft seal, because the seal has run dry. Renew the seal and prime the pump."

@@ -7,7 +7,7 @@ import torch
 
 from lightning_unified.models.compressor.evaluation.evaluate import evaluate
 from lightning_unified.models.compressor.evaluation.pieces import cut
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot
 
 SMALL = {"length": 24, "continuation": 8, "per_document": 2, "resamples": 200, "repeats": 1}
 BASELINES = {"random", "frequency", "length", "position", "ngram_surprisal", "lm_surprisal"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
 from lightning_unified.models.compressor.evaluation import held_out
 
 SETTINGS = {"source": "pydoc", "path": None, "val_fraction": 0.1, "seed": 0, "max_groups": None, "batch_size": 32}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_unified.models.compressor.evaluation import measures, reconstruction, timing
 from lightning_unified.models.compressor.evaluation.pieces import batches, cut
-from lightning_unified.models.compressor.evaluation.rouge import rouge_l
+from lightning_unified.models.compressor.evaluation.reconstruction import rouge_l
 from lightning_unified.models.compressor.module import Compressor
 
 

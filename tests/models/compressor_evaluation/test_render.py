@@ -5,9 +5,9 @@ import re
 
 from rich.console import Console
 
-from lightning_unified.models.compressor import render
 from lightning_unified.models.compressor.evaluation.evaluate import evaluate
-from lightning_unified.models.compressor.evaluation.table import tables
+from lightning_unified.models.compressor.evaluation.report import tables
+from lightning_unified.models.compressor.inference import render
 
 
 class Bytes:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_unified.models.grpo.advantages import group_advantages, groups_that_tell
+from lightning_unified.models.grpo.batches.rollouts import group_advantages, groups_that_tell
 from lightning_unified.models.grpo.objective import Objective, kl_to_reference
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5], dtype=torch.float64)

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from lightning_unified.models import gguf
 from lightning_unified.models.grpo import policy
 from lightning_unified.models.grpo.policy import adapt, architecture_of, blocks_of, build_policy, load_policy
+from lightning_unified.models.pretrained import gguf
 
 pytest.importorskip("transformers")
 QWEN = {
@@ -141,7 +141,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(packaged, monkeypatch):
 def test_smollm2_comes_with_its_template_and_answers():
     from transformers import AutoTokenizer
 
-    from lightning_unified.models.chat import ChatTokenizer
+    from lightning_unified.models.pretrained.chat import ChatTokenizer
 
     try:
         folder = policy.find_policy("smollm2-135m")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_unified.models.grpo.budget import CompletionBudget
+from lightning_unified.models.grpo.batches.budget import CompletionBudget
 
 
 def sampled(

@@ -5,9 +5,9 @@ import torch
 
 from lightning_unified.models.grpo.rollout.compiled import unmerged_adapters
 from lightning_unified.models.grpo.rollout.drawing import Drawing
+from lightning_unified.models.grpo.rollout.progress import Stopping
 from lightning_unified.models.grpo.rollout.static_cache import Storage
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder, slots_for
-from lightning_unified.models.grpo.rollout.stopping import Stopping
 from tests.support.rollout_parts import language_model, prompts
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.candidates import Patterns
-from lightning_unified.models.wordle.state import State
-from lightning_unified.models.wordle.words import read_words
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import read_words
 
 
 @pytest.fixture(scope="session")

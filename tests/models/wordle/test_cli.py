@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_unified.models.wordle.__main__ import main
+from lightning_unified.models.wordle.data.secrets import split_secrets
+from lightning_unified.models.wordle.game.words import WordList, read_words
 from lightning_unified.models.wordle.prompts import completion
-from lightning_unified.models.wordle.split import split_secrets
-from lightning_unified.models.wordle.words import WordList, read_words
 
 
 @pytest.fixture
@@ -47,7 +47,9 @@ def model(monkeypatch):
             self.played_at.append(self.temperature)
             return [completion(state, "crane") for state in states]
 
-    monkeypatch.setitem(sys.modules, "lightning_unified.models.wordle.player", SimpleNamespace(ModelPlayer=ModelPlayer))
+    monkeypatch.setitem(
+        sys.modules, "lightning_unified.models.wordle.play.player", SimpleNamespace(ModelPlayer=ModelPlayer)
+    )
     return ModelPlayer("any.ckpt", device="cpu")
 
 

@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.candidates import Patterns, expected_bits
-from lightning_unified.models.wordle.feedback import SOLVED, code_of, feedback, marks
-from lightning_unified.models.wordle.state import State, Turn
-from lightning_unified.models.wordle.words import WordList
+from lightning_unified.models.wordle.game.candidates import Patterns, expected_bits
+from lightning_unified.models.wordle.game.feedback import SOLVED, code_of, feedback, marks
+from lightning_unified.models.wordle.game.state import State, Turn
+from lightning_unified.models.wordle.game.words import WordList
 
 # every word of three letters' alphabet: letters come up to five times in nearly all of the 59,049 pairs
 DENSE = tuple("".join(letters) for letters in product("abc", repeat=5))

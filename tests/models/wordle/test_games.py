@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_unified.models.wordle.games import play_games, wilson
+from lightning_unified.models.wordle.play.games import play_games, wilson
 from lightning_unified.models.wordle.prompts import completion
 
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from lightning_unified.callbacks import RunCheckpoint
-from lightning_unified.data import WordleData
 from lightning_unified.models.grpo.policy import build_policy
-from lightning_unified.models.wordle.callback import PlayWordle, shown
-from lightning_unified.models.wordle.games import Game
+from lightning_unified.models.wordle import WordleData
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import read_words
 from lightning_unified.models.wordle.module import Wordle
-from lightning_unified.models.wordle.player import ModelPlayer
+from lightning_unified.models.wordle.play.callback import PlayWordle, shown
+from lightning_unified.models.wordle.play.games import Game
+from lightning_unified.models.wordle.play.player import ModelPlayer
 from lightning_unified.models.wordle.presets import PRESETS
-from lightning_unified.models.wordle.state import State
-from lightning_unified.models.wordle.words import read_words
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from lightning_unified.models.wordle.game.state import State, known
 from lightning_unified.models.wordle.prompts import STOP, completion, messages, parse
-from lightning_unified.models.wordle.state import State, known
 
 GAME = State().after("crane", "trade").after("treat", "trade")
 

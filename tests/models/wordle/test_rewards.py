@@ -5,12 +5,12 @@ import pickle
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.candidates import Patterns
-from lightning_unified.models.wordle.feedback import marks
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.feedback import marks
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import read_words
 from lightning_unified.models.wordle.prompts import completion
 from lightning_unified.models.wordle.rewards import COMPONENTS, Reward
-from lightning_unified.models.wordle.state import State
-from lightning_unified.models.wordle.words import read_words
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.candidates import Patterns, expected_bits
-from lightning_unified.models.wordle.feedback import SOLVED
-from lightning_unified.models.wordle.games import play_games
+from lightning_unified.models.wordle.data.traces import traces
+from lightning_unified.models.wordle.game.candidates import Patterns, expected_bits
+from lightning_unified.models.wordle.game.feedback import SOLVED
+from lightning_unified.models.wordle.game.state import State, Turn
+from lightning_unified.models.wordle.game.words import WordList
+from lightning_unified.models.wordle.play.games import play_games
+from lightning_unified.models.wordle.play.solvers import EntropyGreedy, RandomConsistent
 from lightning_unified.models.wordle.prompts import parse
-from lightning_unified.models.wordle.solvers import EntropyGreedy, RandomConsistent
-from lightning_unified.models.wordle.state import State, Turn
-from lightning_unified.models.wordle.traces import traces
-from lightning_unified.models.wordle.words import WordList
 
 IMPOSSIBLE = State(turns=(Turn(guess="crane", code=SOLVED), Turn(guess="zebra", code=SOLVED)))
 
@@ -120,7 +120,7 @@ def test_a_trace_needs_a_secret_of_the_list(words):
 
 @pytest.mark.slow
 def test_a_completion_takes_at_most_64_tokens_of_the_model_that_it_is_made_for(words, patterns):
-    compressor = pytest.importorskip("lightning_unified.models.compressor.pretrained")
+    compressor = pytest.importorskip("lightning_unified.models.compressor.network.pretrained")
     try:
         tokenizer = compressor.load_tokenizer("smollm2-135m")
     except (FileNotFoundError, RuntimeError) as error:

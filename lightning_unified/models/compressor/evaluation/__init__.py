@@ -1,1 +1,1 @@
-"""How good a compressor is: every method keeps exactly as many tokens, and quality is measured after reconstruction."""
+"""Evaluate a compressor against baselines that keep the same number of tokens."""

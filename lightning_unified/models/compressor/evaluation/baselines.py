@@ -1,7 +1,7 @@
-"""What a policy has to beat: scores of tokens that need no training, or only the language model that is there anyway.
+"""Baselines of a policy: token scores without training, or from the reader's language model.
 
-Each is a function of a batch's ids and mask that returns (B, T) scores on the host, the higher the sooner kept;
-`budget.top_k` gives all of them the same number of tokens. They are counted on the training corpus and never see a held-out text beforehand.
+Each is a function of a batch's ids and mask that returns (B, T) scores on the host; tokens with higher scores are kept first.
+`subject.top_k` keeps the same number of tokens for all. They are counted on the training corpus, without held-out texts.
 
 Source:
     LM surprisal: Li et al. 2023, "Compressing Context to Enhance Inference Efficiency of Large Language Models"
@@ -31,7 +31,7 @@ def scorers(subject: Subject, *, corpus: Sequence[Sequence[int]], vocabulary: in
 
     Args:
         subject: Its language model gives the LM surprisal, its tokenizer the texts of tokens.
-        corpus: Token ids of the training texts: what frequencies and n-grams are counted on.
+        corpus: Token ids of the training texts, for frequencies and n-grams.
         vocabulary: Token ids are below it.
         seed: Draws the random scores.
 

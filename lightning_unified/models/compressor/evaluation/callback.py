@@ -1,4 +1,4 @@
-"""Rate and distortion while a compressor trains: how far its policy is ahead of the baselines by now."""
+"""Callback that evaluates rate and distortion against baselines during training."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,33 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_unified.models.compressor.evaluation import held_out
-from lightning_unified.models.compressor.evaluation.budget import check_keep
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
-from lightning_unified.models.compressor.evaluation.plot import plot
+from lightning_unified.models.compressor.evaluation.report import plot
+from lightning_unified.models.compressor.evaluation.subject import check_keep
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["EvaluateCompression"]
 
 
 class EvaluateCompression(Callback):
-    """Evaluates after the validation of every n-th epoch, logs the policy's figures, and saves record and plot.
+    """Evaluate after the validation of every n-th epoch, log the policy's values, save record and plot.
 
-    Logged, at each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`: by how many
-    nats per dropped token the policy is ahead of the best baseline (below 0: behind it).
+    It logs for each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`, the policy's margin
+    over the best baseline in nats per dropped token (below 0: the baseline is better).
 
     Args:
         every_n_epochs: Evaluate after each n-th epoch's validation.
         keeps: The budgets.
         texts: Held-out documents; None takes the validation side of the run's data module.
-        corpus: Training documents to count on; None takes the training side.
-        documents: Use only so many held-out documents; None for all.
+        corpus: Training documents for counts; None takes the training side.
+        documents: Number of held-out documents; None for all.
         per_document: Pieces of a document at most.
         length: Tokens of a piece's prefix; None takes as many as in training.
         continuation: Tokens after it; None takes a quarter of the prefix.
-        batch_size: Pieces at a time.
-        reconstruct: Whether texts are written for ROUGE-L, which takes longer than all else.
-        resamples: Of bootstrap and permutation test.
-        directory: Where records go; None takes `compression/` in the run's folder.
+        batch_size: Pieces of a batch.
+        reconstruct: Whether to write texts for ROUGE-L, the slowest part.
+        resamples: Resamples of bootstrap and permutation test.
+        directory: Folder of records; None takes `compression/` in the run's folder.
 
     Raises:
         ValueError: If a number is out of range, or only one of texts and corpus is given.
@@ -71,10 +71,10 @@ class EvaluateCompression(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before the first step, what could not be evaluated after the last.
+        """Raise for a module or data that cannot be evaluated, before the first step.
 
         Raises:
-            ValueError: If the module is no compressor, or neither texts nor data say what was held out.
+            ValueError: If the module is no compressor, or neither texts nor data define a held-out side.
         """
         if not isinstance(pl_module, Compressor):
             raise ValueError(  # noqa: TRY004 - a setting

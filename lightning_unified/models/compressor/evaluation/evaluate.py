@@ -1,4 +1,4 @@
-"""Rate and distortion of a policy and of all baselines, at the same budgets, on the same documents, as one record."""
+"""Evaluate a policy and all baselines at the same budgets on the same documents."""
 
 import contextlib
 import math
@@ -12,19 +12,18 @@ import torch
 
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.models.compressor.evaluation import baselines, timing
-from lightning_unified.models.compressor.evaluation.budget import check_keep, top_k
 from lightning_unified.models.compressor.evaluation.measures import MEASURES, Sums, full_context, measure
 from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
 from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
 from lightning_unified.models.compressor.evaluation.statistics import Comparison, Estimate, compare, estimate
-from lightning_unified.models.compressor.evaluation.subject import Subject, require_trained
+from lightning_unified.models.compressor.evaluation.subject import Subject, check_keep, require_trained, top_k
 
 __all__ = ["KEEPS", "evaluate"]
 
 KEEPS = (0.3, 0.5, 0.7, 0.9)
 _COMPARED = ("dropped_cross_entropy", "continuation_cross_entropy", "rouge_l")
 _HIGHER_IS_BETTER = {"rouge_l"}
-_FULL = ("full context", 1.0)  # where the totals keep what the uncompressed text gives
+_FULL = ("full context", 1.0)  # key of the uncompressed text's totals
 
 _Values = dict[tuple[str, float, str], np.ndarray]
 
@@ -45,25 +44,25 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return how the policy and every baseline fare at every budget, with 95 % intervals over documents and paired tests.
+    """Evaluate policy and baselines at every budget, with 95 % intervals over documents and paired tests.
 
-    Each method keeps exactly `round(keep * n)` of a piece's n tokens; the subject's reconstructor then works on what each has
-    kept. A figure is the mean over documents of the document's own mean over terms.
+    Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
+    mean over documents of each document's mean over terms.
 
     Args:
-        subject: A trained compressor; in eval mode here, and back afterwards.
+        subject: A trained compressor; in eval mode during the call, then restored.
         texts: Held-out documents, one text each.
         corpus: Training documents, for frequencies and n-grams.
         keeps: The budgets.
-        length: Tokens of a prefix, which is compressed.
-        continuation: Tokens after it that are predicted from what was kept.
+        length: Tokens of a compressed prefix.
+        continuation: Tokens after it, predicted from the kept tokens.
         per_document: Pieces of a document at most.
-        batch_size: Pieces at a time.
-        reconstruct: Whether texts are written for ROUGE-L.
+        batch_size: Pieces of a batch.
+        reconstruct: Whether to write texts for ROUGE-L.
         repeats: Timed passes; 0 for no timing.
-        resamples: Of bootstrap and permutation test.
-        seed: Of random scores, ties, and resampling.
-        progress: Called after each batch with the number of batches done, and of all.
+        resamples: Resamples of bootstrap and permutation test.
+        seed: Seed of random scores, ties and resampling.
+        progress: Called after each batch with the numbers of finished and of all batches.
 
     Returns:
         A record for JSON: `documents`, `pieces`, `tokens`, the settings, `language_model` (its and a trigram model's perplexity
@@ -72,8 +71,8 @@ def evaluate(
         are apart), `seconds`.
 
     Raises:
-        ValueError: If a setting makes no sense, or texts or corpus hold too little.
-        RuntimeError: If the subject was not trained, or its reconstructor can see what was dropped.
+        ValueError: If a setting is invalid, or texts or corpus are too short.
+        RuntimeError: If the subject is untrained, or its reconstructor can see dropped tokens.
     """
     encoder = require_trained(subject)
     if any(check_keep(keep) == 1 for keep in keeps):
@@ -139,7 +138,7 @@ def _totalled(
 def _language_model(
     totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
 ) -> dict[str, Any]:
-    """Return how good the model is whose surprisal is a baseline: its perplexity and a trigram model's on the same tokens."""
+    """Return the perplexity of the surprisal baseline's model and of a trigram model on the same tokens."""
     trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
     judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
     following = totals.means()[*_FULL, "continuation_cross_entropy"]
@@ -163,11 +162,11 @@ class _Totals:
                 table[place] += np.bincount(batch.documents, weights=added, minlength=table.shape[1])
 
     def means(self) -> _Values:
-        """Return each document's mean, NaN where it has no term."""
+        """Return each document's mean, NaN without a term."""
         return {key: np.where(n > 0, total / np.maximum(n, 1), np.nan) for key, (total, n) in self._sums.items()}
 
     def overall(self, method: str, keep: float, name: str) -> float:
-        """Return the mean over all terms, whatever their document."""
+        """Return the mean over all terms of all documents."""
         total, count = self._sums[method, keep, name].sum(1)
         return float(total / count)
 
@@ -191,7 +190,7 @@ def _against(
     resamples: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return the policy beside each baseline; `intervals` says who is better where the two intervals are apart."""
+    """Compare the policy with each baseline; `intervals` names the better one if the intervals are disjoint."""
     found = {(row["method"], row["keep"]): row for row in rows}
     compared = []
     for method in names:

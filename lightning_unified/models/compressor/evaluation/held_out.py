@@ -1,11 +1,11 @@
-"""The texts to evaluate on, and those to count on: two sides of one split, by group, as training has seen it."""
+"""Held-out and training texts of an evaluation: the two sides of the training run's split."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_unified.data import corpora, files
-from lightning_unified.data.documents import Document
+from lightning_unified.data.documents.document import Document
+from lightning_unified.data.sources import corpora, files
 from lightning_unified.data.splitting import ordered_groups, split
 
 __all__ = ["by_group", "read", "require_described", "sides"]
@@ -14,14 +14,14 @@ _NEEDED = ("source", "val_fraction", "seed")
 
 
 def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the training texts and the held-out ones of the data that `settings` describe, one text a group.
+    """Return the training and the held-out texts of a data module's settings, one text for each group.
 
     Args:
         settings: Arguments of the data module that a model was trained with, as its checkpoint carries them: `source`, `path`,
             `val_fraction`, `seed`, `max_groups`.
 
     Raises:
-        ValueError: If these do not say what was held out.
+        ValueError: If the settings do not define a held-out side.
         FileNotFoundError: If the source is not there.
     """
     require_described(settings)
@@ -36,10 +36,10 @@ def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def require_described(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that do not say what was held out.
+    """Raise for settings that do not define a held-out side.
 
     Raises:
-        ValueError: Names what is missing.
+        ValueError: With the missing setting.
     """
     missing = [name for name in _NEEDED if settings.get(name) is None]
     if missing:
@@ -50,7 +50,7 @@ def require_described(settings: Mapping[str, Any]) -> None:
 
 
 def read(name: str) -> list[str]:
-    """Return the texts of a `.txt` or `.jsonl` file, a folder of them, or a source by name, one text a group.
+    """Read a `.txt` or `.jsonl` file, a folder of them, or a named source, one text for each group.
 
     Raises:
         FileNotFoundError: If there is neither such a file nor such a source.
@@ -65,9 +65,9 @@ def read(name: str) -> list[str]:
 
 
 def by_group(documents: Sequence[Document]) -> list[str]:
-    """Return one text for each group, in an order that depends on their names alone: what intervals are drawn over.
+    """Return one text for each group, in an order that depends only on the groups' names.
 
-    Documents of one group resemble each other; counted one by one they would make intervals too narrow.
+    Documents of one group are similar, so intervals over single documents would be too narrow.
     """
     texts: dict[str, list[str]] = {}
     for document in documents:

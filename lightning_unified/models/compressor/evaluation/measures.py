@@ -1,4 +1,4 @@
-"""What a choice of tokens costs, piece by piece: what cannot be put back, and what a reader of the rest no longer knows."""
+"""Measures of a choice of tokens: cost of restoring, cost of the continuation, ROUGE-L."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_unified.models.compressor.evaluation.pieces import Batch
-from lightning_unified.models.compressor.evaluation.reconstruction import greedy
-from lightning_unified.models.compressor.evaluation.rouge import rouge_l
+from lightning_unified.models.compressor.evaluation.reconstruction import greedy, rouge_l
 from lightning_unified.models.compressor.evaluation.subject import Subject
 
 __all__ = ["MEASURES", "Sums", "full_context", "measure"]
@@ -19,7 +18,7 @@ MEASURES = ("dropped_cross_entropy", "continuation_cross_entropy", "rouge_l", "k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """One measure of a batch's pieces: what was added up, and over how many terms; lists of B."""
+    """One measure of a batch's pieces: sums and numbers of terms, lists of B."""
 
     sums: list[float]
     counts: list[int]
@@ -29,9 +28,9 @@ class Sums:
 def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool = True) -> dict[str, Sums]:
     """Return every measure of one choice of tokens.
 
-    - `dropped_cross_entropy`: nats per dropped token, when each is guessed from what was kept.
-    - `continuation_cross_entropy`: nats per token of the continuation, when only what was kept has been read before it;
-      its exponential is the perplexity.
+    - `dropped_cross_entropy`: nats per dropped token, predicted from the kept tokens.
+    - `continuation_cross_entropy`: nats per token of the continuation after the kept tokens; its exponential is the
+      perplexity.
     - `rouge_l`: of the greedy reconstruction against the text.
     - `kept_ratio`: kept tokens over real tokens.
 
@@ -41,8 +40,8 @@ def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool =
     Args:
         subject: In eval mode.
         batch: The pieces.
-        keep: Which tokens stay.
-        reconstruct: Whether texts are written for ROUGE-L, which takes longer than all else.
+        keep: Whether each token stays.
+        reconstruct: Whether to write texts for ROUGE-L, the slowest part.
     """
     dropped, ids = batch.mask & ~keep, batch.ids
     logits = subject.reconstruct(ids, keep, batch.mask)
@@ -66,9 +65,9 @@ def measure(subject: Subject, batch: Batch, *, keep: Tensor, reconstruct: bool =
 
 @torch.no_grad()
 def full_context(subject: Subject, batch: Batch) -> dict[str, Sums]:
-    """Return what the language model makes of the uncompressed text: `continuation_cross_entropy`, and `text_cross_entropy`.
+    """Return `continuation_cross_entropy` and `text_cross_entropy` of the uncompressed text.
 
-    The second is over every token of the text but the first: how good the model is whose surprisal is a baseline.
+    The second is over every token of the text but the first. It shows the quality of the surprisal baseline's model.
     """
     rows = [
         torch.cat([ids[mask], continuation[shown]])

@@ -1,4 +1,4 @@
-"""Documents as they are judged: pieces of a prefix, which is compressed, and the continuation that follows it."""
+"""Pieces of documents for evaluation: a prefix to compress, and its continuation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightning_unified.models.compressor.evaluation.subject import Encoder
 
 __all__ = ["SHORTEST_PIECE", "Batch", "Piece", "batches", "cut"]
 
-SHORTEST_PIECE = 20  # tokens: with fewer, budgets of .9 and 1 are the same, and a continuation is a word
+SHORTEST_PIECE = 20  # tokens: with fewer, budgets of .9 and 1 are equal, and a continuation is one word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,9 @@ class Piece:
     """A part of one document.
 
     Attributes:
-        document: Its number; the documents, not the pieces, are what is drawn from and compared.
+        document: Number of the document; statistics are over documents, not pieces.
         ids: The tokens to compress.
-        continuation: Those that follow.
+        continuation: The tokens that follow.
     """
 
     document: int
@@ -48,11 +48,11 @@ def cut(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: in
     """Return the pieces of each text, at even distances through it, none overlapping another.
 
     Args:
-        texts: One a document.
-        encoder: Gives the tokens.
+        texts: One text for each document.
+        encoder: The tokenizer.
         length: Tokens of a prefix.
-        continuation: Tokens of a continuation. A document shorter than both is one piece, parted in the same proportion.
-        per_document: Pieces of a document at most, so that long ones do not take all the time.
+        continuation: Tokens of a continuation. A document shorter than both is one piece, divided in the same proportion.
+        per_document: Largest number of pieces of a document, to limit the time for long ones.
 
     Raises:
         ValueError: If a size is too small, or no document has `SHORTEST_PIECE` tokens.

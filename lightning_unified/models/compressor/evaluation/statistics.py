@@ -1,4 +1,4 @@
-"""How sure a figure is: bootstrap intervals over documents, and paired comparisons of one quantity on the same documents."""
+"""Bootstrap intervals over documents, and paired comparisons on the same documents."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 __all__ = ["CONFIDENCE", "Comparison", "Estimate", "compare", "estimate"]
 
 CONFIDENCE = 0.95
-_BLOCK = 250  # resamples drawn at once: the memory of 2,000 over thousands of documents would be felt
+_BLOCK = 250  # resamples in a chunk, since 2,000 over thousands of documents take much memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +22,11 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The mean difference over the documents that both have, its 95 % interval, and how likely chance alone gives as much.
+    """Mean difference over common documents, with its 95 % interval and p-value.
 
     Attributes:
-        difference: Mean of first less second, with its interval.
-        p_value: Two-sided, of a sign-flipping permutation test.
+        difference: Mean of first minus second, with its interval.
+        p_value: Two-sided p-value of a sign-flipping permutation test.
     """
 
     difference: Estimate
@@ -36,8 +36,8 @@ class Comparison:
 def estimate(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> Estimate:
     """Return the mean of one value a document, with its percentile bootstrap interval.
 
-    Documents are drawn, not pieces or tokens: those of one document resemble each other, and counting them one by one would
-    make intervals too narrow. The same seed draws the same documents for every method.
+    Documents are resampled, not pieces or tokens: those of one document are similar, so their intervals would be too narrow. The same
+    seed draws the same documents for every method.
 
     Args:
         values: (D,); NaN where a document has no value.

@@ -1,15 +1,16 @@
-"""What is evaluated: anything that scores tokens, puts dropped ones back, and reads on after a compressed text."""
+"""The interface of an evaluated compressor, and the tokens it keeps for a budget."""
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Encoder", "Subject", "require_trained"]
+__all__ = ["Encoder", "Subject", "check_keep", "kept_tokens", "require_trained", "top_k"]
 
 
 class Encoder(Protocol):
-    """A tokenizer, seen from here."""
+    """Interface of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without special tokens."""
@@ -21,7 +22,7 @@ class Encoder(Protocol):
 
 
 class Subject(Protocol):
-    """The part of `Compressor` that an evaluation asks.
+    """Interface of an evaluated compressor.
 
     Shapes:
         `ids` (B, T) int64; `mask` (B, T) bool, False at pads, which stand at the right; `keep` (B, T) bool, True where a
@@ -39,7 +40,7 @@ class Subject(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         ...
 
     def train(self, mode: bool = True) -> Any:
@@ -47,11 +48,11 @@ class Subject(Protocol):
         ...
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T) scores; the higher, the sooner a token is kept."""
+        """Return (B, T) scores; tokens with higher scores are kept first."""
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T, V) logits of every original token, given the kept ones (and, if it writes in order, those before)."""
+        """Return (B, T, V) logits of every original token, given the kept ones and, in order, those before."""
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -66,17 +67,57 @@ class Subject(Protocol):
 
 
 def require_trained(subject: Subject) -> Encoder:
-    """Return the tokenizer of a subject that was trained: by a trainer that is still attached, or before it was loaded.
+    """Return the tokenizer of a trained subject.
 
     Raises:
-        RuntimeError: If nothing says that it was.
+        RuntimeError: If it is untrained.
         ValueError: If it has no tokenizer.
     """
     if not (subject.trained_steps or subject.global_step):
         raise RuntimeError(
             "this compressor has not been trained: its policy would choose by chance. Train it, or load a checkpoint with "
-            "lightning_unified.models.compressor.checkpoint.load."
+            "lightning_unified.models.compressor.inference.checkpoint.load."
         )
     if subject.tokenizer is None:
         raise ValueError("this compressor has no tokenizer; attach_tokenizer gives it the one it was trained with.")
     return subject.tokenizer
+
+
+def check_keep(keep: float) -> float:
+    """Return `keep`.
+
+    Raises:
+        ValueError: If it is not a share of the tokens.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep={keep!r} is not a share of the tokens; give a number above 0, at most 1, as in 0.5.")
+    return float(keep)
+
+
+def kept_tokens(count: int, *, keep: float) -> int:
+    """Return how many of `count` tokens stay: round(keep * count), halves to the even number."""
+    return round(check_keep(keep) * count)
+
+
+def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
+    """Return which tokens stay: in each row the `kept_tokens` of highest score.
+
+    Equal scores are ordered by draws that depend on the seed and the position alone, so that a row's tokens are the same
+    in any batch, and a method whose scores say little is not turned into a cut of the prefix.
+
+    Shapes:
+        `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool, where `mask` is.
+
+    Raises:
+        ValueError: If a token's score is NaN, or `keep` is not a share.
+    """
+    # ordered on the host: float64 and stable sorts are not to be had on every device
+    real, values = mask.cpu(), scores.detach().cpu().double()
+    if bool(torch.isnan(values[real]).any()):
+        raise ValueError("a token's score is NaN; a budget needs scores that can be ordered.")
+    counts = [kept_tokens(int(count), keep=keep) for count in real.sum(1).tolist()]
+    order = torch.from_numpy(np.random.default_rng(seed).random(scores.shape[1])).argsort().expand(scores.shape)
+    for key in (values, real.double()):  # the last decides first: pads come behind every token
+        order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    chosen = torch.arange(scores.shape[1]) < torch.tensor(counts)[:, None]
+    return torch.zeros_like(real).scatter(1, order, chosen).to(mask.device)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_unified.models.compressor.evaluation.budget import top_k
-from lightning_unified.models.compressor.evaluation.subject import Subject
+from lightning_unified.models.compressor.evaluation.subject import Subject, top_k
 
 __all__ = ["seconds", "squeeze"]
 

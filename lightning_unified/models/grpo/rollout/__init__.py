@@ -1,4 +1,4 @@
-"""Sampling completions: prompts once, one graph for each step, rows dropped as they end."""
+"""Sample completions: read each prompt once, decode all rows together, drop rows that have ended."""
 
 from lightning_unified.models.grpo.rollout.sampler import DECODINGS, Completions, Sampler
 

@@ -14,7 +14,7 @@ _NAME = "one_token_over_static_cache"
 
 @contextmanager
 def packed_attention(lm: Any) -> Iterator[None]:
-    """Let `lm` use the attention below while it decodes, if it uses torch's (sdpa); any other is left as it is."""
+    """Replace torch's attention (sdpa) in `lm` by the one below while it decodes; others stay."""
     config = lm.config.get_text_config()
     own = config._attn_implementation
     if own != "sdpa":
@@ -35,7 +35,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend with query (N, H, 1, D) to key and value (N, K, L, D), where each of the K heads serves H / K of the query's.
 
-    The query's heads that share keys become one head's rows, which is the same product: nothing is repeated.
+    Query heads that share keys become rows of one head. The product is the same, and nothing is repeated.
     """
     if query.shape[2] != 1 or given.get("position_bias") is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward

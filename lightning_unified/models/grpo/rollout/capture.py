@@ -1,4 +1,4 @@
-"""A decode step recorded as a CUDA graph, so that the device does not wait for Python between its kernels."""
+"""Record decode steps as CUDA graphs, so that the device does not wait for Python between kernels."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["capture"]
+__all__ = ["capture", "pool_bytes"]
 
-_WARM_UP = 2  # the first call compiles and tunes, the second finds everything there
+_WARM_UP = 2  # the first call compiles and tunes, the second uses the results
 
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all recordings: cuBLAS keeps a workspace of some 30 MiB for each stream that it was called on."""
+    """Return the one stream of all recordings: cuBLAS holds a workspace of some 30 MiB for each stream."""
     return torch.cuda.Stream(device)
 
 
 def capture(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -> torch.cuda.CUDAGraph:
-    """Record `step`, which changes `state`, and leave `state` as it was.
+    """Record `step`, which changes `state`, and restore `state`.
 
-    torch's own context manager collects garbage and gives cached memory back at each recording; here neither is wanted, for the
-    loss pass would have to take that memory again. Only where a recording finds no room is it given back: the pool has to take new
-    memory, and nothing can be freed while it records.
+    torch's own context manager collects garbage and empties the cache at each recording. The loss pass would then have to allocate
+    that memory again. Here the cache is emptied only if a recording runs out of memory: the pool needs new memory, and nothing can be
+    freed during a recording.
 
     Args:
         step: Runs one step on the current stream, reading and writing fixed tensors only.
-        state: What a step changes, to be put back after each warm-up.
-        pool: Where the graph's own memory comes from; graphs that never run at once share one.
+        state: Tensors that a step changes; restored after each warm-up.
+        pool: The graph's memory pool; graphs that never run at once share one.
 
     Raises:
-        torch.OutOfMemoryError: If there is no room without cached memory either.
+        torch.OutOfMemoryError: If memory runs out with an empty cache too.
     """
     with contextlib.suppress(torch.OutOfMemoryError):
         return _recorded(step, state=state, pool=pool)
@@ -57,10 +57,23 @@ def _recorded(step: Callable[[], None], *, state: Sequence[Tensor], pool: Any) -
         for _ in range(_WARM_UP):
             run()
         torch.cuda.synchronize()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # loader threads may pin memory meanwhile
+        graph.capture_begin(
+            pool=pool, capture_error_mode="thread_local"
+        )  # loader threads may pin memory during the capture
         try:
             step()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def pool_bytes(pool: Any) -> int:
+    """Return the device bytes of a graph memory pool.
+
+    Args:
+        pool: A result of `torch.cuda.graph_pool_handle`.
+    """
+    return sum(
+        one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool)
+    )

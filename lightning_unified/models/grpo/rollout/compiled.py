@@ -1,7 +1,7 @@
-"""Blocks of a model compiled for one token a row: one compilation serves all blocks of a kind.
+"""Compile a model's blocks for decoding: one compilation serves all blocks of a class.
 
-A decode step of a few rows reads every weight once and does little else, so that its time is the memory's, plus a delay for each
-kernel. Compiled, the many small kernels of norms, rotary positions and adapters become few.
+A decode step of a few rows mainly reads every weight once, so its time is the memory traffic plus a delay for each kernel.
+Compilation fuses the many small kernels of norms, rotary positions and adapters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from lightning_unified.models.grpo.rollout.static_cache import LayerCache
 __all__ = ["can_compile", "compiled_blocks", "unmerged_adapters"]
 
 _FORWARD = "forward"
-_MOST_VARIANTS = 64  # one for each number of rows and length in use; torch's own limit of 8 would end in eager calls
-_FEW_ROWS = 16  # judgement: above, a matrix product of its own is faster than a sum in the fused kernel
+_MOST_VARIANTS = 64  # one for each number of rows and length; beyond torch's own limit of 8, calls would be eager
+_FEW_ROWS = 16  # judgement: with more rows, a separate matrix product is faster than a sum in the fused kernel
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether torch's compiler makes kernels for this device here."""
+    """Return whether torch can compile kernels for this device."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -30,13 +30,13 @@ def can_compile(device: torch.device) -> bool:
 def compiled_blocks(
     blocks: Sequence[nn.Module], caches: Sequence[LayerCache], *, backend: str = "inductor"
 ) -> Iterator[None]:
-    """Let each block run compiled, with its own layer of the cache; what stands in for a block's forward is skipped.
+    """Run each block compiled, with its own layer of the cache; a replaced forward is skipped.
 
-    A block asks its cache by its own number, on which a compilation would depend: so each is given only its layer. Between the
-    operations that become one kernel, values are rounded as if each were stored: the loss pass rounds there too, and what is sampled
-    from is to be what is trained.
+    A block indexes its cache by its own number, and a compilation would depend on that number. So each block receives its layer only.
+    Inside a fused kernel, values are rounded as if each operation stored its result: the loss pass rounds there too, and the sampled
+    policy must equal the trained one.
     """
-    from torch._inductor import config as inductor  # not before a block is compiled
+    from torch._inductor import config as inductor  # imported only if a block is compiled
 
     run = torch.compile(_run, backend=backend, dynamic=False)
     stood_in = [vars(block).get(_FORWARD) for block in blocks]
@@ -70,10 +70,10 @@ def _with_own_layer(run: Any, block: nn.Module, layer: LayerCache) -> Any:
 
 @contextmanager
 def unmerged_adapters(model: nn.Module, *, rows: int) -> Iterator[None]:
-    """Let peft's plain LoRA layers add their product as sums that a compiler fuses, while there are few rows.
+    """Compute plain LoRA products as sums, which a compiler fuses, if there are few rows.
 
-    The adapter stays beside the matrix: merged into bf16 weights, most of a young adapter is rounded away. Layers of other kinds
-    (DoRA, merged, switched off) are left as they are.
+    The adapter is not merged: in bf16 weights, rounding would lose most of a young adapter. Other layers (DoRA, merged, switched
+    off) stay unchanged.
     """
     layers = [layer for layer in model.modules() if _is_plain_lora(layer)] if rows <= _FEW_ROWS else []
     for layer in layers:
@@ -110,7 +110,7 @@ def _unmerged(layer: Any) -> Any:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x (..., K) times weight (N, K) transposed as a sum, rounded as the matrix product would be."""
+    """Return x (..., K) times weight (N, K) transposed as a sum, rounded like the matrix product."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return (x.to(dtype).float().unsqueeze(-2) * weight.to(dtype).float()).sum(-1).to(dtype)

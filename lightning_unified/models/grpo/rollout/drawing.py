@@ -1,4 +1,4 @@
-"""A token drawn for each row of logits, and the log-probability it had."""
+"""Draw a token for each row of logits, with its log-probability."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ __all__ = ["Drawing"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """How a token is drawn from logits.
+    """Rules by which a token is drawn from logits.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_k: Only so many of the likeliest tokens may be drawn; 0 for all.
-        top_p: Only the likeliest tokens whose probabilities together reach this may be drawn; 1 for all.
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Draw from the k likeliest tokens; 0 for all.
+        top_p: Draw from the likeliest tokens that together reach this probability; 1 for all.
 
     Raises:
         ValueError: If one of them is out of its range.
@@ -36,9 +36,9 @@ class Drawing:
     def __call__(self, logits: Tensor, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return a token (N) for each row of `logits` (N, V) and its log-probability (N) in float32.
 
-        The log-probability is that of the softmax at this temperature (at 1 when it is 0) over all tokens: top_k and top_p
-        decide what may be drawn, not what is trained. Drawing adds Gumbel noise and takes the largest, which needs no
-        answer from the device.
+        The log-probability is that of the softmax over all tokens at this temperature (at 1 if it is 0): top_k and top_p restrict
+        the draw, not the trained distribution. The draw adds Gumbel noise and takes the largest value, without waiting for the
+        device.
         """
         log_probs = torch.log_softmax(logits.float() / (self.temperature or 1.0), dim=-1)
         if self.temperature == 0:

@@ -1,4 +1,4 @@
-"""Decoding over the cache that the model makes for itself, for those whose cache is more than keys and values of every token."""
+"""Decode over the model's own growing cache, if that holds more than keys and values of every token."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def can_select(cache: Any) -> bool:
 
 
 class GrowingDecoder:
-    """The rows of one rollout.
+    """Decoder of one rollout over the model's own cache.
 
     Args:
         lm: A causal language model of transformers.
@@ -30,7 +30,7 @@ class GrowingDecoder:
         self.rows = 0
 
     def begin(self, cache: Any, *, mask: Tensor, group: int) -> None:
-        """Take over the cache of prompts, whose tokens `mask` (P, S) says are there, for `group` rows each."""
+        """Take the cache of prompts with mask (P, S), and repeat it for `group` rows each."""
         if group > 1:
             cache.batch_repeat_interleave(group)
         self._cache, self._mask = cache, mask.long().repeat_interleave(group, 0)
@@ -50,15 +50,15 @@ class GrowingDecoder:
         return logits
 
     def rows_worth_keeping(self, live: int) -> int:
-        """Return with how many rows a step should go on when `live` of them are not over."""
+        """Return the number of rows to continue with when `live` rows have not ended."""
         return live if self._selects and 2 * live <= self.rows else self.rows
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the rows `rows` (K) only, in their order."""
+        """Continue with the rows `rows` (K) only, in their order."""
         self._cache.batch_select_indices(rows)
         self._mask, self.rows = self._mask[rows], len(rows)
 
     def release(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
         vars(self).pop("_cache", None)
         vars(self).pop("_mask", None)

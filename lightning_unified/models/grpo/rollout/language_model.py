@@ -1,4 +1,4 @@
-"""The causal language model inside whatever wraps it, and the state in which it samples."""
+"""Access to the causal language model inside a wrapper, and its state while it samples."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def causal_lm(model: nn.Module) -> Any:
     """Return the transformers model inside `model`, with peft's adapters in its layers if there are any.
 
     Raises:
-        ValueError: If it has no logits to give or its adapter puts tokens before the prompt.
+        ValueError: If it has no output embeddings, or its adapter adds tokens before the prompt.
     """
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
@@ -46,9 +46,9 @@ def blocks_of(lm: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def sampling(model: nn.Module) -> Iterator[None]:
-    """Turn dropout, recomputation and gradients off, and put every module back into the mode it was in.
+    """Switch off dropout, recomputation and gradients, and restore every module's mode afterwards.
 
-    Recomputation of a block, transformers' own and this project's, is on in train mode only.
+    Recomputation, by transformers or this project, is active in train mode only, so eval mode switches it off.
     """
     training = [module for module in model.modules() if module.training]
     for module in training:

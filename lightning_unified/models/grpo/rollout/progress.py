@@ -1,22 +1,64 @@
-"""How far the rows of a rollout are: tokens so far, which rows are over, which are still decoded."""
+"""Progress of a rollout: tokens so far, rows that have ended, and when a row ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_unified.models.grpo.rollout.stopping import Stopping
+__all__ = ["Progress", "Stopping"]
 
-__all__ = ["Progress"]
+
+class Stopping:
+    """Decide after each token whether a completion has ended.
+
+    Many token sequences spell the same text, and a token may hold its last character and more. The stop text is therefore searched
+    in the decoded newest tokens, but only if the newest token holds the text's last character.
+
+    Args:
+        ids: Tokens that end a completion, such as the end-of-sequence token.
+        text: A text that ends a completion, such as "</guess>".
+        decode: Turns token ids into text, such as a tokenizer's `decode`; needed with `text`.
+
+    Raises:
+        ValueError: If `text` is empty, or given without `decode`.
+    """
+
+    def __init__(
+        self, *, ids: Collection[int] = (), text: str | None = None, decode: Callable[[list[int]], str] | None = None
+    ) -> None:
+        if text is not None and (not text or decode is None):
+            raise ValueError(f"stop_text={text!r} needs at least one character and decode, which turns ids into text.")
+        self.ids = frozenset(int(one) for one in ids)
+        self.text = text
+        self._decode = decode
+        self._may_complete: dict[int, bool] = {}
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of `tokens` ends a completion that had not ended before."""
+        newest = tokens[-1]
+        if newest in self.ids:
+            return True
+        if self.text is None or self._decode is None or not self._completes(newest):
+            return False
+        # each token holds at least one byte of the text
+        return self.text in self._decode(list(tokens[-len(self.text.encode()) :]))
+
+    def _completes(self, token: int) -> bool:
+        """Return whether `token` decodes to the text's last character; blanks, lost in a lone token, count as found."""
+        if token not in self._may_complete:
+            assert self.text is not None and self._decode is not None  # noqa: PT018
+            last = self.text[-1]
+            self._may_complete[token] = last.isspace() or last in self._decode([token])
+        return self._may_complete[token]
 
 
 class Progress:
-    """Tokens and log-probabilities of N rows, on the device, and what the host knows of them.
+    """Tokens and log-probabilities of N rows on the device, and their state on the host.
 
     Args:
-        rows: N.
-        most: The most tokens of a row.
-        device: Where tokens are drawn.
+        rows: Number of rows, N.
+        most: Upper bound on the tokens of a row.
+        device: Device on which tokens are drawn.
     """
 
     def __init__(self, rows: int, *, most: int, device: torch.device) -> None:
@@ -30,11 +72,11 @@ class Progress:
 
     @property
     def full(self) -> bool:
-        """Whether every row that is not over has as many tokens as it may have."""
+        """Whether every row that has not ended is at the upper bound."""
         return self._drawn == self._ids.shape[1]
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> Callable[[], list[int]]:
-        """Note a token (K) for each row that is decoded and send them to the host; return what waits for them there."""
+        """Store a token (K) for each decoded row and send it to the host; return a function that waits for it."""
         self._ids[self._where, self._drawn] = tokens
         self._log_probs[self._where, self._drawn] = log_probs
         self._drawn += 1
@@ -52,7 +94,7 @@ class Progress:
         return wait
 
     def look(self, arrived: Callable[[], list[int]], stopping: Stopping) -> list[int]:
-        """Take the newest tokens in and return which of the decoded rows, counted from 0, are not over."""
+        """Read the newest tokens, and return the indices of decoded rows that have not ended."""
         live = []
         for place, (row, token) in enumerate(zip(self._decoded, arrived(), strict=True)):
             if self._ended[row]:
@@ -65,7 +107,7 @@ class Progress:
         return live
 
     def keep(self, live: list[int], count: int) -> Tensor:
-        """Decode only the rows at the places `live`, and as many that are over as make it `count`; return those places."""
+        """Continue with the rows `live`, filled up to `count` with ended ones; return their indices."""
         alive = set(live)
         over = [place for place in range(len(self._decoded)) if place not in alive]
         places = sorted(live + over[: count - len(live)])
@@ -75,7 +117,7 @@ class Progress:
         return kept
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask, log-probabilities (N, T) and which rows came to their end (N), T being the longest row's length."""
+        """Return ids, mask and log-probabilities (N, T), and which rows ended (N); T is the longest length."""
         device = self._ids.device
         lengths = torch.tensor([len(tokens) for tokens in self._tokens], device=device)
         T = max(len(tokens) for tokens in self._tokens)

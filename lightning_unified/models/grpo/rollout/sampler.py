@@ -1,4 +1,4 @@
-"""Completions sampled from a causal language model, fast and from exactly the weights that are trained."""
+"""Sample completions from a causal language model, with exactly the trained weights."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -13,30 +13,29 @@ from lightning_unified.models.grpo.rollout.compiled import can_compile
 from lightning_unified.models.grpo.rollout.drawing import Drawing
 from lightning_unified.models.grpo.rollout.growing_decoder import GrowingDecoder, can_select
 from lightning_unified.models.grpo.rollout.language_model import causal_lm, forward_last, sampling
-from lightning_unified.models.grpo.rollout.progress import Progress
+from lightning_unified.models.grpo.rollout.progress import Progress, Stopping
 from lightning_unified.models.grpo.rollout.static_cache import is_plain_cache
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
-from lightning_unified.models.grpo.rollout.stopping import Stopping
 
 __all__ = ["DECODINGS", "Completions", "Sampler"]
 
 log = logging.getLogger("lightning_unified")
 
 DECODINGS = ("auto", "compiled", "captured", "static", "growing")
-_KEPT_SHARE = 0.02  # of the model's bytes: a cache so small is no matter in the loss pass
+_KEPT_SHARE = 0.02  # share of the model's bytes: so small a cache does not matter in the loss pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completions:
-    """What was sampled: N = P x G rows, the G rows of a prompt one after another, T tokens of the longest.
+    """Sampled completions: N = P x G rows, G for each prompt in a row, T tokens of the longest.
 
     Attributes:
         ids: Tokens (N, T), int64; 0 where the mask is False.
-        mask: Which tokens belong to the completion (N, T), the one that ends it included.
-        log_probs: Of the sampled tokens (N, T), float32, under the softmax at the sampling temperature over all tokens; 0 where
-            the mask is False.
-        ended: Which rows came to their own end (N); the others were cut.
-        decoding: How they were decoded, one of `DECODINGS` but "auto".
+        mask: Whether each token belongs to its completion (N, T), the ending one included.
+        log_probs: Log-probabilities of the sampled tokens (N, T), float32, by the softmax over all tokens at the sampling
+            temperature; 0 where the mask is False.
+        ended: Whether each row ended by itself (N); the others were truncated.
+        decoding: The method, one of `DECODINGS` except "auto".
     """
 
     ids: Tensor
@@ -47,29 +46,28 @@ class Completions:
 
 
 class Sampler:
-    """Samples a group of completions for each prompt.
+    """Sample a group of completions for each prompt.
 
-    The prompt is computed once and its keys and values are given to all rows of its group. Then a step reads every weight once for
-    one token of each row: over a static cache, its blocks compiled and recorded as a CUDA graph where there is CUDA. Rows that are
-    over are dropped when a step gets cheaper by it. Dropout and recomputation are off meanwhile; adapters stay beside their
-    matrices, for a merge in bf16 rounds most of a young one away. It runs in the caller's autocast.
+    The model reads a prompt once; all rows of its group share its keys and values. Then each step decodes one token for every row,
+    over a static cache, on CUDA with compiled blocks recorded as a CUDA graph. Rows that have ended are dropped if that makes a step
+    cheaper. Dropout and recomputation are off. Adapters are not merged, since bf16 rounding would lose most of a young adapter. The
+    sampler runs in the caller's autocast.
 
-    Where the model's cache is more than the keys and values of every token (sliding windows, recurrent states), its own growing
-    cache is used, and that is logged once.
+    A model with another cache than keys and values of every token (sliding windows, recurrent states) uses its own growing cache.
+    A warning says so once.
 
     Args:
-        model: A causal language model of transformers, bare or wrapped by peft. It is not registered as a part.
+        model: A causal language model of transformers, bare or wrapped by peft; it is not registered as a submodule.
         stop_ids: Tokens that end a completion.
-        stop_text: A text that ends one; needs `decode`.
+        stop_text: A text that ends a completion; needs `decode`.
         decode: Turns a list of token ids into text.
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_k: Only so many of the likeliest tokens may be drawn; 0 for all.
-        top_p: Only the likeliest tokens that together have this probability may be drawn; 1 for all.
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Draw from the k likeliest tokens; 0 for all.
+        top_p: Draw from the likeliest tokens that together have this probability; 1 for all.
         decoding: "compiled" (captured, with compiled blocks), "captured" (CUDA graph), "static" (static cache, step by step),
             "growing" (the model's own cache), or "auto": the first of these that the device has.
-        kept_bytes: A static cache that takes at most so many bytes with its graphs stays for the next call; a larger one is freed
-            before the call returns. What gives that number is asked at the end of each call. By default, and where it gives None,
-            2 % of the model's bytes.
+        kept_bytes: Limit on a static cache with its graphs that stays for the next call; a larger one is freed before the call
+            returns. A function is called at the end of each call. None means 2 % of the model's bytes.
 
     Raises:
         ValueError: If `model` is no causal language model, or a setting is out of its range.
@@ -99,12 +97,12 @@ class Sampler:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the static cache and its graphs that are held now."""
+        """Bytes held by the static cache and its graphs."""
         return 0 if self._static is None else self._static.nbytes
 
     @property
     def temperature(self) -> float:
-        """Of the next calls; drawing is no part of a recorded step, so that a new one costs nothing."""
+        """Temperature of the next calls; a recorded step contains no draw, so a change costs nothing."""
         return self._drawing.temperature
 
     @temperature.setter
@@ -124,10 +122,10 @@ class Sampler:
 
         Args:
             prompt: Token ids (P, S) on the model's device, pads on the left.
-            prompt_mask: Which of them are there (P, S).
+            prompt_mask: Whether each is a token and no pad (P, S).
             group_size: G.
-            max_new_tokens: The longest completion, its last token included.
-            generator: Draws the tokens; on the model's device. None for torch's own.
+            max_new_tokens: Upper bound on a completion's tokens, the ending one included.
+            generator: Random generator on the model's device; None for torch's own.
 
         Raises:
             ValueError: If shapes, sizes or positions do not fit.
@@ -144,7 +142,7 @@ class Sampler:
         return Completions(ids=ids, mask=mask, log_probs=log_probs, ended=ended, decoding=how)
 
     def release(self) -> None:
-        """Give a cache that was kept, and its graphs, back."""
+        """Free a kept cache and its graphs."""
         if self._static is not None:
             self._static.release()
 
@@ -172,7 +170,7 @@ class Sampler:
         return forward_last(self._lm, input_ids=prompt, attention_mask=mask.long(), position_ids=positions)
 
     def _resolve(self, device: torch.device, cache: Any, *, length: int) -> str:
-        """Return how to decode, and say once why it is not as fast as it could be."""
+        """Return the decoding method, and warn once about a slower one."""
         attention = self._lm.config.get_text_config()._attn_implementation
         plain = is_plain_cache(cache, length=length) and attention in {"sdpa", "eager"}
         how = self._decoding
@@ -195,7 +193,7 @@ class Sampler:
             self._said = True
 
     def _decode(self, decoder: Any, logits: Tensor, *, progress: "Progress", generator: torch.Generator | None) -> None:
-        """Draw and decode until every row is over; the answer to a token is looked at while the device computes the next."""
+        """Draw and decode until every row has ended; the host reads a token while the device computes the next."""
         ahead = logits.is_cuda
         while True:
             tokens, log_probs = self._drawing(logits, generator=generator)

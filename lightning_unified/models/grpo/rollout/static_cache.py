@@ -1,4 +1,4 @@
-"""Room for the keys and values of all rows, taken once; rows and length in use may change without taking more."""
+"""Static cache: keys and values of all rows in one allocation, for changing rows and lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ __all__ = ["LayerCache", "Storage", "is_plain_cache"]
 
 
 def is_plain_cache(cache: Any, *, length: int) -> bool:
-    """Return whether a model's own cache holds nothing but keys and values (P, H, length, D) of every token in each layer.
+    """Return whether a cache holds only keys and values (P, H, length, D) of every token in each layer.
 
-    Caches of sliding windows, of recurrent states and of quantised values are something else.
+    Caches of sliding windows, recurrent states and quantised values do not.
     """
     layers = getattr(cache, "layers", None)
     if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
@@ -21,9 +21,9 @@ def is_plain_cache(cache: Any, *, length: int) -> bool:
 
 
 class LayerCache:
-    """One layer's keys and values (N, H, L, D); a new token's are written at `slot` and all L are given back.
+    """One layer's keys and values (N, H, L, D); `update` writes a new token at `slot` and returns all L.
 
-    It answers what a model asks a layer of its cache, and what a block asks a cache: both call `update`.
+    It has the interface of a layer's cache, for models, and of a whole cache, for blocks: both call `update`.
     """
 
     is_compileable = True
@@ -42,24 +42,24 @@ class LayerCache:
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Return the slots there are; which of them hold something is in the mask."""
+        """Return the number of slots; the mask says which are filled."""
         return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Return the slots there are and where they begin."""
+        """Return the number of slots and their offset."""
         return self.keys.shape[2], 0
 
 
 class Storage:
-    """Memory for every layer's keys and values, seen as (N, H, L, D) for the N and L that are in use.
+    """Memory of every layer's keys and values, viewed as (N, H, L, D) for the N and L in use.
 
-    One view lies over another: when rows are dropped or the length grows, what is kept is moved within the same memory, so that
-    a captured graph of each view stays valid.
+    All views share the memory. When rows are dropped or the length grows, values move within it, so that a captured graph of each
+    view stays valid.
 
     Args:
-        like: Keys and values of each layer, (any, H, any, D): heads, width and device are taken from them.
-        slots: The most slots of all rows together, N x L.
-        dtype: What is kept: that of the products in attention.
+        like: Keys and values of each layer, (any, H, any, D), with the heads, width and device to use.
+        slots: Capacity in slots of all rows, N x L.
+        dtype: Dtype of the products in attention.
     """
 
     def __init__(self, like: Sequence[tuple[Tensor, Tensor]], *, slots: int, dtype: torch.dtype) -> None:
@@ -72,11 +72,11 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Allocated bytes."""
         return sum(one.nbytes for layer in self._layers for one in layer)
 
     def fits(self, *, slots: int, dtype: torch.dtype) -> bool:
-        """Return whether `slots` slots of the same layers have room here."""
+        """Return whether `slots` slots fit."""
         return slots <= self.slots and dtype == self.dtype
 
     def views(self, *, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
@@ -91,14 +91,14 @@ class Storage:
         return found
 
     def fill(self, prompt: Sequence[tuple[Tensor, Tensor]], *, group: int, length: int) -> None:
-        """Write the keys and values (P, H, S, D) of prompts, each for the `group` rows that go on from it."""
+        """Write the keys and values (P, H, S, D) of prompts, each for the `group` rows that continue it."""
         for layer, given in zip(self.views(rows=len(prompt[0][0]) * group, length=length), prompt, strict=True):
-            for room, one in zip(layer, given, strict=True):
-                room.zero_()  # a slot that is masked still must not hold NaN
-                room.unflatten(0, (-1, group))[:, :, :, : one.shape[2]] = one[:, None]
+            for view, one in zip(layer, given, strict=True):
+                view.zero_()  # a masked slot must not hold NaN either
+                view.unflatten(0, (-1, group))[:, :, :, : one.shape[2]] = one[:, None]
 
     def move(self, *, rows: int, length: int, kept: Tensor, to_length: int) -> None:
-        """Keep the rows `kept` (K) of the `rows` in use, in their order, and give each `to_length` slots; the new ones are zero."""
+        """Keep the rows `kept` (K) in their order, with `to_length` slots each; new slots are zero."""
         old, new = self.views(rows=rows, length=length), self.views(rows=len(kept), length=to_length)
         for before, after in zip(old, new, strict=True):
             for source, target in zip(before, after, strict=True):

@@ -1,4 +1,4 @@
-"""Decoding over a static cache: prompts once, then one token a row and step, recorded as a CUDA graph where there is CUDA."""
+"""Decode over a static cache, one token a row and step, recorded as a CUDA graph on CUDA."""
 
 import inspect
 import logging
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_unified.models.grpo.rollout.attention import packed_attention
-from lightning_unified.models.grpo.rollout.capture import capture
+from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.language_model import blocks_of, forward_last
-from lightning_unified.models.grpo.rollout.pool import pool_bytes
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 
 __all__ = ["StaticDecoder", "slots_for"]
@@ -21,15 +20,15 @@ __all__ = ["StaticDecoder", "slots_for"]
 log = logging.getLogger("lightning_unified")
 
 _SHORTEST = 128
-_FEWER = 4  # judgement: a recorded step of half the rows is hardly shorter, and each number of rows is compiled and recorded once
-_WORTH_DROPPING = 16  # judgement: of fewer rows, a captured step's time is that of reading the weights
+_FEWER = 4  # judgement: a recorded step of half the rows is hardly shorter, and each number of rows needs a recording
+_WORTH_DROPPING = 16  # judgement: with fewer rows, a captured step takes the time of reading the weights
 
 
 def slots_for(length: int, *, most: int) -> int:
-    """Return how many slots are attended when `length` are needed: a power of two of at least 128; or all that will be needed, where
-    those are fewer than twice as many.
+    """Return the number of slots to attend to: a power of two of at least 128, or all that will be needed.
 
-    Few lengths, so that few graphs are recorded and one recorded for a length serves again.
+    The latter applies if fewer than twice the power of two will be needed. Few lengths need few recorded graphs, which later rollouts
+    use again.
 
     Args:
         length: Slots needed now.
@@ -41,12 +40,12 @@ def slots_for(length: int, *, most: int) -> int:
 
 
 class StaticDecoder:
-    """The rows of one rollout after another; memory and graphs stay for the next one until `release`.
+    """Decoder over a static cache; memory and graphs stay for the next rollout until `release`.
 
     Args:
-        lm: A causal language model of transformers, with adapters in its layers or without.
+        lm: A causal language model of transformers, with or without adapters.
         captured: Record a step as a CUDA graph.
-        compiled: Compile the model's blocks for it; with `captured` only.
+        compiled: Compile the model's blocks; with `captured` only.
     """
 
     def __init__(self, lm: Any, *, captured: bool, compiled: bool) -> None:
@@ -61,20 +60,20 @@ class StaticDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache, of what a step reads and writes beside it, and of the graphs' own memory."""
+        """Bytes of the cache, of a step's fixed tensors and of the graphs' memory pool."""
         if self._storage is None:
             return 0
         beside = (self._mask, self._ids, self._positions, self._slot, self._logits)
         return self._storage.nbytes + sum(one.nbytes for one in beside) + self._graph_bytes
 
     def begin(self, cache: Any, *, mask: Tensor, group: int, new: int) -> None:
-        """Take over the model's own cache of the prompts.
+        """Copy the model's own cache of the prompts.
 
         Args:
             cache: Keys and values of P prompts of S tokens; see `static_cache.is_plain_cache`.
-            mask: Which prompt tokens are there (P, S), pads on the left.
-            group: Rows that go on from each prompt.
-            new: The most tokens of a row.
+            mask: Mask of the prompt tokens (P, S), pads on the left.
+            group: Rows that continue each prompt.
+            new: Upper bound on new tokens of a row.
         """
         prompt = [(layer.keys, layer.values) for layer in cache.layers]
         (P, S), device = mask.shape, mask.device
@@ -83,14 +82,14 @@ class StaticDecoder:
         self._prepare(prompt, slots=self.rows * slots_for(self._most, most=self._most), device=device)
         assert self._storage is not None
         self._storage.fill(prompt, group=group, length=self._length)
-        room = self._mask_view()
-        room.fill_(torch.finfo(room.dtype).min)
-        room[:, 0, 0, :S].masked_fill_(mask.repeat_interleave(group, 0), 0)
+        mask_view = self._mask_view()
+        mask_view.fill_(torch.finfo(mask_view.dtype).min)
+        mask_view[:, 0, 0, :S].masked_fill_(mask.repeat_interleave(group, 0), 0)
         self._positions[: self.rows, 0] = mask.sum(1).repeat_interleave(group, 0)
         self._slot.fill_(S)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Return the logits (N, V) after one more token (N) of each row; overwritten by the next step."""
+        """Return the logits (N, V) after one more token (N) of each row; the next step overwrites them."""
         if self._slot_now >= self._length:
             self._resize(
                 torch.arange(self.rows, device=tokens.device), length=slots_for(self._slot_now + 1, most=self._most)
@@ -109,9 +108,9 @@ class StaticDecoder:
         return self._logits[: self.rows]
 
     def rows_worth_keeping(self, live: int) -> int:
-        """Return how many rows a step should go on with when `live` of them are not over: those, or a few more, or all.
+        """Return the number of rows to continue with when `live` rows have not ended.
 
-        Each number of rows has a graph of its own, so that there are to be few.
+        Each number of rows needs its own graph, so only a few numbers are used.
         """
         if not self._captured:
             return live if 2 * live <= self.rows else self.rows
@@ -120,12 +119,12 @@ class StaticDecoder:
         return max(_WORTH_DROPPING, 1 << (live - 1).bit_length())
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the rows `rows` (K) only, in their order."""
+        """Continue with the rows `rows` (K) only, in their order."""
         self._positions[: len(rows)] = self._positions[rows]
         self._resize(rows, length=self._length)
 
     def release(self) -> None:
-        """Give cache and graphs back."""
+        """Free cache and graphs."""
         self._graphs.clear()
         self._graph_bytes = 0
         self._storage = None
@@ -134,7 +133,7 @@ class StaticDecoder:
             vars(self).pop(name, None)
 
     def _prepare(self, prompt: list[tuple[Tensor, Tensor]], *, slots: int, device: torch.device) -> None:
-        """Take memory, unless what is there serves; a graph holds addresses, so that new memory needs new graphs."""
+        """Allocate memory unless the present one fits; graphs hold addresses, so new memory needs new graphs."""
         weights = tuple(one.data_ptr() for one in self._lm.parameters())
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else prompt[0][0].dtype
@@ -161,9 +160,9 @@ class StaticDecoder:
         self._storage.move(rows=self.rows, length=self._length, kept=rows, to_length=length)
         held = self._mask_view()[rows]
         old, self.rows, self._length = self._length, len(rows), length
-        room = self._mask_view()
-        room.fill_(torch.finfo(room.dtype).min)
-        room[..., :old] = held
+        mask_view = self._mask_view()
+        mask_view.fill_(torch.finfo(mask_view.dtype).min)
+        mask_view[..., :old] = held
 
     def _layers(self) -> list[LayerCache]:
         assert self._storage is not None
@@ -171,7 +170,7 @@ class StaticDecoder:
         return [LayerCache(keys=keys, values=values, slot=self._slot) for keys, values in views]
 
     def _once(self, layers: list[LayerCache] | None = None) -> None:
-        """Run one step on the fixed tensors: open the slot, read the token, go one slot and one position on."""
+        """Run one step on the fixed tensors: unmask the slot, read the token, advance slot and position."""
         from transformers.cache_utils import Cache
 
         mask = self._mask_view()
@@ -193,7 +192,7 @@ class StaticDecoder:
         device = self._slot.device.type
         with ExitStack() as stack:
             stack.enter_context(packed_attention(self._lm))
-            if torch.is_autocast_enabled(device):  # a cast that is kept from one step to the next is no part of a graph
+            if torch.is_autocast_enabled(device):  # a cast cached across steps would not be part of a graph
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield
@@ -210,7 +209,7 @@ class StaticDecoder:
                         return capture(step, state=state, pool=self._pool)
                 except torch.OutOfMemoryError:
                     raise
-                except Exception as error:  # whatever a compiler raises
+                except Exception as error:  # a compiler may raise any exception
                     log.warning(
                         "Blocks of %s do not compile (%s): steps are recorded as they are.",
                         type(self._lm).__name__,

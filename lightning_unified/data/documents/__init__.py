@@ -1,0 +1,1 @@
+"""Documents, diagnostic records, and error codes in texts."""

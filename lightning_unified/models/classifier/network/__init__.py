@@ -1,0 +1,1 @@
+"""The classifier's network: encoder, head, adapters, and trimming of padding."""

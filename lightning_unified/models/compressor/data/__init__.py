@@ -1,0 +1,1 @@
+"""The compressor's data: passages of plain text."""

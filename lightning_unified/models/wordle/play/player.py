@@ -1,0 +1,150 @@
+"""A trained language model as a player, from a checkpoint or a module in training."""
+
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_unified.models.choices import inference_device
+from lightning_unified.models.grpo.rollout import Sampler
+from lightning_unified.models.plain_checkpoint import read_trained
+from lightning_unified.models.wordle.data.secrets import split_secrets
+from lightning_unified.models.wordle.game.state import State
+from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.module import Wordle
+from lightning_unified.models.wordle.prompts import STOP, messages
+
+__all__ = ["ModelPlayer", "load"]
+
+
+class ModelPlayer:
+    """Player that samples a model's answers with the template of its training; see `games.TrainedPlayer`.
+
+    The sampler's cache stays on the device between turns, until `release`. The player has its own random generator, so that the same
+    model plays the same games and other random numbers do not change.
+
+    Args:
+        checkpoint: The `.ckpt` file, or the module itself.
+        device: "cpu", "cuda", "mps" or "auto": the available accelerator, else the CPU. No effect for a module.
+        temperature: 0 takes the likeliest token; an answer without a word of the list then repeats in all remaining tries.
+        rows: States in a batch, whose keys and values are in memory together.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or weights that it leaves out are not found.
+        RuntimeError: If it is damaged, belongs to another model, or was saved before the first training step.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path | Wordle, *, device: str = "auto", temperature: float = 0.0, rows: int = 64
+    ) -> None:
+        self.module = checkpoint if isinstance(checkpoint, Wordle) else load(checkpoint, device=device)
+        chat = self.module.chat
+        self._rows, self._most = rows, 0
+        self._generator: torch.Generator | None = None
+        self._length = self.module.game.get("prompt_length", 0)
+        self._sampler = Sampler(
+            self.module.policy,
+            stop_ids=[chat.end_id],
+            stop_text=STOP,
+            decode=chat.decode,
+            temperature=temperature,
+            kept_bytes=sys.maxsize,
+        )
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the next answers."""
+        return self._sampler.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._sampler.temperature = value
+
+    @cached_property
+    def words(self) -> WordList:
+        """The list of words in training, read from its source."""
+        return read_words(self._game("words"))
+
+    @cached_property
+    def held_out(self) -> tuple[str, ...]:
+        """The answers that were never the secret of a training game."""
+        fraction, seed = self._game("held_out_fraction"), self._game("seed")
+        return split_secrets(self.words, held_out_fraction=fraction, seed=seed)[1]
+
+    def _game(self, name: str) -> Any:
+        if name not in self.module.game:
+            raise RuntimeError("this model was not trained with WordleData, so nobody knows its words.")
+        return self.module.game[name]
+
+    def release(self) -> None:
+        """Free the sampler's cache."""
+        self._sampler.release()
+
+    def answers(self, states: Sequence[State]) -> list[str]:
+        """Return one completion for each state."""
+        found: list[str] = []
+        for start in range(0, len(states), self._rows):
+            found += self._answered(states[start : start + self._rows])
+        return found
+
+    @torch.no_grad()
+    def _answered(self, states: Sequence[State]) -> list[str]:
+        chat = self.module.chat
+        prompts = [chat.prompt(messages(state)) for state in states]
+        device = next(self.module.policy.parameters()).device
+        if device.type == "cuda":  # steps are recorded for a number of rows; filling up costs less than a new recording
+            self._most = max(self._most, len(prompts))
+            prompts += [prompts[-1]] * (self._most - len(prompts))
+        prompt, mask = _padded(prompts, chat.pad_id, least=self._length)
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(0)
+        sampled = self._sampler(
+            prompt.to(device),
+            mask.to(device),
+            group_size=1,
+            max_new_tokens=self.module.max_new_tokens,
+            generator=self._generator,
+        )
+        lengths = sampled.mask.sum(1).tolist()
+        texts = [chat.decode(ids[:count]) for ids, count in zip(sampled.ids.tolist(), lengths, strict=True)]
+        return texts[: len(states)]
+
+
+def load(path: str | Path, *, device: str = "auto") -> Wordle:
+    """Load the model in a checkpoint, in eval mode, with its tokenizer.
+
+    Args:
+        path: The `.ckpt` file.
+        device: As in `ModelPlayer`.
+
+    Raises:
+        FileNotFoundError: As `ModelPlayer`, like the other.
+        RuntimeError: See there; or if weights and sizes do not fit together.
+    """
+    saved = read_trained(path, model="wordle", untrained="it would guess at random")
+    module = Wordle(**_plain(saved["hyper_parameters"]))
+    module.on_load_checkpoint(saved)
+    try:
+        module.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    return module.to(inference_device(device)).eval()
+
+
+def _plain(hyper_parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Wordle` from a checkpoint's hyperparameters."""
+    return {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
+
+
+def _padded(prompts: Sequence[Sequence[int]], pad_id: int, *, least: int) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (P, L), pads on the left, with one length for all calls, to reuse recordings."""
+    length = max(least, *(len(prompt) for prompt in prompts))
+    ids = torch.full((len(prompts), length), pad_id)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt)
+    counts = torch.tensor([len(prompt) for prompt in prompts])
+    return ids, torch.arange(length) >= (length - counts)[:, None]

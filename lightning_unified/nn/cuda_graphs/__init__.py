@@ -1,0 +1,11 @@
+"""Training calls of a network, recorded as CUDA graphs and replayed."""
+
+from lightning_unified.nn.cuda_graphs.graphs import (
+    RecordedCalls,
+    eager_calls,
+    is_recorded,
+    may_be_recorded,
+    release_recordings,
+)
+
+__all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]

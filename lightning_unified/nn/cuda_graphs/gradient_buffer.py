@@ -1,0 +1,154 @@
+"""Gradient buffer: fixed addresses to which recorded backward passes write their gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+__all__ = ["GradientBuffer", "differentiate"]
+
+
+class GradientBuffer:
+    """The gradients of a network's trained parameters, one block for each dtype.
+
+    Autograd receives views of the buffer and keeps them as the parameters' gradients, so that each gradient is in memory once.
+    The buffer is used again as soon as no tensor shares it, for example after `zero_grad`.
+
+    Args:
+        parameters: The trained parameters by name.
+
+    Attributes:
+        parameters: The same.
+        blocks: The memory, as many bytes as the parameters have.
+        places: The view of each parameter's gradient by name, in the order of `parameters`.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.blocks: list[Tensor] = []
+        self._members: list[list[str]] = []
+        for dtype in dict.fromkeys(one.dtype for one in parameters.values()):
+            # sizes that would leave the next tensor unaligned come last: multi-tensor kernels are slower on unaligned memory
+            names = sorted(
+                (n for n, p in parameters.items() if p.dtype is dtype), key=lambda n: parameters[n].numel() % 16 > 0
+            )
+            count, device = sum(parameters[name].numel() for name in names), parameters[names[0]].device
+            self.blocks.append(torch.empty(count, dtype=dtype, device=device))
+            self._members.append(names)
+        self.places = self._views(self.blocks)
+        self._own = [_users(block) for block in self.blocks]
+
+    def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for block, names in zip(blocks, self._members, strict=True):
+            shapes = [self.parameters[name] for name in names]
+            found |= zip(names, _unflatten_dense_tensors(block, shapes), strict=True)
+        return {name: found[name] for name in self.parameters}
+
+    def receive(self, add: Callable[[], None], *, used: Sequence[bool]) -> list[Tensor | None]:
+        """Add gradients to the buffer and return what autograd receives for each parameter.
+
+        None stands for a parameter without a gradient, and for one whose gradient lies in the buffer already, as after an earlier
+        micro-batch. Tensors that share the buffer for another reason keep their values.
+
+        Args:
+            add: Adds gradients to the places.
+            used: Whether each place receives a gradient.
+        """
+        if not self._is_held:
+            self._clear()
+            add()
+            return self._given(self.blocks, used)
+        if self._are_gradients(used):
+            add()
+            return [None] * len(used)
+        before = [block.clone() for block in self.blocks]
+        self._clear()
+        add()
+        new = [block.clone() for block in self.blocks]
+        for block, values in zip(self.blocks, before, strict=True):
+            block.copy_(values)
+        return self._given(new, used)
+
+    def adopt(self) -> None:
+        """Move the parameters' current gradients into the buffer, so that they are in memory once."""
+        if self._is_held or _reduces():
+            return
+        for one, place in zip(self.parameters.values(), self._views(self.blocks).values(), strict=True):
+            if one.grad is not None and one.grad.layout == torch.strided:
+                one.grad = place.copy_(one.grad)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether a tensor outside shares the buffer."""
+        return [_users(block) for block in self.blocks] != self._own
+
+    def _clear(self) -> None:
+        for block in self.blocks:
+            block.zero_()
+
+    def _given(self, blocks: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor | None]:
+        return [one if is_used else None for one, is_used in zip(self._views(blocks).values(), used, strict=True)]
+
+    def _are_gradients(self, used: Sequence[bool]) -> bool:
+        """Return whether only the parameters' gradients share the buffer, and no hook must run when more is added."""
+        if _reduces():
+            return False
+        users = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
+        for (name, one), is_used in zip(self.parameters.items(), used, strict=True):
+            place = self.places[name]
+            has_place = one.grad is not None and one.grad.data_ptr() == place.data_ptr()
+            hooks = one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None)
+            if is_used and (hooks or not has_place):
+                return False
+            if has_place:
+                users[place.untyped_storage().data_ptr()] += 1
+        return [_users(block) for block in self.blocks] == list(users.values())
+
+
+def _reduces() -> bool:
+    """Return whether processes may reduce gradients: they wait for autograd, and buckets may hold the gradients."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _users(block: Tensor) -> int:
+    """Return the number of tensors that share the memory of `block`, plus a constant."""
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]  # torch/_inductor/cudagraph_trees.py
+
+
+def differentiate(
+    outputs: Sequence[Tensor],
+    *,
+    leaves: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    buffer: GradientBuffer,
+) -> tuple[list[bool], list[Tensor]]:
+    """Add each gradient of `leaves` to its place at once; return which leaves have one, and the gradients of `inputs`.
+
+    Args:
+        outputs: The network's outputs; those that require a gradient are differentiated.
+        leaves: The tensors that stand for the parameters, by name.
+        inputs: Tensors whose gradient is needed.
+        incoming: Gradients of the outputs, None for an output without one.
+        buffer: The gradient buffer of the parameters.
+    """
+    hooks = [leaf.register_hook(partial(_add, buffer.places[name])) for name, leaf in leaves.items()]
+    try:
+        got = torch.autograd.grad(
+            [one for one in outputs if one.requires_grad],
+            [*leaves.values(), *inputs],
+            [one for one in incoming if one is not None],
+            allow_unused=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [one is not None for one in got[: len(leaves)]], list(got[len(leaves) :])
+
+
+def _add(place: Tensor, grad: Tensor) -> Tensor:
+    """Add a gradient to its place, and return the place to autograd."""
+    return place.add_(grad)

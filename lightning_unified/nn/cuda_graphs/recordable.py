@@ -1,0 +1,164 @@
+"""Check whether a call can be recorded as a CUDA graph, without a trial recording.
+
+A graph repeats kernel launches. Decisions by value, waits for the device, copies from the host and hooks would happen once, at
+the recording. Or they would end the recording with an error that leaves torch's CUDA generator unusable (torch 2.11 to 2.13).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_unified.nn.recomputing import is_recomputed
+
+__all__ = ["Looking", "reads_outside", "saves_elsewhere", "state_of", "why_not"]
+
+_PLAIN = (nn.Parameter, Tensor)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def state_of(network: nn.Module) -> tuple[Any, ...]:
+    """Return the state of `network` that a recording assumes: tensor addresses, trained parameters, modes, hooks, replaced forwards.
+
+    It runs at every call, so it is a plain walk: a tenth of a millisecond for a hundred modules.
+    """
+    found: list[Any] = []
+    stack = [network]
+    while stack:
+        module = stack.pop()
+        own = module.__dict__
+        hooked = (
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+        found += (module.training, own.get("forward"), own.get("gradient_checkpointing"), bool(hooked))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                found += (tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor), tensor.requires_grad)
+        stack.extend(child for child in module._modules.values() if child is not None)
+    return tuple(found)
+
+
+def why_not(network: nn.Module) -> str | None:
+    """Return the reason why no call of `network` can be recorded in its present state; None without one."""
+    for name, module in network.named_modules():
+        where = f"{name or 'it'} ({type(module).__name__})"
+        if is_recomputed(module):
+            return f"{where} recomputes its activations, which reads the state of the random generator"
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{where} has hooks, which would run at the recording and never again"
+        if module is not network and module._compiled_call_impl is not None:
+            return f"{where} is compiled"
+        if getattr(module, "sparse", False) is True:
+            return f"{where} has sparse gradients"
+        if any(
+            one is not None and one.requires_grad and type(one) is not nn.Parameter
+            for one in module._parameters.values()
+        ):
+            return f"{where} has trained parameters of a class of their own"
+    return None
+
+
+def saves_elsewhere() -> bool:
+    """Return whether hooks recompute (torch.utils.checkpoint), move or pack tensors saved for the backward pass."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Looking(TorchDispatchMode):
+    """Dispatch mode that checks every operation of a forward pass for reasons against a recording.
+
+    Some modules skip a check of values while the stream is being recorded (transformers' masks). Inside this mode they are told
+    that it is, so that the same operations run as in a recording.
+
+    Args:
+        device: The device on which the whole forward pass must run.
+
+    Attributes:
+        reason: Why the pass cannot be recorded; None without a reason.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.reason: str | None = None
+        self._device = device
+        self._asked = torch.cuda.is_current_stream_capturing
+
+    @override
+    def __enter__(self) -> Self:
+        super().__enter__()
+        torch.cuda.is_current_stream_capturing = lambda: True
+        return self
+
+    @override
+    def __exit__(self, *details: object) -> None:
+        torch.cuda.is_current_stream_capturing = self._asked
+        super().__exit__(*details)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.reason = self.reason or self._against(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _against(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if isinstance(func, HigherOrderOperator):
+            return f"{func.name()} calls functions of its own"
+        name = str(func).removesuffix(".default")
+        if "c10d" in func.namespace:
+            return f"{name} communicates with other processes"
+        if saves_elsewhere():
+            return "what it saves for the backward pass is recomputed, moved or packed"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        goes_to = kwargs.get("device")
+        if any(one.device != self._device for one in tensors) or (
+            goes_to is not None and tensors and torch.device(goes_to).type != self._device.type
+        ):
+            return f"{name} reads or writes outside {self._device}"
+        is_index = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+        if is_index:
+            masks = any(one.dtype in (torch.bool, torch.uint8) for one in _tensors_of(args[1]))
+            return f"{name} takes a mask, whose values decide a shape" if masks else None
+        if any(tag in func.tags for tag in _BY_VALUE):
+            return f"{name} waits for values of the device"
+        return None
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (one for one in values if isinstance(one, Tensor))
+
+
+def reads_outside(outputs: Sequence[Tensor], *, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> str | None:
+    """Return a tensor, in words, on which the outputs depend beside inputs and parameters; None without one.
+
+    A recording would silently leave out its gradient. The older form of torch's checkpointing, which cannot be recorded, is
+    found here too.
+
+    Args:
+        outputs: The outputs of an eager call, with their autograd graph.
+        inputs: The call's inputs.
+        parameters: The network's parameters.
+    """
+    known = {id(one) for one in (*inputs, *parameters)}
+    seen = {one.grad_fn for one in inputs if one.grad_fn is not None}
+    stack = [one.grad_fn for one in outputs if one.grad_fn is not None and one.grad_fn not in seen]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if "CheckpointFunction" in node.name():
+            return "it recomputes activations (torch.utils.checkpoint with use_reentrant=True)"
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            return f"it uses a trained tensor of shape {tuple(variable.shape)} that is no parameter of its own"
+        stack.extend(below for below, _ in node.next_functions if below is not None)
+    return None

@@ -1,0 +1,148 @@
+"""Saved attention output: a checkpointed block's attention kernels run once, everything else in it twice.
+
+Attention is the part of a block whose time grows with the square of the length. Its kernels (flash, memory-efficient, cuDNN) return
+little that must be saved: the output, and one number for each head and position. A kernel that does not run again draws no random
+numbers, so this module sets the generator to its state after the first run. Without that, all dropout after an attention with
+dropout would differ.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from typing_extensions import override
+
+__all__ = ["SavedAttention", "attention_kernels", "graph_contexts"]
+
+# Kernels of torch 2.11 to 2.13 that save their output for the backward pass; math attention consists of other operations.
+_KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+
+
+@cache
+def attention_kernels() -> frozenset[Any]:
+    """Return the operations of this torch whose outputs are saved; MPS runs none of them in training."""
+    packets = (getattr(torch.ops.aten, name, None) for name in _KERNELS)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def graph_contexts() -> Any:
+    """Return a `context_fn` for `torch.utils.checkpoint` in compiled graphs, which restore random states themselves."""
+    return partial(create_selective_checkpoint_contexts, list(attention_kernels()))
+
+
+class _Output(NamedTuple):
+    """Result of one kernel run, and its device's generator state afterwards if the kernel drew from it."""
+
+    kernel: Any
+    result: Any
+    noise: Tensor | None
+
+
+class SavedAttention:
+    """Outputs of the attention kernels in one call of a block, in order.
+
+    Attributes:
+        count: Number of saved outputs.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[_Output] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._outputs)
+
+    def first(self) -> AbstractContextManager[Any]:
+        """Return the context of the first run, which saves outputs."""
+        return _Keeping(self._outputs)
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Return the context of a further run, which returns the saved outputs."""
+        return _Giving(self._outputs)
+
+
+class _Keeping(TorchDispatchMode):
+    """Dispatch mode that saves the outputs of attention kernels whose inputs require a gradient.
+
+    For these, autograd forbids writing over an output, so a saved output stays valid. Without a gradient, a block may overwrite the
+    output. Then nothing is saved, and the kernel runs twice.
+    """
+
+    def __init__(self, outputs: list[_Output]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_kept(func, args):
+            noise = _noise(args[0].device) if _draws(func, args, kwargs) else None
+            self._outputs.append(_Output(func, _aliases(result), noise))
+        return result
+
+
+class _Giving(TorchDispatchMode):
+    """Dispatch mode that returns saved outputs instead of running the kernels."""
+
+    def __init__(self, outputs: Sequence[_Output]) -> None:
+        super().__init__()
+        self._left: Iterator[_Output] = iter(outputs)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_kept(func, args):
+            return func(*args, **(kwargs or {}))
+        kept = next(self._left, None)
+        if kept is None or kept.kernel is not func:
+            raise RuntimeError(
+                f"a recomputed block ran {func} where its first run did not: it depends on state that has changed since. Let it "
+                "depend on its arguments, or recompute it without keeping attention."
+            )
+        if kept.noise is not None:
+            _set_noise(args[0].device, kept.noise)
+        return _aliases(kept.result)
+
+
+def _is_kept(func: Any, args: Sequence[Any]) -> bool:
+    return func in attention_kernels() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0))
+
+
+def _noise(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_noise(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _aliases(result: Any) -> Any:
+    """Return new tensors over the same bytes: autograd writes its history to the tensors that it receives."""
+    return tree_map_only(Tensor, Tensor.detach, result)
