@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, logging
 
 from benchmarks.records import origin
-from lightning_unified.data import LabelData
 from lightning_unified.data.documents.document import installed_files
 from lightning_unified.data.loader import plan_epoch
 from lightning_unified.models.classifier import LabelData
