@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from campaign.training import write_past_limit
-from lightning_unified.callbacks import PressureGuard, checkpoint
+from lightning_unified.callbacks import PressureGuard
+from lightning_unified.callbacks.checkpoint.run_checkpoint import run_checkpoint as checkpoint
 from lightning_unified.hardware import Figure, Pressure
 from lightning_unified.hardware.pressure import Level
 

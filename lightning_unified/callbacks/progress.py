@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from typing_extensions import override
 
-from lightning_unified.callbacks.pool import pool_of, simulated_by
+from lightning_unified.callbacks.device_pool import pool_of, simulated_by
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB

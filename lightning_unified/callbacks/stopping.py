@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from lightning import Trainer
 
-from lightning_unified.callbacks.checkpoint import RunCheckpoint
+from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
 
 __all__ = ["restore_limits", "run_checkpoint", "stop_cleanly"]
 

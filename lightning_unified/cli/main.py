@@ -4,8 +4,8 @@ import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_unified.cli.config.composition import PACKAGED
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.request.composition import PACKAGED
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["main"]

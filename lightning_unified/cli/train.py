@@ -14,12 +14,12 @@ import hydra
 from hydra._internal.utils import get_args_parser  # the one description of Hydra's own flags
 from omegaconf import DictConfig
 
+from lightning_unified.cli.config.composition import CONFIG_NAME, PACKAGED, searching
+from lightning_unified.cli.config.help import help_text
+from lightning_unified.cli.config.nearest import did_you_mean
+from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.request.composition import CONFIG_NAME, PACKAGED, searching
-from lightning_unified.cli.request.help import help_text
-from lightning_unified.cli.request.nearest import did_you_mean
-from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
-from lightning_unified.cli.request.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["train"]

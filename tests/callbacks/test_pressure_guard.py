@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, PressureGuard, RunCheckpoint
-from lightning_unified.callbacks.pressure_watch import PressureWatch
+from lightning_unified.callbacks.pressure.watch import PressureWatch
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Figure, Pressure
 from tests.support.lasting import Lasting

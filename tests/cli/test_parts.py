@@ -10,14 +10,14 @@ import torch
 from lightning import LightningModule
 from omegaconf import OmegaConf
 
+from lightning_unified.cli.config.nearest import nearest
+from lightning_unified.cli.config.overrides import parse_overrides, single_run, swept_values
+from lightning_unified.cli.config.resume import apply_changes, merged_overrides
 from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
-from lightning_unified.cli.request.nearest import nearest
-from lightning_unified.cli.request.overrides import parse_overrides, single_run, swept_values
-from lightning_unified.cli.request.resume import apply_changes, merged_overrides
-from lightning_unified.cli.run.compiling import compiled
+from lightning_unified.cli.run.json_files import versions, write_json
+from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
-from lightning_unified.cli.run.record import versions, write_json
 from lightning_unified.cli.run.samples import printable
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError

@@ -14,8 +14,8 @@ import torch
 from lightning import LightningModule
 
 from lightning_unified.cli.main import main as any_command
-from lightning_unified.cli.plan.backend import Backend
 from lightning_unified.cli.plan.command import main
+from lightning_unified.cli.plan.planner_calls import Backend
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Alignment, tabled_rates

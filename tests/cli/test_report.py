@@ -10,11 +10,11 @@ import pytest
 
 from lightning_unified.cli.main import main
 from lightning_unified.cli.report.command import main as report
-from lightning_unified.cli.report.find import find_runs, names_of
-from lightning_unified.cli.report.metrics import read_curves
-from lightning_unified.cli.report.page import page
-from lightning_unified.cli.report.read import read_run
-from lightning_unified.cli.report.scale import amount, labels, ticks
+from lightning_unified.cli.report.html.page import page
+from lightning_unified.cli.report.html.scale import amount, labels, ticks
+from lightning_unified.cli.report.run_directory.curves import read_curves
+from lightning_unified.cli.report.run_directory.find import find_runs, names_of
+from lightning_unified.cli.report.run_directory.read import read_run
 from lightning_unified.errors import ConfigurationError
 
 GIB, MIB = 2**30, 2**20
@@ -495,9 +495,9 @@ def test_an_output_that_cannot_be_makes_no_sense(tmp_path, capsys, output, said)
 def test_what_the_page_is_made_of_is_shipped():
     root = Path(__file__).resolve().parents[2]
     shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    folder = root / "lightning_unified/cli/report"
+    folder = root / "lightning_unified/cli/report/html"
 
-    assert set(shipped["lightning_unified.cli.report"]) == {
+    assert set(shipped["lightning_unified.cli.report.html"]) == {
         path.name for path in folder.glob("page.*") if path.suffix != ".py"
     }
 

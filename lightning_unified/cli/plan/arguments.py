@@ -8,10 +8,11 @@ from typing import Literal, NoReturn
 
 from typing_extensions import override
 
-from lightning_unified.cli.request.nearest import did_you_mean
+from lightning_unified.cli.config.composition import groups
+from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["FLAGS", "Asked", "parse"]
+__all__ = ["FLAGS", "Asked", "help_text", "parse"]
 
 FLAGS: dict[str, tuple[str, str]] = {
     "--module": ("PKG.MOD:NAME", "a LightningModule's class, or a function that returns one; FILE.py:NAME too"),
@@ -30,6 +31,29 @@ FLAGS: dict[str, tuple[str, str]] = {
     "--help": ("", "this page"),
 }
 """Every flag with what follows it and what it is for."""
+
+_HEAD = """\
+Say what a training step will take before there is one, and the fastest way to run it inside a memory budget.
+No weight is allocated, no data is read, nothing is written.
+
+  python -m lightning_unified plan [group=choice …] [key=value …] [flags]
+
+  plan memory=large hardware=mps model=gearhead-34m         an Apple GPU that may not be here
+  plan model=gearhead simulate=m2-16gb memory.budget=6GiB   a machine by its name
+  plan model=gearhead-118m --fits-where                     every machine that can be simulated
+  plan model=gearhead --generate 128 --rows 16              what generating takes as well
+  plan hardware=cpu --module my.models:Net --kwargs width=512 --batch-shape 32x3x224x224
+  plan --module train.py:build --batch train.py:example_batch --png plan.png
+
+Overrides are those of train (python -m lightning_unified train --help); groups:
+{groups}
+
+Flags
+{flags}
+
+Completion in bash: eval "$(python -m lightning_unified plan --shell-completion install=bash)"
+Exit codes: 0 planned; 1 nothing fits, with a table of what would; 2 what was asked makes no sense.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,3 +153,14 @@ def _check(asked: Asked) -> None:
             f"--module {asked.module} needs a batch to plan for; give --batch pkg.mod:function, or --batch-shape as in "
             "input_ids=8x512:int64 labels=8x512:int64."
         )
+
+
+def help_text() -> str:
+    """Return the help; call it inside `searching`."""
+    shown = [
+        f"  {name:<11}{', '.join(choices)}"
+        for name, choices in sorted(groups().items())
+        if not name.startswith(("hydra", "platform"))
+    ]
+    flags = [f"  {f'{flag} {value}':<32}{words}" for flag, (value, words) in FLAGS.items()]
+    return _HEAD.format(groups="\n".join(shown), flags="\n".join(flags))

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
+from lightning_unified.cli.config.binding import check_binding
+from lightning_unified.cli.config.composition import PACKAGED, searching
+from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.plan.arguments import Asked, parse
-from lightning_unified.cli.plan.backend import Backend, real_backend
-from lightning_unified.cli.request.binding import check_binding
-from lightning_unified.cli.request.composition import PACKAGED, searching
-from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.plan.arguments import Asked, help_text, parse
 from lightning_unified.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from lightning_unified.cli.plan.planner_calls import Backend
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
-    from lightning_unified.cli.plan.target import Target
+    from lightning_unified.cli.plan.target_machine import Target
     from lightning_unified.cost_model.generation.networks import Generated
 
 __all__ = ["main"]
@@ -29,7 +29,7 @@ _OF_A_RUN = ("resume", "run_dir")
 _OF_A_MODEL = ("model", "data", "platform")
 
 
-def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: str = PACKAGED) -> int:
+def main(argv: Sequence[str], *, backend: "Backend | None" = None, config_path: str = PACKAGED) -> int:
     """Print the plan; return 0, 1 if nothing fits or it failed, 2 if what was asked makes no sense.
 
     Args:
@@ -44,13 +44,11 @@ def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: st
 
             return complete(asked.shell_completion, config_path=config_path)
         if asked.calibration is not None:
-            from lightning_unified.cli.plan.calibration import clear_calibration, show_calibration
+            from lightning_unified.cli.plan.calibration_command import clear_calibration, show_calibration
 
             return (show_calibration if asked.calibration == "show" else clear_calibration)(as_json=asked.json)
         with searching(config_path):
             if asked.help:
-                from lightning_unified.cli.plan.help import help_text
-
                 sys.stdout.write(help_text())
                 return 0
             return _plan(asked, backend)
@@ -58,16 +56,17 @@ def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: st
         return report_failure(error)
 
 
-def _plan(asked: Asked, backend: Backend | None) -> int:
+def _plan(asked: Asked, backend: "Backend | None") -> int:
     """Plan what was asked for and show it; call it inside `searching`."""
     _check_keys(asked)
     config = check_overrides(asked.overrides, multirun=False).config
     # the slow imports come after the checks that need none of them
-    from lightning_unified.cli.plan.paper import page_console, waiting
+    from lightning_unified.cli.plan.planner_calls import real_backend
+    from lightning_unified.cli.plan.show import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
-    from lightning_unified.cli.plan.target import configured_for, target_of
+    from lightning_unified.cli.plan.target_machine import configured_for, target_of
     from lightning_unified.cli.run.machine import check_settings
-    from lightning_unified.cli.run.quiet import quiet_third_parties
+    from lightning_unified.cli.run.screen import quiet_third_parties
 
     check_settings(config)
     config, machine = configured_for(config, asked.overrides)
@@ -87,12 +86,11 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
 
 
 def _page(
-    asked: Asked, config: DictConfig, planner: Backend, *, subject: "Subject", target: "Target", precision: str
+    asked: Asked, config: DictConfig, planner: "Backend", *, subject: "Subject", target: "Target", precision: str
 ) -> "Page":
     """Ask the planner, for every machine with the `precision` that was asked for."""
-    from lightning_unified.cli.plan.phases import with_phases
+    from lightning_unified.cli.plan.planner_calls import fits_where, with_phases
     from lightning_unified.cli.plan.show import Page
-    from lightning_unified.cli.plan.where import fits_where
 
     trainer = {"trainer": subject.trainer}
     planned = partial(
@@ -120,7 +118,7 @@ def _page(
 
 def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
     """Return what generating takes, of the batch's rows and length where nothing else was asked for."""
-    from lightning_unified.cli.plan.batches import length_of
+    from lightning_unified.cli.plan.example_batches import length_of
     from lightning_unified.cost_model.generation.networks import generated
 
     rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)

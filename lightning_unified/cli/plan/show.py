@@ -1,7 +1,9 @@
 """Show a plan: on the terminal or as JSON, and beside that as Markdown and as a picture."""
 
 import json
+import os
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
-from lightning_unified.cli.plan.target import Target
+from lightning_unified.cli.plan.target_machine import Target
 from lightning_unified.cost_model.generation.networks import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
@@ -19,7 +21,9 @@ from lightning_unified.cost_model.render.tables import generation_table
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.units import format_bytes
 
-__all__ = ["Page"]
+__all__ = ["Page", "page_console", "waiting"]
+
+_PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,3 +136,13 @@ def _write(path: Path, text: str) -> None:
         raise ConfigurationError(
             f"--markdown {path} cannot be written: {error.strerror or error}; name a file that can."
         ) from error
+
+
+def page_console() -> Console:
+    """Return standard output; a file or a pipe, which has no width, gets one in which the tables have room."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
+
+
+def waiting(doing: str) -> AbstractContextManager[Any]:
+    """Return a context in which a terminal shows what is done; standard output is left alone."""
+    return Console(stderr=True).status(f"{doing} …")

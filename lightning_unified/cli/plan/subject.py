@@ -14,8 +14,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_unified.cli.config.binding import make
+from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.plan.arguments import Asked
-from lightning_unified.cli.plan.batches import (
+from lightning_unified.cli.plan.example_batches import (
     batch_of_data,
     batch_of_shapes,
     batches_of_other_phases,
@@ -25,8 +27,6 @@ from lightning_unified.cli.plan.batches import (
     validation_batch_of_data,
 )
 from lightning_unified.cli.plan.weightless import without_memory
-from lightning_unified.cli.request.binding import make
-from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.cli.run import parts as building
 from lightning_unified.errors import ConfigurationError
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.report.find import find_runs, names_of
-from lightning_unified.cli.report.page import page
-from lightning_unified.cli.report.read import read_run
-from lightning_unified.cli.run.record import plain
+from lightning_unified.cli.report.html.page import page
+from lightning_unified.cli.report.run_directory.find import find_runs, names_of
+from lightning_unified.cli.report.run_directory.read import read_run
+from lightning_unified.cli.run.json_files import plain
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["main"]

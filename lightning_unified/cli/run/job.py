@@ -16,10 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
-from lightning_unified.cli.request.binding import check_binding
-from lightning_unified.cli.request.composition import composed
-from lightning_unified.cli.request.resume import (
+from lightning_unified.cli.config.binding import check_binding
+from lightning_unified.cli.config.composition import composed
+from lightning_unified.cli.config.resume import (
     LAST,
     OVERRIDES,
     Change,
@@ -29,7 +28,7 @@ from lightning_unified.cli.request.resume import (
     merged_overrides,
     relocated,
 )
-from lightning_unified.cli.run.quiet import quiet_third_parties
+from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
 if TYPE_CHECKING:
@@ -104,9 +103,8 @@ class Job:
             check_steps_left(self.saved, config.trainer.max_steps)
         check_binding(config)
         from lightning_unified.cli.run import parts as building
-        from lightning_unified.cli.run.compiling import compiled
         from lightning_unified.cli.run.result import finish
-        from lightning_unified.cli.run.screen import show_changes, show_start
+        from lightning_unified.cli.run.screen import quiet_third_parties, show_changes, show_start
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         resume_command = f"{self.program} {_resume_override(directory)}"
@@ -120,7 +118,7 @@ class Job:
             show_start(config, machine, module=module)
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
-        with compiled(parts.module, wanted=bool(machine.settings.compile)):
+        with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None

@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_unified.callbacks.device_pool import pool_of
 from lightning_unified.callbacks.loops import is_trial, logged_step
-from lightning_unified.callbacks.pool import pool_of
-from lightning_unified.cli.run.record import plain, versions
+from lightning_unified.cli.run.json_files import plain, versions
 from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import Sources, read, watermarks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.config.binding import make
 from lightning_unified.errors import ConfigurationError, HardwareError
 from lightning_unified.hardware import (
     Budget,

@@ -1,6 +1,7 @@
 """Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,11 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.config.binding import make
 from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
-from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
-__all__ = ["Parts", "build", "callback_of", "callbacks_of", "count_parameters", "trainer_of"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "compiled", "count_parameters", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,21 @@ class _Start(Callback):
         self._then(pl_module)
 
 
+class _ValidateAtEnd(Callback):
+    """Make a validation due at the last optimizer step that `max_steps` or `max_epochs` allows.
+
+    Lightning validates every `val_check_interval` batches and drops what is left over. Its loop asks
+    `trainer.val_check_batch` after each batch (`_TrainingEpochLoop._should_check_val_fx`, 2.6.6); this sets it so that the
+    answer is yes after the last one.
+    """
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if trainer.check_val_every_n_epoch is None and trainer.global_step + 1 == trainer.estimated_stepping_batches:
+            trainer.val_check_batch = loop.total_batch_idx + 1
+
+
 def build(config: DictConfig, *, resume_command: str, on_start: Callable[[LightningModule], None]) -> Parts:
     """Build the parts of the run that `config` describes, seeded.
 
@@ -72,7 +87,7 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
         if getattr(callback, "resume_command", ...) is None:
             callback.resume_command = resume_command
     throughput = Throughput()
-    trainer = trainer_of(config, [_Start(on_start), *callbacks.values(), throughput, Journal(), ValidateAtEnd()])
+    trainer = trainer_of(config, [_Start(on_start), *callbacks.values(), throughput, Journal(), _ValidateAtEnd()])
     return Parts(data=data, module=module, callbacks=callbacks, throughput=throughput, trainer=trainer)
 
 
@@ -96,6 +111,23 @@ def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
     taken = {"callbacks": list(callbacks), "logger": loggers or False}
     arguments = {key: value for key, value in _resolved(config.trainer).items() if key not in taken}
     return make("trainer", arguments, **taken)
+
+
+@contextmanager
+def compiled(module: LightningModule, *, wanted: bool) -> Iterator[None]:
+    """Compile, meanwhile and in place, the modules that `module` consists of.
+
+    Not `module` itself: its steps log, count and are called by a strategy, none of which a graph can hold. Not for
+    longer than the training either: texts of every length would each be compiled for.
+    """
+    parts = list(module.children()) if wanted else []
+    for part in parts:
+        part.compile()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._compiled_call_impl = None  # `Module.compile` has no opposite (torch 2.13)
 
 
 def callback_of(parts: Parts, kind: str) -> Any:

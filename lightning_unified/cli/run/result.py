@@ -10,10 +10,10 @@ from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
 
+from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
-from lightning_unified.cli.run.record import versions, write_json
 from lightning_unified.cli.run.samples import sample_texts, shown_by
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Reading, read

@@ -1,6 +1,8 @@
 """What a run prints: its configuration and machine at the start, what came of it at the end."""
 
 import json
+import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,37 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_unified.cli.request.binding import arguments_of, target_of
-from lightning_unified.cli.request.resume import Change
+from lightning_unified.cli.config.binding import arguments_of, target_of
+from lightning_unified.cli.config.resume import Change
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
 from lightning_unified.precision import live_scaler, plugin_precision
 from lightning_unified.units import format_bytes
 
-__all__ = ["show_changes", "show_note", "show_start", "show_summary"]
+__all__ = ["quiet_third_parties", "show_changes", "show_note", "show_start", "show_summary"]
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
+_NOT_ACTIONABLE = (
+    "The '.*_dataloader' does not have many workers",  # hardware decides the workers, and says why
+    "The number of training batches .* is smaller than the logging interval",
+    "Checkpoint directory .* exists and is not empty",  # a resumed run continues in its own directory
+    "You're resuming from a checkpoint that ended before",  # the loader's position is restored
+    "Trying to infer the `batch_size`",
+    "Experiment logs directory .* exists",
+    "isinstance\\(treespec, LeafSpec\\)",
+    "`isinstance\\(treespec",
+    "Found .* module\\(s\\) in eval mode",
+    "There is a wandb run already",
+    "Starting from v1.9.0",
+)
+
+
+def quiet_third_parties() -> None:
+    """Lower Lightning's banners and tips to warnings, and drop the warnings that a user cannot act on."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in _NOT_ACTIONABLE:
+        warnings.filterwarnings("ignore", message=f".*{pattern}")
 
 
 def show_note(text: str) -> None:
