@@ -18,7 +18,7 @@ from lightning_unified.cli.main import main
 from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
-from lightning_unified.cli.run.samples import printable
+from lightning_unified.cli.run.result import printable
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
 

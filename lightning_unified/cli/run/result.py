@@ -1,8 +1,9 @@
 """What came of a run: the record on disk, the summary on the screen."""
 
 import math
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
-from lightning_unified.cli.run.samples import sample_texts, shown_by
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Reading, read
 
-__all__ = ["finish"]
+__all__ = ["finish", "printable"]
+
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # a terminal would obey these; a byte-level model may write them
 
 _VALIDATION = "val/"
 
@@ -32,7 +36,7 @@ def finish(
     """
     validation = _validation(parts, stopped=stopped)
     baselines = {} if stopped else _baselines(parts.data)
-    samples = [] if stopped else sample_texts(parts.module, seed=config.seed) or shown_by(parts.callbacks.values())
+    samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     plan = getattr(parts.trainer.strategy, "plan", None)
     summary = _summary(parts, machine=machine, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
@@ -51,6 +55,19 @@ def finish(
         first_step=parts.throughput.first_step,
     )
     return float(validation.get("loss", math.nan))
+
+
+def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int) -> list[str]:
+    """Return the texts of the module's own `sample_texts(seed=...)`, else those that callbacks hold as `shown`."""
+    own = getattr(module, "sample_texts", None)
+    texts = [] if own is None else own(seed=seed)
+    texts = texts or [text for callback in callbacks for text in getattr(callback, "shown", ())]
+    return [printable(text) for text in texts]
+
+
+def printable(text: str) -> str:
+    """Return `text` with a replacement for every character that a terminal would obey instead of showing."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:

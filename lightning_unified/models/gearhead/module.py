@@ -208,6 +208,12 @@ class GearHead(LightningModule):
             self.log("val/diagnosis_loss", diagnosis_loss / diagnoses)
             self.log("val/diagnosis_accuracy", right / diagnoses)
 
+    def sample_texts(self, *, seed: int) -> list[str]:
+        """Return a few texts that the model generates, for the summary of a run."""
+        from lightning_unified.models.gearhead.samples import sample_texts
+
+        return sample_texts(self, seed=seed)
+
     def _sums(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         hidden = self.network(batch["input_ids"], batch.get("error_code_ids"))
         # The labels are shifted, not the vectors: moving (B, T) integers costs nothing, (B, T, D) would be a copy.
