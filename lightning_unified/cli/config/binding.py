@@ -1,4 +1,4 @@
-"""Hold every `_target_` node against the signature it configures: no missing or unknown argument, no value of the wrong kind."""
+"""Check every `_target_` node against its signature: missing and unknown arguments, values of the wrong type."""
 
 import inspect
 import types
@@ -15,7 +15,7 @@ __all__ = ["arguments_of", "check_binding", "make", "target_of", "targets"]
 
 
 def targets(node: Any, *, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted name and the content of every mapping in `node` that has a `_target_`."""
+    """Yield the dotted name and the content of every mapping with a `_target_`."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield name, node
@@ -27,7 +27,7 @@ def target_of(path: str) -> Callable[..., Any]:
     """Return the object that a dotted `_target_` names.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If it cannot be imported.
     """
     from hydra.utils import get_object
 
@@ -48,10 +48,10 @@ def arguments_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def make(name: str, node: Any, **objects: Any) -> Any:
-    """Return what `node` describes, with `objects` as further arguments, and turn its refusals into one of ours.
+    """Instantiate `node`, with `objects` as further arguments, and convert its errors into ours.
 
     Raises:
-        ConfigurationError: With the refusal's own words, or with `name` before them.
+        ConfigurationError: If the target refuses its arguments; the message names `name`.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -73,7 +73,7 @@ def check_binding(config: DictConfig) -> None:
     """Check every `_target_` node of `config`, resolved, against its target.
 
     Raises:
-        ConfigurationError: If an argument is unknown, missing, or of a kind that the target's annotation rules out.
+        ConfigurationError: If an argument is unknown, missing, or of a type that the target's annotation excludes.
     """
     seen = set()
     for name, node in targets(OmegaConf.to_container(config, resolve=True)):
@@ -102,7 +102,7 @@ def _check_node(name: str, node: Mapping[str, Any]) -> None:
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of `target`'s arguments, or none where they cannot be evaluated."""
+    """Return the annotations of `target`'s arguments, empty where they cannot be evaluated."""
     function = target.__init__ if inspect.isclass(target) else target
     try:
         return typing.get_type_hints(function)
@@ -122,8 +122,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _fits_one(value: Any, hint: Any) -> bool:
-    """Return False only where the annotation is one of the plain kinds and `value` is plainly another."""
-    if isinstance(value, dict):  # a node with a `_target_` becomes an object; what it is, is its own affair
+    """Return False only where the annotation is a plain type and `value` is certainly of another."""
+    if isinstance(value, dict):  # a node with a `_target_` becomes an object of a type that is unknown here
         return True
     origin = typing.get_origin(hint)
     if origin is Literal:
@@ -146,7 +146,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
 
 
 def _wanted(value: Any, hint: Any) -> str:
-    """Say what an annotation allows, in words."""
+    """Return in words the values that an annotation allows."""
     choices = [
         str(choice)
         for member in _members(hint)

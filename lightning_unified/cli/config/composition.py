@@ -1,4 +1,4 @@
-"""Hydra's composition, used without its application: a configuration from overrides, and the choices it was made of."""
+"""Compose a configuration from overrides with Hydra, outside of its application."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ PACKAGED = "pkg://lightning_unified.conf"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """A configuration and the choices it was made of (`{"memory": "small", …}`)."""
+    """A configuration, and the chosen option of each group (`{"memory": "small", …}`)."""
 
     config: DictConfig
     choices: dict[str, str | None]
@@ -28,7 +28,7 @@ class Composed:
 def searching(config_path: str) -> Iterator[None]:
     """Let `composed` find the configuration under `config_path`: a folder, or `pkg://package.name`.
 
-    Inside a running Hydra application its own search path is used and left as it is.
+    Inside a running Hydra application, that application's search path applies.
     """
     if GlobalHydra.instance().is_initialized():
         yield
@@ -41,9 +41,9 @@ def searching(config_path: str) -> Iterator[None]:
 
 
 def composed(overrides: Sequence[str]) -> Composed:
-    """Return what `overrides` compose to; call it inside `searching`.
+    """Compose `overrides`; call it inside `searching`.
 
-    The run's name, which Hydra's own resolver would give only inside a job, is filled in.
+    The run's name, which Hydra's resolver gives only inside a job, is set to the chosen model.
     """
     config = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
@@ -55,11 +55,11 @@ def composed(overrides: Sequence[str]) -> Composed:
 
 
 def groups() -> dict[str, list[str]]:
-    """Return every group of the search path with its choices, those of Hydra included (`"hydra/launcher"`).
+    """Return every group of the search path with its choices, including Hydra's own (`"hydra/launcher"`).
 
-    A folder within a group that has choices of its own holds further ones of these: `model=wordle/qwen2_5_3b`.
+    A folder inside a group with choices holds further choices of that group: `model=wordle/qwen2_5_3b`.
     """
-    # the loader's own methods of these names copy the whole repository at every call
+    # The loader's own methods of these names copy the whole repository at every call.
     repository: Any = getattr(GlobalHydra.instance().config_loader(), "repository")  # noqa: B009 - not of the declared type
     found: dict[str, list[str]] = {}
 
@@ -78,7 +78,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def flat(config: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Return `config`'s leaves by dotted name; lists and empty mappings are leaves."""
+    """Return the leaves of `config` by dotted name; lists and empty mappings are leaves."""
     container = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else config
     if not isinstance(container, dict) or not container:
         return {prefix: container}

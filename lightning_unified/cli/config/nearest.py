@@ -1,4 +1,4 @@
-"""The valid name nearest to one that is not."""
+"""Suggest the valid name nearest to an invalid one."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ __all__ = ["did_you_mean", "nearest"]
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the member of `valid` that `name` most resembles, or None when nothing does.
+    """Return the member of `valid` that `name` resembles most, or None if there is none close enough.
 
-    A dotted name is also tried by its last part, so that `max_steps` finds `trainer.max_steps`.
+    The last part of dotted names is compared too, so `max_steps` finds `trainer.max_steps`.
     """
     names = list(valid)
     found = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
@@ -25,6 +25,6 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return `"; did you mean X?"` for the nearest valid name, or the full stop that ends the sentence without one."""
+    """Return `"; did you mean X?"` for the nearest valid name, or `"."` without one."""
     found = nearest(name, valid)
     return f"; did you mean {found}?" if found else "."

@@ -1,4 +1,4 @@
-"""Check every override before anything runs: the nearest valid name beats a stack of composition errors."""
+"""Check every override before anything runs, and name the nearest valid group, choice or key."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Return `overrides` parsed by Hydra's grammar.
 
     Raises:
-        ConfigurationError: If one is not of the form `key=value`.
+        ConfigurationError: If an override is not of the form `key=value`.
     """
     parser = OverridesParser.create()
     parsed = []
@@ -36,19 +36,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def key_of(override: Override) -> str:
-    """Return what `override` sets: a group's name or a dotted key."""
+    """Return the group's name or the dotted key that `override` sets."""
     return override.key_or_group
 
 
 def single_run(override: Override) -> str:
-    """Return `override` as one run would see it: the first value of a sweep."""
+    """Return `override` as a single run sees it, with the first value of a sweep."""
     if not override.is_sweep_override():
         return str(override.input_line)
     return f"{override.get_key_element()}={swept_values(override)[0]}"
 
 
 def swept_values(override: Override) -> list[str]:
-    """Return the values that a sweep names; of an interval, which only some sweepers can draw from, its start."""
+    """Return the values of a sweep; for an interval, which only some sweepers can draw from, its start."""
     if override.is_interval_sweep():
         interval = override.value()
         return [str(interval.start)]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
@@ -56,11 +56,11 @@ def swept_values(override: Override) -> list[str]:
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool) -> Composed:
-    """Return what `overrides` compose to (each sweep at its first value); call it inside `searching`.
+    """Compose `overrides`, each sweep at its first value; call it inside `searching`.
 
     Raises:
-        ConfigurationError: If a group, a choice or a key does not exist, or the whole does not compose. The message
-            names the nearest that does.
+        ConfigurationError: If a group, a choice or a key does not exist, with the nearest that does, or if the
+            overrides do not compose.
     """
     parsed = parse_overrides(overrides)
     sweeps = [override for override in parsed if override.is_sweep_override()]

@@ -1,4 +1,4 @@
-"""Continue a run: its saved configuration is the base, overrides given beside `resume=` win and are reported."""
+"""Continue a run from its saved configuration; overrides given beside `resume=` win and are reported."""
 
 import os
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class SavedRun:
     Args:
         directory: The run directory.
         config: Its resolved configuration.
-        overrides: The overrides that were given for it.
-        checkpoint: The checkpoint to go on from.
+        overrides: The overrides of its command line.
+        checkpoint: The checkpoint to continue from.
     """
 
     directory: Path
@@ -60,7 +60,7 @@ def find_run(directory: str | Path) -> SavedRun:
     """Return the run in `directory`.
 
     Raises:
-        ConfigurationError: If that is no run directory, or holds no checkpoint yet.
+        ConfigurationError: If it is not a run directory, or has no checkpoint yet.
     """
     path = Path(directory).expanduser().absolute()
     if not path.is_dir():
@@ -86,7 +86,7 @@ def find_run(directory: str | Path) -> SavedRun:
 
 
 def merged_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return `old` with `new` beside it: a key given again replaces the old one, in its place."""
+    """Merge two lists of overrides: a key in `new` replaces the same key of `old`, in its place."""
     merged: dict[str, str] = {}
     for text, override in zip((*old, *new), parse_overrides([*old, *new]), strict=True):
         if key_of(override) not in _OF_THIS_RUN:
@@ -95,11 +95,11 @@ def merged_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]:
-    """Return the configuration to continue `run` with, and what `given` changes in it; call it inside `searching`.
+    """Return the configuration that continues `run`, and the changes that `given` makes; call it inside `searching`.
 
-    The saved configuration holds what this machine's detection and earlier versions of the shipped files made of the
-    overrides, so it is changed only where `given` makes a difference: compose without it, compose with it, apply the
-    difference. A group that is chosen anew comes in whole.
+    The saved configuration contains detected hardware and values of earlier versions of the shipped files. So it
+    changes only where `given` makes a difference: compose without `given`, compose with it, apply the difference. A
+    newly chosen group replaces the saved one whole.
     """
     hardware = f"hardware={run.config.hardware.name}"
     own = merged_overrides([hardware], run.overrides)
@@ -114,7 +114,7 @@ def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]
 
 
 def apply_changes(config: DictConfig, before: DictConfig, after: DictConfig) -> list[Change]:
-    """Write into `config` what differs between `before` and `after`, and return it."""
+    """Apply the differences between `before` and `after` to `config`, and return them."""
     old, new = flat(_resolved(before)), flat(_resolved(after))
     changes = []
     for key in sorted(old.keys() | new.keys()):
@@ -134,13 +134,13 @@ def apply_changes(config: DictConfig, before: DictConfig, after: DictConfig) -> 
 def _resolved(config: DictConfig) -> DictConfig:
     copy = config.copy()
     OmegaConf.set_struct(copy, False)
-    copy["run_dir"] = "run_dir"  # a time of day, which differs between any two compositions
+    copy["run_dir"] = "run_dir"  # holds the time of day, which differs between any two compositions
     OmegaConf.resolve(copy)
     return copy
 
 
 def relocated(config: DictConfig, directory: Path) -> DictConfig:
-    """Return `config`, whose paths were resolved for another run directory, for this one: it was moved, or `run_dir` given."""
+    """Return `config` with its paths rewritten to `directory`: the run was moved, or `run_dir` was given."""
     old, new = str(config.run_dir), str(directory)
 
     def moved(value: Any) -> Any:
@@ -155,11 +155,11 @@ def relocated(config: DictConfig, directory: Path) -> DictConfig:
 
 
 def check_steps_left(run: SavedRun, max_steps: int) -> int:
-    """Return the steps that `run` has done.
+    """Return the number of optimizer steps that `run` has done.
 
     Raises:
         CheckpointError: If its checkpoint cannot be read.
-        ConfigurationError: If it has already done `max_steps` (-1: no limit).
+        ConfigurationError: If `run` has already done `max_steps` (-1: no limit).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind as data: the summary, the plan and the versions, with null for whatever is not known."""
+"""JSON files of a run directory: plain values, null for unknown ones, and the versions of packages."""
 
 import json
 import math
@@ -14,7 +14,7 @@ _PACKAGES = ("lightning-unified", "torch", "lightning", "hydra-core", "numpy")
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that a result depends on; None where one is not installed."""
+    """Return the versions of Python and of the packages that affect a result, None where not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -25,12 +25,12 @@ def versions() -> dict[str, str | None]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`; what is not finite becomes null, which JSON has no other word for."""
+    """Write `content` to `path` as JSON, with null for values that are not finite."""
     path.write_text(json.dumps(plain(content), indent=2) + "\n", encoding="utf-8")
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: what is not finite becomes null, what is no plain value its text."""
+    """Return `value` in JSON types: numbers that are not finite as None, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):

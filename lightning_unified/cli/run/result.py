@@ -1,4 +1,4 @@
-"""What came of a run: the record on disk, the summary on the screen."""
+"""The end of a run: write plan, summary, samples and plots, and print the summary."""
 
 import math
 import re
@@ -30,9 +30,9 @@ _VALIDATION = "val/"
 def finish(
     parts: Parts, *, config: DictConfig, machine: Machine, directory: Path, resume_command: str, stopped: bool
 ) -> float:
-    """Write and print what came of a run, and return its validation loss (NaN if there was none).
+    """Write and print the results of a run, and return its validation loss (NaN if there is none).
 
-    A run that was stopped is only recorded: whoever stopped it does not wait for baselines and samples.
+    A stopped run skips validation, baselines and samples, so that the process ends soon.
     """
     validation = _validation(parts, stopped=stopped)
     baselines = {} if stopped else _baselines(parts.data)
@@ -71,7 +71,7 @@ def printable(text: str) -> str:
 
 
 def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
-    """Return the last validation's metrics, by their names without `val/`; validates first if the weights have changed since."""
+    """Return the metrics of the last validation without `val/`; validate first if the weights have changed since."""
     trainer = parts.trainer
     if not stopped and parts.throughput.validated_at != trainer.global_step and trainer.limit_val_batches:
         with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
 
 
 def _baselines(data: LightningDataModule) -> dict[str, float]:
-    """Return the perplexities to compare with, where the data offers some."""
+    """Return the baseline perplexities of the data, empty if it offers none."""
     offered = getattr(data, "baselines", None)
     return dict(offered()) if offered is not None else {}
 
@@ -92,7 +92,7 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
 
 
 def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str, Any]:
-    """Return `summary.json` without what only the end of a run knows; None where nothing is known."""
+    """Return `summary.json` without validation and resume command; None where a value is unknown."""
     trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
     own_reading = getattr(strategy, "reading", None)
     reading = read(str(strategy.root_device)) if own_reading is None else own_reading()
@@ -124,7 +124,7 @@ def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str,
 
 
 def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
-    """Return the run's own peak where it was watched, else the device's."""
+    """Return the peak that `MemoryMonitor` saw, else the device's."""
     monitor = callback_of(parts, "MemoryMonitor")
     if monitor is not None and monitor.peak is not None:
         return {"measured": monitor.peak, "source": monitor.peak_source}
@@ -137,7 +137,7 @@ def _recompute(plan: Any, module: LightningModule) -> bool | None:
 
 
 def _plan(plan: Any, parts: Parts) -> dict[str, Any]:
-    """Return `plan.json`: the strategy's decisions with their reasons, and what it had to do on the way."""
+    """Return `plan.json`: the strategy's decisions with their reasons, and its events."""
     content = plan.to_dict() if plan is not None else {"strategy": type(parts.trainer.strategy).__name__}
     simulated = getattr(parts.trainer.strategy, "simulated", None)
     content |= {} if simulated is None else {"simulated": simulated.profile.name}
