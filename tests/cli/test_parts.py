@@ -135,7 +135,7 @@ def test_the_summary_of_data_without_tokens_or_steps_is_printed(capsys):
     }
     show_summary(summary, baselines={}, samples=[], saved=["run"])
 
-    assert "0 steps in 0.25 s\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
+    assert "0 steps in 250 ms\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
 
 
 def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():

@@ -184,17 +184,17 @@ def test_a_run_that_left_nothing_but_metrics_is_told_of_with_them(tmp_path):
     run = run_of(tmp_path / "run", summary__json=None, plan__json=None, events__jsonl=None, config__yaml=None)
     _, tree = read_page(run)
 
-    assert run.status == "not finished: still running, or ended without a word; the last step that was logged is 39"
+    assert run.status == "not finished: still running, or killed; the last logged step is 39"
     assert "1.49 GiB" in tree.text  # the greatest peak that was logged
     assert "recoveries unknown" in tree.text
     assert "peak, predicted unknown" in tree.text
-    assert "unknown: there is no plan.json that can be read" in tree.text
+    assert "unknown: there is no readable plan.json" in tree.text
 
 
 def test_a_run_that_logged_nothing_says_so_in_each_chart(tmp_path):
     _, tree = read_page(run_of(tmp_path / "run", metrics__csv="step,epoch\n"))
 
-    assert tree.text.count("unknown: nothing of this was logged") == 5
+    assert tree.text.count("unknown: no such metric was logged") == 5
 
 
 def test_a_run_that_failed_says_where_and_of_what(tmp_path):
@@ -331,7 +331,7 @@ def test_figures_of_a_simulated_machine_are_found(tmp_path):
     simulated = METRICS.replace("memory/", "memory_simulated_m2-16gb/").replace("/peak", "/peak_sampled")
     text, _ = read_page(run_of(tmp_path / "run", metrics__csv=simulated))
 
-    assert "nothing of this was logged" not in text.partition("<h2>Speed</h2>")[0]
+    assert "no such metric was logged" not in text.partition("<h2>Speed</h2>")[0]
 
 
 def test_a_long_run_makes_a_page_that_is_small_and_keeps_its_extremes(tmp_path):
@@ -441,7 +441,7 @@ def test_more_runs_than_a_page_tells_apart_are_refused(tmp_path):
         (tmp_path / f"runs/{index}").mkdir(parents=True)
         (tmp_path / f"runs/{index}/metrics.csv").write_text("step\n")
 
-    with pytest.raises(ConfigurationError, match="that is 25 runs, and a page tells 24 apart; name fewer, such as"):
+    with pytest.raises(ConfigurationError, match="these are 25 runs, and a page shows at most 24; name fewer, such as"):
         find_runs([str(tmp_path / "runs")])
 
 

@@ -1,4 +1,4 @@
-"""What measured steps have taught about machines: shown, or forgotten."""
+"""`plan --calibration`: show or delete the corrections that measured steps left for each machine."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ __all__ = ["clear_calibration", "show_calibration"]
 
 
 def show_calibration(*, as_json: bool) -> int:
-    """Print what is kept of each machine that steps were measured on; return 0."""
+    """Print the calibration of every measured machine; return 0."""
     folder, kept = cache_directory(), {name: Calibration.load(name).to_dict() for name in calibrated_machines()}
     if as_json:
         _print_json(machines=kept)
@@ -35,7 +35,7 @@ def show_calibration(*, as_json: bool) -> int:
 
 
 def clear_calibration(*, as_json: bool) -> int:
-    """Delete what is kept of all machines, and print which these were; return 0."""
+    """Delete the calibrations of all machines, and print their names; return 0."""
     cleared = clear_calibrations()
     if as_json:
         _print_json(cleared=cleared)
@@ -52,7 +52,7 @@ def _print_json(**found: Any) -> None:
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:
-    """Return one machine: its speeds with where they come from, and measured over predicted peaks and times by kind."""
+    """Return a table of one machine: speeds with their sources, and measured over predicted peaks and times by kind."""
     table = Table(
         title=name, title_justify="left", title_style="bold not italic", header_style="dim", box=None, pad_edge=False
     )

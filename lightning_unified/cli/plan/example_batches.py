@@ -1,4 +1,4 @@
-"""A batch to plan with: by its shapes, from the data module, or from a user's own function."""
+"""Example batches for a plan: from shapes, or from the data module."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ _DTYPES = {
 
 
 def batch_of_shapes(shapes: Sequence[str]) -> Any:
-    """Return a batch of zeros: a dict where the shapes have names, else one tensor, or a tuple of several.
+    """Return a batch of zeros: a dict if the shapes have names, else one tensor or a tuple of several.
 
-    Zeros are valid tokens and classes, and take memory only where something is written to them.
+    Zeros are valid tokens and classes. The system allocates their pages only when they are written.
 
     Args:
-        shapes: Each `[name=]SIZES[:DTYPE]`, as in `"input_ids=8x512:int64"`; float32 where no dtype is given.
+        shapes: Each `[name=]SIZES[:DTYPE]`, as in `"input_ids=8x512:int64"`; the default dtype is float32.
 
     Raises:
-        ConfigurationError: If one cannot be read, or some have names and others none.
+        ConfigurationError: If a shape cannot be parsed, or only some shapes have names.
     """
     named: list[tuple[str | None, torch.Tensor]] = [_tensor(text) for text in shapes]
     names = [name for name, _ in named if name is not None]
@@ -67,48 +67,48 @@ def _tensor(text: str) -> tuple[str | None, torch.Tensor]:
 
 
 def batch_of_data(data: LightningDataModule) -> tuple[Any, str]:
-    """Return a batch of a data module and what is to be known about it.
+    """Return a batch of a data module and a note about it.
 
-    A module that has `example_batch()` is asked for it, and nothing is read, downloaded or encoded. Any other gives the first batch
-    of its training loader, for which it prepares itself as for a run.
+    A data module with `example_batch()` returns it, and no data is read, downloaded or encoded. Any other data module is prepared as
+    for a run and gives the first batch of its training loader.
 
     Raises:
         ConfigurationError: If it has no training batch.
     """
     example = getattr(data, "example_batch", None)
     if example is not None:
-        return example(), "of full size and length by its shapes alone, no data was read"
+        return example(), "of full size and length, from its shapes alone; no data was read"
     data.prepare_data()
     data.setup("fit")
     batch = next(iter(data.train_dataloader()), None)
     if batch is None:
         raise ConfigurationError(f"data: {type(data).__name__} has no training batch to plan with.")
-    return batch, "the first of the training data, longer ones take more"
+    return batch, "the first of the training data; longer batches take more"
 
 
 def batches_of_other_phases(data: LightningDataModule) -> dict[str, Any]:
-    """Return a whole batch of each phase of a fit but the one that `batch_of_data` gives; none for data of one phase.
+    """Return a whole batch of every other phase of a fit, by name; empty for data of one phase.
 
-    Data whose batches change in the course of a fit has `example_phases()`, which returns them by the phase's name.
+    Data whose batches change their structure during a fit defines `example_phases()`.
     """
     phases = getattr(data, "example_phases", None)
     return {} if phases is None else dict(phases())
 
 
 def largest_batch(module: LightningModule, batch: Any) -> Any:
-    """Return the batch that is cut: the module's own, where `prepare` makes others rows than the loader gave.
+    """Return the batch that is split: the module's own where its `prepare` makes other rows than the loader.
 
-    Such a module has `largest_batch(batch)`, which returns the largest that `prepare` can make, and samples nothing.
+    Such a module defines `largest_batch(batch)`, which returns the largest batch that `prepare` can make, without sampling.
     """
     made = getattr(module, "largest_batch", None)
     return batch if made is None else made(batch)
 
 
 def validation_batch_of_data(data: LightningDataModule) -> Any:
-    """Return a batch of validation of a data module that `batch_of_data` was asked for before; None where it has none.
+    """Return a validation batch of a data module, None if it has none; call it after `batch_of_data`.
 
-    One that has `example_batch()` may have `example_validation_batch()` too, and is asked for nothing else. Of several loaders the
-    first is taken.
+    A data module with `example_batch()` gives its `example_validation_batch()`, if defined. With several loaders the first one
+    gives the batch.
     """
     if hasattr(data, "example_batch"):
         example = getattr(data, "example_validation_batch", None)
@@ -127,13 +127,13 @@ def rows_of(batch: Any) -> int | None:
 
 
 def length_of(batch: Any) -> int | None:
-    """Return the tokens of a row: the second dimension of the first tensor of whole numbers that has one; None without any."""
+    """Return the tokens of a row: the second dimension of the first integer tensor that has one, else None."""
     whole = [tensor for _, tensor in _tensors(batch) if tensor.ndim > 1 and not tensor.is_floating_point()]
     return whole[0].shape[1] if whole else None
 
 
 def describe_batch(batch: Any) -> str:
-    """Return a batch in a line: `"32 rows: input_ids 32×512 int64, labels 32×512 int64"`."""
+    """Describe a batch in one line: `"32 rows: input_ids 32×512 int64, labels 32×512 int64"`."""
     entries = [
         f"{name} {'×'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}".strip()
         for name, tensor in _tensors(batch)

@@ -1,4 +1,4 @@
-"""What fits where: the same step on every simulated machine, each with its own `auto` budget."""
+"""Calls to the planner: the phases of a fit, and the same step on every simulated machine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ __all__ = ["Backend", "fits_where", "real_backend", "with_phases"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """What the command calls.
+    """The planner's functions that the command calls; tests replace them.
 
     Attributes:
-        plan: As `training.predict.plan`.
-        plan_many: As `training.predict.plan_many`.
-        rates: What is tabled of a machine, by its name; None where nothing is.
+        plan: `planner.predict.plan`.
+        plan_many: `planner.predict.plan_many`.
+        rates: Returns the tabled rates of a machine by its name, or None.
     """
 
     plan: "Callable[..., Plan]"
@@ -42,23 +42,23 @@ def real_backend() -> Backend:
 
 
 def with_phases(plan: Plan, others: Mapping[str, Plan]) -> Plan:
-    """Return the plan of the fit's main phase with what is to be known of the others.
+    """Return the plan of the main phase, with the sizes of the other phases among its reasons.
 
-    A fit plans anew when its batches become others, so each phase has sizes of its own. Of phases that all fit the main one is shown;
-    one that does not fit is shown in its place, for then neither does the fit.
+    A fit plans again when the structure of its batches changes, so each phase has sizes of its own. If another phase does not fit,
+    its plan is returned instead, because then the fit does not fit either.
 
     Args:
-        plan: Of the main phase.
-        others: Of the others, by name.
+        plan: The plan of the main phase.
+        others: The plans of the other phases, by name.
     """
     if not others:
         return plan
     worst = next((other for other in (plan, *others.values()) if not does_fit(other)), plan)
-    words = "; ".join(f"{name}: {_told(other)}" for name, other in others.items())
+    words = "; ".join(f"{name}: {_phase_in_words(other)}" for name, other in others.items())
     return replace(worst, reasons={**worst.reasons, "other phases": words})
 
 
-def _told(plan: Plan) -> str:
+def _phase_in_words(plan: Plan) -> str:
     found = plan.prediction
     if found is None or not does_fit(plan):
         return "does not fit"
@@ -67,7 +67,7 @@ def _told(plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Machine:
-    """A simulated machine at rest: what it is, what it may use, what it computes in, or why it cannot."""
+    """A simulated machine before a run: its entry on the page, and its precision ("" if it cannot run)."""
 
     entry: MachinePlan
     precision: str = ""
@@ -81,15 +81,15 @@ def fits_where(
     options: Mapping[str, Any],
     machines: Iterable[str] = tuple(PROFILES),
 ) -> tuple[MachinePlan, ...]:
-    """Return what each machine would do.
+    """Return the plan of each machine with its own `auto` budget.
 
-    Machines that compute in one precision are planned together, so that they share their traces.
+    Machines of one precision are planned together, so that they share their traces.
 
     Args:
-        subject: What is planned.
-        backend: Who plans.
-        precision: As asked for; `"auto"` is what each machine does best.
-        options: Passed to the planner for each.
+        subject: The module, trainer and batch to plan.
+        backend: The planner's functions.
+        precision: The requested precision; `"auto"` is each machine's best.
+        options: Passed to the planner for each machine.
         machines: Names of simulated machines.
     """
     known = [_at_rest(name, precision) for name in machines]

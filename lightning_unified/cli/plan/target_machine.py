@@ -1,4 +1,4 @@
-"""The machine that is planned for: this one, a simulated one, or one that stands in for hardware that is not here."""
+"""The machine of a plan: this one, a simulated one, or a stand-in for hardware that is not present."""
 
 import os
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from lightning_unified.precision import PrecisionChoice, choose_precision, platf
 
 __all__ = ["Target", "configured_for", "target_of"]
 
-# A plan starts no loader process, whatever the machine would do.
+# A plan starts no loader processes.
 _NO_WORKERS = {
     "num_workers": 0,
     "persistent_workers": False,
@@ -44,15 +44,15 @@ _NO_WORKERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What is planned for.
+    """The machine that is planned for.
 
     Attributes:
-        name: Of a simulated machine, as `simulate=` takes it; None for this one.
-        description: The machine in a line.
+        name: The simulated machine's name, as `simulate=` takes it; None for this machine.
+        description: The machine in one line.
         reading: Its pool.
-        budget: What the run may use of it.
-        marks: Where its allocator is held, and where caches are cleared.
-        precision: What runs on it.
+        budget: Bytes that the run may use.
+        marks: The watermarks: where the allocator is capped, and where caches are cleared.
+        precision: The precision that runs on it.
     """
 
     name: str | None
@@ -69,13 +69,13 @@ class Target:
 
 
 def configured_for(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, str | None]:
-    """Return the configuration for the machine that is meant, and that machine's name where it is a simulated one.
+    """Return the configuration for the target machine, and the machine's name if it is simulated.
 
-    `hardware=auto` takes the leaf of what is found, as a run does. Hardware that is not here is stood in for by the smallest simulated
-    machine of its kind that has the budget; call it inside `searching`.
+    `hardware=auto` becomes the detected hardware, as in a run. The stand-in for hardware that is not present is the smallest
+    simulated machine of its kind with that budget. Call it inside `searching`.
 
     Raises:
-        HardwareError: If hardware is not here and the budget does not say how large it is, or contradicts `simulate`.
+        HardwareError: If the hardware is not present and the budget is no amount, or the hardware contradicts `simulate`.
     """
     simulate, hardware = config.simulate, str(config.hardware.name)
     sources = Sources.live() if simulate is None else SimulatedMachine(simulate, environ=os.environ).sources
@@ -91,11 +91,11 @@ def configured_for(config: DictConfig, overrides: Sequence[str]) -> tuple[DictCo
 
 
 def target_of(config: DictConfig, machine: str | None) -> Target:
-    """Return the machine, read, and write what it settles into `config`.
+    """Read the target machine, and write its resolved hardware settings into `config`.
 
     Raises:
         BudgetError: If the budget exceeds its pool.
-        PrecisionError: If it cannot give the precision.
+        PrecisionError: If the machine does not support the precision.
     """
     given: HardwareSettings = make("hardware", config.hardware)
     simulated = None if machine is None else SimulatedMachine(machine, environ=os.environ)
@@ -127,7 +127,7 @@ def _described(config: DictConfig, machine: str | None, sources: Sources) -> str
 
 
 def _stand_in(hardware: str, spec: str | int) -> Profile:
-    """Return the smallest simulated machine of that hardware that has the budget, or the largest there is."""
+    """Return the smallest simulated machine of that hardware that has the budget, else the largest."""
     parsed = parse_spec(spec)
     backend = {"jetson": "cuda", "dgx_spark": "cuda", "strix_halo": "rocm"}.get(hardware, hardware)
     kin = [each for each in PROFILES.values() if each.hardware == hardware]

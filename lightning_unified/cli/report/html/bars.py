@@ -1,4 +1,4 @@
-"""Bars: what a peak is made of beside what was measured, and how it comes about within a step."""
+"""Bars: the predicted peak by category beside the measured one, and the memory at each place of a step."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -22,15 +22,15 @@ from lightning_unified.cli.report.run_directory.records import Run
 __all__ = ["instant_bars", "peak_bars"]
 
 _MOST_INSTANTS = 24
-_VISIBLE = 5  # times the smallest run's greatest size
+_VISIBLE = 5  # runs share a scale up to this ratio of their largest sizes
 
 
 def peak_bars(runs: Sequence[Run]) -> str:
-    """Return for each run its budget, its predicted peak by category and its measured peak, to one scale if all can be seen on it."""
+    """Return each run's budget, predicted peak by category and measured peak, on one scale where all stay visible."""
     sizes = [_greatest(run) for run in runs]
     known = [size for size in sizes if size]
     if not known:
-        return '<p class="unknown">unknown: neither a budget nor a peak was written down</p>'
+        return '<p class="unknown">unknown: neither a budget nor a peak was recorded</p>'
     shared = max(known) if max(known) <= _VISIBLE * min(known) else None
     groups = []
     for index, (run, size) in enumerate(zip(runs, sizes, strict=True)):
@@ -38,7 +38,7 @@ def peak_bars(runs: Sequence[Run]) -> str:
         rows = "".join(_rows(run, shared or size or max(known)))
         groups.append(f'<div class="bars">{f"<h3>{name}</h3>" if name else ""}{rows}</div>')
     if shared is None:
-        groups.append('<p class="note">The runs differ so much in size that each is drawn to a scale of its own.</p>')
+        groups.append('<p class="note">The runs differ so much in size that each has its own scale.</p>')
     found = dict.fromkeys(name for run in runs for name in categories(run))
     legend = "".join(
         f'<li><i class="swatch band" style="--c:var(--{slug(name)})"></i>{escape(name)}</li>' for name in found
@@ -73,7 +73,7 @@ def _rows(run: Run, most: float) -> Iterable[str]:
         yield _row("validation step, reserved", validation, most, color="reserved")
     yield _row("measured peak", measured_peak(run), most, color="peak", note=peak_source(run))
     if counts_process(run) and predicted is not None:
-        yield '<p class="note">The measured peak is the whole process: Python and libraries are in it, in the prediction they are not.</p>'
+        yield '<p class="note">The measured peak is of the whole process: it includes Python and libraries, which the prediction does not.</p>'
 
 
 def _row(label: str, size: float | None, most: float, *, color: str, note: str = "") -> str:
@@ -84,7 +84,7 @@ def _row(label: str, size: float | None, most: float, *, color: str, note: str =
 
 
 def instant_bars(run: Run) -> str:
-    """Return the predicted use at each place of a step, in its order; of very many the greatest."""
+    """Return the predicted memory at each place of a step, in order; of very many places the largest."""
     found = instants(run)
     if not found:
         return ""
@@ -92,5 +92,5 @@ def instant_bars(run: Run) -> str:
     shown = [(name, size) for name, size in found if size >= least][:_MOST_INSTANTS]
     most = max(size for _, size in shown) or 1.0
     rows = "".join(_row(name, size, most, color="peak" if size == most else "allocated") for name, size in shown)
-    left_out = f", the greatest {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
+    left_out = f", the largest {len(shown)} of {len(found)}" if len(shown) < len(found) else ""
     return f'<details><summary>How the peak comes about{left_out}</summary><div class="bars instants">{rows}</div></details>'

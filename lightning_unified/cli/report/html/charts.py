@@ -1,4 +1,4 @@
-"""Which charts a page has: memory, micro-batches and recoveries, losses, speed, and whatever else was logged."""
+"""The charts of a page: memory, micro-batches and recoveries, losses, speed, and other logged metrics."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -29,13 +29,13 @@ _MOST_OTHERS = 16
 _FIGURES = {
     "allocated": "live tensors; on a CPU the process",
     "reserved": "by the allocator",
-    "peak": "the most so far",
+    "peak": "maximum so far",
 }
-_FAR = 2.5  # times what is used
+_FAR = 2.5  # a level above this multiple of the curves gets a second chart without it
 
 
 def across(runs: Sequence[Run]) -> tuple[int, int] | None:
-    """Return the first and last step of all charts of a page: from 0 on, if the runs do not begin far from there."""
+    """Return the first and last step of all charts of a page; the first is 0 unless the runs begin far from it."""
     steps = [step for run in runs for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
     steps += [moment.step for run in runs for moment in run.moments if moment.step is not None]
     if not steps:
@@ -44,12 +44,12 @@ def across(runs: Sequence[Run]) -> tuple[int, int] | None:
 
 
 def slug(text: str) -> str:
-    """Return `text` as the style sheet names colors."""
+    """Return `text` as a color name of the style sheet."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def memory_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return memory over steps: of one run its figures over the categories, of several one figure in each chart."""
+    """Return the charts of memory over steps: one chart with all figures of one run, else one chart per figure."""
     if len(runs) == 1:
         whole = _memory_of(runs[0])
         closer = _closer(whole, title="The same, closer")
@@ -65,7 +65,7 @@ def memory_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def _memory_of(run: Run) -> Plot:
-    """Return the timeline of one run against its budget, its marks and what fills the predicted peak."""
+    """Return one run's memory over steps, with its budget, watermarks and predicted categories."""
     lines = [
         Line(label=figure, curve=curve, color=figure, style="dashed" if figure == "peak" else "solid")
         for figure in _FIGURES
@@ -74,9 +74,9 @@ def _memory_of(run: Run) -> Plot:
     followed = budget_curve(run)
     if followed is not None:
         lines.append(Line(label="budget", curve=followed, color="budget", steps=True))
-    parts, note = categories(run), "bands: what fills the predicted peak"
+    parts, note = categories(run), "bands: categories of the predicted peak"
     if not parts:
-        parts, note = held(run), "bands: what is held before any activation"
+        parts, note = held(run), "bands: memory held before any activation"
     tops = list(accumulate(parts.values()))
     bands = [
         Band(label=f"{name} {format_bytes(round(size))}", low=top - size, high=top, color=slug(name))
@@ -94,7 +94,7 @@ def _memory_of(run: Run) -> Plot:
 
 
 def _closer(plot: Plot, *, title: str) -> Plot:
-    """Return `plot` without the levels that are so high that they press its curves to the ground; itself if there are none."""
+    """Return `plot` without levels far above its curves, or `plot` itself if there are none."""
     values = [value for line in plot.lines for value in line.curve.values if value is not None]
     top = max([*values, *(band.high for band in plot.bands)], default=0.0)
     near = [level for level in plot.levels if level.value <= _FAR * top]
@@ -121,7 +121,7 @@ def _levels_of(run: Run, *, followed: bool) -> list[Level]:
 
 
 def _shared_budgets(runs: Sequence[Run]) -> list[Level]:
-    """Return one line for each budget, named after its runs where they differ."""
+    """Return a line for each budget, named after its runs if budgets differ."""
     by_value: dict[float, list[str]] = {}
     for run in runs:
         budget = budget_bytes(run)
@@ -139,20 +139,20 @@ def _shared_budgets(runs: Sequence[Run]) -> list[Level]:
 
 
 def course_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return the micro-batch size and the recoveries over steps, with what happened as marks."""
+    """Return the charts of micro-batch size and recoveries over steps, with events as marks."""
     marks = (
         _marks(runs[0])
         if len(runs) == 1
         else [mark for index, run in enumerate(runs) for mark in _marks(run, index=index)]
     )
     sizes = _lines(runs, lambda run: memory_curve(run, "micro_batch_size"), steps=True)
-    plots = [Plot(title="Micro-batch", note="rows at once", lines=sizes, unit="rows", marks=marks, whole=True)]
+    plots = [Plot(title="Micro-batch", note="rows that run at once", lines=sizes, unit="rows", marks=marks, whole=True)]
     counts = _lines(runs, recovery_curve, steps=True)
     if any(line.curve.last for line in counts):
         plots.append(
             Plot(
                 title="Recoveries",
-                note="steps repeated for lack of memory, so far",
+                note="steps repeated after memory ran out, so far",
                 lines=counts,
                 marks=marks,
                 whole=True,
@@ -162,15 +162,15 @@ def course_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def loss_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return the losses, training and validation of one name in one chart."""
+    """Return the charts of losses; training and validation losses of one name share a chart."""
     return _metric_plots(runs, lambda name: "loss" in name.lower()) or [Plot(title="Losses", lines=())]
 
 
 def speed_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return samples a second and the time of a batch."""
+    """Return the charts of samples per second and time per batch."""
     named = (
-        ("Samples a second", "speed/samples_per_second", ""),
-        ("Time of a batch", "speed/seconds_per_batch", "seconds"),
+        ("Samples per second", "speed/samples_per_second", ""),
+        ("Time per batch", "speed/seconds_per_batch", "seconds"),
     )
     return [
         Plot(title=title, lines=_lines(runs, lambda run, column=column: run.curves.get(column)), unit=unit)
@@ -179,13 +179,13 @@ def speed_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def other_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return what else was logged, at most `_MOST_OTHERS` charts."""
+    """Return the charts of all other metrics, at most `_MOST_OTHERS`."""
     plots = _metric_plots(runs, lambda name: "loss" not in name.lower())
     return plots[:_MOST_OTHERS]
 
 
 def _metric_plots(runs: Sequence[Run], wanted: Callable[[str], bool]) -> list[Plot]:
-    """Return a chart for each metric that is `wanted`: `train/x`, `val/x` and `x_epoch` are of one."""
+    """Return a chart for each `wanted` metric; `train/x`, `val/x` and `x_epoch` share one."""
     groups: dict[str, set[str]] = {}
     for column in sorted({column for run in runs for column in run.curves}):
         if not column.startswith(("memory/", "memory_simulated_", "speed/")) and wanted(column):
@@ -220,7 +220,7 @@ def _lines(
     label: str = "",
     color: str | None = None,
 ) -> list[Line]:
-    """Return a line for each run that has the curve; several runs are told apart by color and named, one by its metric."""
+    """Return a line for each run that has the curve, named after the run, or after its metric for a single run."""
     lines = []
     for index, run in enumerate(runs):
         curve = curve_of(run)
@@ -237,18 +237,18 @@ def _lines(
 
 
 def _marks(run: Run, *, index: int | None = None) -> list[Mark]:
-    """Return the moments that a chart shows: what went wrong, was given up or resumed; of several runs in the run's color."""
+    """Return marks for recoveries, pressure, failures and resumes; with several runs in the run's color."""
     return [
         Mark(
             step=moment.step,
             text=moment.text if index is None else f"{run.name}: {moment.text}",
             color=_MARKED[moment.kind] if index is None else f"run-{index % 8}",
         )
-        for moment in _told(run)
+        for moment in _marked(run)
         if moment.step is not None
     ]
 
 
-def _told(run: Run) -> Iterable[Moment]:
-    """Yield the moments that a chart marks; of beginnings those of resumed parts."""
+def _marked(run: Run) -> Iterable[Moment]:
+    """Yield the moments that a chart marks; a start is marked only where the run was resumed."""
     return (moment for moment in run.moments if moment.kind in _MARKED and (moment.kind != "began" or moment.step))

@@ -1,4 +1,4 @@
-"""The page: sections in the order in which a reader asks, and everything it needs within itself."""
+"""The HTML page of a report: its sections in order, self-contained in one file."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ __all__ = ["page"]
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return one HTML page on `runs` that asks nothing of a network: style, script and charts are within it."""
+    """Return one HTML page about `runs`; style, script and charts are embedded, so it needs no network."""
     own = files(__package__ or "lightning_unified.cli.report.html")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = {
@@ -47,7 +47,7 @@ def page(runs: Sequence[Run]) -> str:
     text = (own / "page.html").read_text(encoding="utf-8")
     pieces = []
     while text:
-        # found one by one, so that what a run calls itself is never taken for a place of the template
+        # Replace one place at a time, so that text of a run is never taken for a place of the template.
         place = min((name for name in parts if name in text), key=text.index, default=None)
         if place is None:
             pieces.append(text)
@@ -104,7 +104,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _charts(plots: Sequence[Plot], runs: Sequence[Run], *, among: int = 0) -> str:
-    """Return the charts of `runs`, with fewer points a curve the more runs are on the page, so that it stays small."""
+    """Return the charts of `runs`; more runs on a page mean fewer points per curve, so that it stays small."""
     among = among or len(runs)
     steps, most = across(runs), max(60, min(500, 1500 // among))
     drawn = "".join(draw(replace(plot, across=steps, points=most)) for plot in plots)
@@ -112,7 +112,7 @@ def _charts(plots: Sequence[Plot], runs: Sequence[Run], *, among: int = 0) -> st
 
 
 def _legend_of(runs: Sequence[Run]) -> str:
-    """Return which color is whose, above charts of several runs."""
+    """Return the runs with their colors, shown above charts of several runs."""
     return (
         "" if len(runs) == 1 else f'<p class="whose">{"".join(_chip(index, run) for index, run in enumerate(runs))}</p>'
     )
@@ -146,7 +146,7 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _compared(runs: Sequence[Run], found: Sequence[dict[str, str]]) -> str:
-    """Return figures with a column for each run, those that differ marked."""
+    """Return a table with a column for each run; figures that differ are bold."""
     names = list(dict.fromkeys(name for each in found for name in each))
     rows = []
     for name in names:

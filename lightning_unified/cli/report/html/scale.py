@@ -1,4 +1,4 @@
-"""Numbers for people: round ticks on an axis, and values with their unit."""
+"""Axes and values: round ticks, and numbers with their unit."""
 
 import math
 from itertools import pairwise
@@ -16,7 +16,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 def ticks(low: float, high: float, *, unit: Unit = "", most: int = 6, whole: bool = False) -> list[float]:
-    """Return at most `most` round values from `low` to `high`; of bytes those that are round in the unit they are printed in."""
+    """Return at most `most` round values from `low` to `high`; bytes are round in the unit of their labels."""
     if not high > low:
         return [low]
     base = next((size for size in (GIB, MIB, KIB) if high >= size), 1) if unit == "bytes" else 1
@@ -31,7 +31,7 @@ def ticks(low: float, high: float, *, unit: Unit = "", most: int = 6, whole: boo
 
 
 def labels(values: list[float], unit: Unit = "") -> list[str]:
-    """Return the ticks of an axis as text, all in one unit and with as many digits as tell them apart."""
+    """Return the labels of ticks, all in one unit and with enough digits to differ."""
     most = max(map(abs, values), default=0.0)
     size, name = 1.0, f" {unit}" if unit == "rows" else ""
     if unit == "bytes":
@@ -49,7 +49,7 @@ def labels(values: list[float], unit: Unit = "") -> list[str]:
 
 
 def amount(value: float | None, unit: Unit = "") -> str:
-    """Return a value for people, `"unknown"` for None."""
+    """Return a value with its unit, `"unknown"` for None."""
     if value is None:
         return "unknown"
     if unit == "bytes":

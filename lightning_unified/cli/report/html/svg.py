@@ -1,4 +1,4 @@
-"""A chart of curves over steps, as SVG that fits any width: lines are stretched, words and numbers are not."""
+"""A chart of curves over steps: SVG lines that stretch to any width, with text as HTML above them."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _SIDE = 1000  # of the square that is stretched into the chart's frame
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A curve; `color` is a name of the style sheet, `style` one of `"solid"`, `"dashed"`, `"dotted"`; `steps` holds each value."""
+    """A curve. `color` names a color of the style sheet, `style` is solid, dashed or dotted; `steps` draws a step function."""
 
     label: str
     curve: Curve
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """A horizontal line, named where it stands."""
+    """A horizontal line with its name on it."""
 
     label: str
     value: float
@@ -50,7 +50,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A vertical line at a step, whose text is shown beside the values."""
+    """A vertical line at a step; its text appears beside the values."""
 
     step: int
     text: str
@@ -59,20 +59,20 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """What a chart shows.
+    """The contents of a chart.
 
     Attributes:
-        title: What is drawn.
-        lines: The curves; without any the chart says that nothing is known.
-        unit: Of the values.
-        note: Beside the title.
+        title: The title.
+        lines: The curves; a chart without curves says that the values are unknown.
+        unit: The unit of the values.
+        note: Small text beside the title.
         levels: Horizontal lines.
-        bands: Behind the curves.
+        bands: Horizontal bands behind the curves.
         marks: Vertical lines.
         from_zero: Whether the axis begins at 0.
-        whole: Whether only whole numbers make sense as ticks.
+        whole: Whether ticks are whole numbers.
         across: First and last step of the axis; default those of the curves.
-        points: The most that are drawn of a curve.
+        points: The largest number of points drawn per curve.
         legend: Further entries: text, color, style.
     """
 
@@ -91,13 +91,13 @@ class Plot:
 
 
 def draw(plot: Plot) -> str:
-    """Return the chart as HTML; one without a single value says so."""
+    """Return the chart as HTML; a chart without any value says so."""
     lines = [line for line in plot.lines if line.curve.last is not None]
     title = (
         f"<figcaption>{escape(plot.title)}{f' <small>{escape(plot.note)}</small>' if plot.note else ''}</figcaption>"
     )
     if not lines:
-        return f'<figure class="plot empty">{title}<p class="unknown">unknown: nothing of this was logged</p></figure>'
+        return f'<figure class="plot empty">{title}<p class="unknown">unknown: no such metric was logged</p></figure>'
     view = _View.of(plot, lines)
     shapes = [*_bands(plot, view), *_grid(view), *_levels(plot, view), *_marks(plot, view)]
     shapes += [_path(line, view, most=plot.points) for line in lines]
@@ -117,7 +117,7 @@ def draw(plot: Plot) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _View:
-    """The part of the plane that is seen."""
+    """The visible part of the plane, with its ticks."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -146,15 +146,15 @@ class _View:
         )
 
     def along(self, x: float) -> float:
-        """Return `x` in per cent of the width, from the left."""
+        """Return `x` in percent of the width, from the left."""
         return 100 * (x - self.x[0]) / (self.x[1] - self.x[0])
 
     def up(self, y: float) -> float:
-        """Return `y` in per cent of the height, from the bottom."""
+        """Return `y` in percent of the height, from the bottom."""
         return 100 * (y - self.y[0]) / (self.y[1] - self.y[0])
 
     def at(self, x: float, y: float) -> str:
-        """Return a point of the square."""
+        """Return a point in coordinates of the stretched square."""
         return f"{self.along(x) * _SIDE / 100:.1f} {_SIDE - self.up(y) * _SIDE / 100:.1f}"
 
 
@@ -183,7 +183,7 @@ def _marks(plot: Plot, view: _View) -> Iterable[str]:
 
 
 def _path(line: Line, view: _View, *, most: int) -> str:
-    """Return a line, broken where a value is not finite; a single value is a dot."""
+    """Return the path of a line, broken where a value is not finite; a single value is a dot."""
     words, pen, previous = [], "M", 0.0
     for step, value in _thinned(line.curve, most=most):
         if value is None:
@@ -199,7 +199,7 @@ def _path(line: Line, view: _View, *, most: int) -> str:
 
 
 def _thinned(curve: Curve, *, most: int) -> list[tuple[int, float | None]]:
-    """Return about `most` points: of each stretch of steps its least and its greatest value, and whatever is not finite."""
+    """Return about `most` points: the minimum and maximum of each stretch of steps, and values that are not finite."""
     points = list(zip(curve.steps, curve.values, strict=True))
     if len(points) <= most:
         return points
@@ -216,7 +216,7 @@ def _thinned(curve: Curve, *, most: int) -> list[tuple[int, float | None]]:
 
 
 def _names(plot: Plot, view: _View) -> Iterable[str]:
-    """Yield the levels' names, each on its line or, where lines are close, below the name before."""
+    """Yield the names of levels, each on its line, or below the previous name where lines are close."""
     place = math.inf
     for level in sorted(plot.levels, key=lambda level: -level.value):
         place = min(view.up(level.value), place - _NAME_HEIGHT)
@@ -236,7 +236,7 @@ def _legend(plot: Plot, lines: Sequence[Line]) -> str:
 
 
 def _data(plot: Plot, lines: Sequence[Line], view: _View) -> dict[str, Any]:
-    """Return what the pointer is told: the points of each line and the marks, numbers cut to what a reader can use."""
+    """Return the data shown at the pointer: the points of each line, rounded to six digits, and the marks."""
     series = []
     for line in lines:
         points = _thinned(line.curve, most=plot.points)

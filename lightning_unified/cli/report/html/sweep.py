@@ -1,4 +1,4 @@
-"""What a sweep varied and what came of it: its runs from the best to the worst, and their validation loss over each number varied."""
+"""The results of a sweep: its runs from best to worst, and the validation loss over each varied number."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ __all__ = ["varied_section"]
 
 _MOST_FIGURES = 8
 _SIDE = 1000  # of the square that is stretched into the chart's frame
-_WIDE = 10  # times the least value: from there on the axis counts factors
+_WIDE = 10  # a range of this ratio or more gets a logarithmic axis
 
 
 def varied_section(runs: Sequence[Run]) -> str:
-    """Return a table of the runs, best first, and a chart for each number that was varied; empty if nothing was given differently."""
+    """Return a table of the runs, best first, and a chart for each varied number; empty if nothing was varied."""
     given = _varied(runs)
     if not given:
         return ""
@@ -29,7 +29,7 @@ def varied_section(runs: Sequence[Run]) -> str:
 
 
 def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return for each key that was given with several values what each run was given, None where it was not."""
+    """Return the varied keys with each run's value as given, None where a run was not given the key."""
     given: list[dict[str, str]] = []
     for run in runs:
         pairs = (text.lstrip("+").partition("=") for text in run.overrides)
@@ -64,7 +64,7 @@ def _rank(run: Run) -> float:
 
 
 def _points(values: Sequence[str | None], runs: Sequence[Run]) -> list[tuple[float, float, int]]:
-    """Return value, validation loss and place of each run that has both as numbers."""
+    """Return (value, validation loss, index) of each run that has both as finite numbers."""
     points = []
     for index, (value, run) in enumerate(zip(values, runs, strict=True)):
         try:
@@ -77,7 +77,7 @@ def _points(values: Sequence[str | None], runs: Sequence[Run]) -> list[tuple[flo
 
 
 def _chart(key: str, points: Sequence[tuple[float, float, int]]) -> str:
-    """Return the losses as dots over the values, which stand under the axis as they were given."""
+    """Return the chart of losses over the values of `key`."""
     places = sorted({x for x, _, _ in points})
     by_factor = places[0] > 0 and places[-1] >= _WIDE * places[0]
     along = _axis([math.log(x) if by_factor else x for x in places], margin=0.08)
@@ -104,7 +104,7 @@ def _chart(key: str, points: Sequence[tuple[float, float, int]]) -> str:
 
 
 def _axis(values: Sequence[float], *, margin: float) -> Callable[[float], float]:
-    """Return what places a value on an axis of `_SIDE` that holds all `values`, with room at its ends."""
+    """Return a function that maps a value to its position on an axis of length `_SIDE` that holds all `values`."""
     low, high = min(values), max(values)
     room = high - low
     if room == 0:

@@ -1,4 +1,4 @@
-"""Tables of a page: what runs came to, their plans, what happened, how they were configured, where they ran."""
+"""Tables of a page: figures of runs, plans with alternatives, events, and environments."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -50,7 +50,7 @@ _ALTERNATIVE = (
 
 
 def text_of(value: Any) -> str:
-    """Return a value as it is configured: true, false, null; a list within brackets."""
+    """Return a value as YAML writes it: true, false, null, lists in brackets."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
@@ -59,7 +59,7 @@ def text_of(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
-    """Return a table of HTML cells, each row headed by its first; it scrolls sideways where it must."""
+    """Return a table of HTML cells; the first cell of a row is its heading. Wide tables scroll sideways."""
     body = "".join(
         f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
     )
@@ -68,7 +68,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "")
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the figures of a run that are compared, as text; `"unknown"` where nothing is known."""
+    """Return the compared figures of a run as text, `"unknown"` where missing."""
     summary, peak, budget, error = run.summary, measured_peak(run), budget_bytes(run), peak_error(run)
     part = f", {peak / budget:.0%} of the budget" if peak is not None and budget else ""
     rows, whole = micro_batch_size(run), number(summary, "effective_batch_size")
@@ -99,7 +99,7 @@ def _yes(value: object) -> str:
 
 
 def amount_of(content: Any, key: str, form: str) -> str | None:
-    """Return a number of `content` in words; None where it is unknown."""
+    """Return a number of `content` formatted by `form`, None if unknown."""
     value = number(content, key)
     return None if value is None else form.format(amount(value))
 
@@ -133,15 +133,11 @@ def reasons_table(run: Run) -> str:
         if name == "budget":
             shown = amount(budget_bytes(run), "bytes")
         rows.append((escape(name.replace("_", " ")), escape(shown), escape(str(reasons.get(name, "")))))
-    return (
-        table(("decision", "", "why"), rows, kind="reasons")
-        if rows
-        else unknown("there is no plan.json that can be read")
-    )
+    return table(("decision", "", "why"), rows, kind="reasons") if rows else unknown("there is no readable plan.json")
 
 
 def alternatives_table(run: Run) -> str:
-    """Return the plans that were weighed, the chosen one marked; empty without any."""
+    """Return the alternatives of the plan, the chosen one bold; empty without any."""
     weighed = alternatives(run)
     if not weighed:
         return ""
@@ -150,11 +146,11 @@ def alternatives_table(run: Run) -> str:
     for each in weighed:
         cells = [escape(_cell(each.get(key), unit)) for key, _, unit in columns]
         rows.append([f"<b>{cell}</b>" if each is chosen else cell for cell in cells])
-    return f"<h4>Plans that were weighed</h4>{table([name for _, name, _ in columns], rows, kind='numbers')}"
+    return f"<h4>Alternatives</h4>{table([name for _, name, _ in columns], rows, kind='numbers')}"
 
 
 def _chosen(run: Run, weighed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the plan that was chosen: of the size that was predicted for (a recovery may have left a smaller one), and of its peak."""
+    """Return the chosen alternative: that of the predicted size and peak. A recovery may have left a smaller size."""
     rows, peak = number(prediction(run), "rows"), predicted_peak(run)
     rows = number(run.plan, "micro_batch_size") if rows is None else rows
     alike = [
@@ -178,7 +174,7 @@ def _cell(value: Any, unit: str) -> str:
 
 
 def instants(run: Run) -> list[tuple[str, float]]:
-    """Return the predicted peak of each place of a step, in its order."""
+    """Return the predicted memory at each place of a step, in order."""
     found = at(prediction(run), "instants")
     pairs = (
         [each for each in found if isinstance(each, (list, tuple)) and len(each) == 2]
@@ -189,10 +185,10 @@ def instants(run: Run) -> list[tuple[str, float]]:
 
 
 def moments_table(run: Run) -> str:
-    """Return what happened, the newest last; of very many the first and the last."""
+    """Return a table of events, newest last; of very many the first and the last."""
     told = list(run.moments)
     if not told:
-        return unknown("nobody wrote down what happened: events.jsonl and pressure.jsonl are not here")
+        return unknown("no events were recorded: events.jsonl and pressure.jsonl are missing")
     rest = len(told) - _MOST_MOMENTS
     shown = told if rest <= 0 else [*told[: _MOST_MOMENTS // 4], *told[-_MOST_MOMENTS * 3 // 4 :]]
     since = next((moment.time for moment in told if moment.time), None)
@@ -205,7 +201,7 @@ def moments_table(run: Run) -> str:
         )
         for moment in shown
     ]
-    left_out = f"<p class=note>{rest:,} between the first and the last are left out.</p>" if rest > 0 else ""
+    left_out = f"<p class=note>{rest:,} events in between are left out.</p>" if rest > 0 else ""
     return table(("step", "after", "", "what happened"), rows, kind="moments") + left_out
 
 
@@ -218,7 +214,7 @@ def _after(since: str | None, moment: Moment) -> str:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return where a run ran, and the versions of what it ran with."""
+    """Return the machine of a run, and the versions of its packages."""
     machine = run.machine
     versions = at(machine, "versions") or at(run.summary, "versions")
     named = {
@@ -237,5 +233,5 @@ def _total(machine: Mapping[str, Any]) -> str | None:
 
 
 def unknown(why: str) -> str:
-    """Return the words that stand where something would be."""
+    """Return the text for a missing section."""
     return f'<p class="unknown">unknown: {escape(why)}</p>'

@@ -1,4 +1,4 @@
-"""How runs were configured: every key of one, the keys that differ between several."""
+"""The configuration of runs by dotted keys, and the keys in which several runs differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from lightning_unified.cli.report.run_directory.records import Run
 
 __all__ = ["differences", "flat"]
 
-# The Trainer's own copies of what stands in groups of their own.
+# The Trainer's section repeats these groups.
 _COPIES = {"trainer.strategy.": "memory.", "trainer.callbacks.": "callbacks.", "trainer.logger.": "logger."}
 _HERE = "<run directory>"
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Return the configuration of a run by dotted keys; its own directory is called by one name, and copies are left out."""
+    """Return a run's configuration by dotted keys, without copies; its own directory is replaced by a placeholder."""
     keys = dict(_flat(run.config, ""))
     own = str(keys.get("run_dir") or run.directory)
     keys = {key: _moved(value, own) for key, value in keys.items()}
@@ -21,7 +21,7 @@ def flat(run: Run) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[tuple[bool, Any]]]:
-    """Return for each key in which runs differ what each has: whether it has the key, and its value."""
+    """Return the keys in which runs differ, with (present, value) for each run."""
     configs = [flat(run) for run in runs]
     names = sorted({key for config in configs for key in config})
     values = {key: [(key in config, config.get(key)) for config in configs] for key in names}

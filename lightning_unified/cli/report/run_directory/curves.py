@@ -1,4 +1,4 @@
-"""A run's `metrics.csv` as curves, whatever state a crash left it in."""
+"""Read a run's `metrics.csv` as curves, including files that a crash damaged."""
 
 import csv
 import math
@@ -13,10 +13,9 @@ _NO_METRIC = ("step", "epoch")
 
 
 def read_curves(files: Iterable[Path]) -> dict[str, Curve]:
-    """Return the columns of `files`, the oldest first, each as one curve; cells that hold no number are left out.
+    """Return the columns of `files`, oldest first, each as one curve; cells without a number are skipped.
 
-    Where the steps of a column go back, a resumed run has begun: what was logged from there on before is not part of the run that
-    is told of, and gives way to what the resumed run logged.
+    Where the steps of a column go back, a resumed run began. Its values replace those that the earlier part logged from that step on.
     """
     columns: dict[str, list[tuple[int, float | None]]] = {}
     for file in files:
@@ -32,7 +31,7 @@ def read_curves(files: Iterable[Path]) -> dict[str, Curve]:
 
 
 def _cells(file: Path) -> Iterable[tuple[int, str, float | None]]:
-    """Yield (step, column, value) of every cell that holds a number; a number that is not finite is None."""
+    """Yield (step, column, value) of every cell with a number; the value is None if not finite."""
     with file.open(newline="", encoding="utf-8", errors="replace") as lines:
         for row in csv.DictReader(line.replace("\0", "") for line in lines):
             step = _number(row.get("step"))

@@ -1,4 +1,4 @@
-"""The figures of a run, from whichever of its files knows them; None where none does."""
+"""The figures of a run, from the first of its files that has them; None if no file has."""
 
 import re
 from collections.abc import Mapping
@@ -31,20 +31,20 @@ _OF_PROCESS = re.compile(r"VmHWM|VmRSS|ru_maxrss|resident", re.IGNORECASE)
 
 
 def at(content: Any, *keys: str) -> Any:
-    """Return what stands in `content` under `keys`, one below the other; None if it does not go so deep."""
+    """Return the nested value of `content` under `keys`, None if absent."""
     for key in keys:
         content = content.get(key) if isinstance(content, Mapping) else None
     return content
 
 
 def number(content: Any, *keys: str) -> float | None:
-    """Return the number under `keys`; None if there is none."""
+    """Return the number under `keys`, None if there is none."""
     value = at(content, *keys)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def memory_curve(run: Run, figure: str) -> Curve | None:
-    """Return the curve of a memory figure, also where it is a simulated machine's or its peak was sampled."""
+    """Return the curve of a memory figure, including simulated machines' and sampled peaks."""
     for name in (figure, f"{figure}_sampled"):
         pattern = re.compile(rf"memory(_simulated_[^/]+)?/{name}")
         found = next((curve for column, curve in run.curves.items() if pattern.fullmatch(column)), None)
@@ -54,19 +54,19 @@ def memory_curve(run: Run, figure: str) -> Curve | None:
 
 
 def prediction(run: Run) -> Mapping[str, Any]:
-    """Return the plan's prediction of a step; empty without one."""
+    """Return the plan's prediction of a step, empty without one."""
     found = at(run.plan, "prediction")
     return found if isinstance(found, Mapping) else {}
 
 
 def categories(run: Run) -> dict[str, float]:
-    """Return the predicted peak by category, empty ones left out."""
+    """Return the predicted peak by category, without empty ones."""
     found = at(prediction(run), "categories") or at(run.plan, "predicted_peak_bytes")
     return _amounts(found)
 
 
 def held(run: Run) -> dict[str, float]:
-    """Return by category what the run held before any activation, as it said when it began."""
+    """Return the bytes by category that the run held before any activation, from its first event."""
     return _amounts(at(run.machine, "held"))
 
 
@@ -79,7 +79,7 @@ def predicted_peak(run: Run) -> float | None:
 
 
 def measured_peak(run: Run) -> float | None:
-    """Return the measured peak in bytes: the summary's, or the greatest that was logged on the way."""
+    """Return the measured peak in bytes: the summary's, else the largest logged value."""
     said = number(run.summary, "peak_bytes", "measured")
     if said is not None:
         return said
@@ -89,21 +89,21 @@ def measured_peak(run: Run) -> float | None:
 
 
 def peak_source(run: Run) -> str:
-    """Return which counter the measured peak is of, in words; empty if nobody said."""
+    """Return the counter of the measured peak, "" if unknown."""
     said = at(run.summary, "peak_bytes", "source")
     return said if isinstance(said, str) else ""
 
 
 def counts_process(run: Run) -> bool:
-    """Return whether the measured peak is of the whole process, which holds libraries and Python beside the tensors."""
+    """Return whether the measured peak is of the whole process, which includes Python and libraries."""
     source = peak_source(run)
     return bool(_OF_PROCESS.search(source)) or (not source and at(run.machine, "device") == "cpu")
 
 
 def peak_error(run: Run) -> float | None:
-    """Return how far the prediction is above what was measured, as a share; None where they do not count the same.
+    """Return the prediction's relative error, positive if too high; None where prediction and counter differ in scope.
 
-    Of training and validation, whichever is predicted to take more: what was measured is the most of both.
+    The prediction is the larger of training and validation, because the measured peak covers both.
     """
     predicted, measured = predicted_peak(run), measured_peak(run)
     if predicted is None or not measured or counts_process(run):
@@ -112,14 +112,14 @@ def peak_error(run: Run) -> float | None:
 
 
 def budget_bytes(run: Run) -> float | None:
-    """Return what the run could use; where it followed other programs, the newest."""
+    """Return the budget in bytes; the newest where it followed other programs."""
     told = [moment.budget_bytes for moment in run.moments if moment.budget_bytes is not None]
     said = number(run.summary, "budget_bytes")
     return told[-1] if told else said if said is not None else number(run.plan, "budget_bytes")
 
 
 def budget_curve(run: Run) -> Curve | None:
-    """Return the budget over steps; None where it stayed."""
+    """Return the budget over steps, None if it never changed."""
     points = {
         moment.step: float(moment.budget_bytes)
         for moment in run.moments
@@ -132,14 +132,14 @@ def budget_curve(run: Run) -> Curve | None:
 
 
 def recoveries(run: Run) -> int | None:
-    """Return how many steps were repeated, over all parts of the run; None if nobody counted."""
+    """Return the number of repeated steps over all parts of the run, None if unknown."""
     told = [moment.recoveries for moment in run.moments if moment.recoveries is not None]
     said = number(run.summary, "recoveries")
     return told[-1] if told else None if said is None else int(said)
 
 
 def recovery_curve(run: Run) -> Curve | None:
-    """Return the recoveries so far over steps; None without a count."""
+    """Return the number of recoveries over steps, None if unknown."""
     points = {
         moment.step: float(moment.recoveries)
         for moment in run.moments
@@ -150,7 +150,7 @@ def recovery_curve(run: Run) -> Curve | None:
 
 
 def micro_batch_size(run: Run) -> float | None:
-    """Return the rows that ran at once in the end."""
+    """Return the last micro-batch size, in rows."""
     said, curve = number(run.summary, "micro_batch_size"), memory_curve(run, "micro_batch_size")
     return said if said is not None or curve is None else curve.last
 
@@ -162,7 +162,7 @@ def validation_loss(run: Run) -> float | None:
 
 
 def alternatives(run: Run) -> list[Mapping[str, Any]]:
-    """Return the plans that were weighed against the chosen one."""
+    """Return the alternatives to the chosen plan."""
     found = at(run.plan, "alternatives")
     return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 

@@ -1,4 +1,4 @@
-"""From what was typed to run directories: a run, the runs of a sweep, or one clear error with the nearest names."""
+"""Find run directories from paths: a run, the runs of a sweep, or an error with the nearest runs."""
 
 import difflib
 import os
@@ -11,17 +11,17 @@ from lightning_unified.errors import ConfigurationError
 __all__ = ["MOST_RUNS", "find_runs", "names_of"]
 
 MOST_RUNS = 24
-"""Runs that a page tells apart."""
+"""The largest number of runs that one page can distinguish."""
 
 _MARKS = ("summary.json", "metrics.csv", "plan.json", JOURNAL)
 _DEPTH = 4  # runs/sweep/<time>/<overrides>
 
 
 def find_runs(given: Sequence[str]) -> list[Path]:
-    """Return the run directories that `given` names, each once, in that order; a folder of runs stands for its runs.
+    """Return the run directories of `given`, each once, in that order; a folder of runs means all its runs.
 
     Raises:
-        ConfigurationError: If one is no run directory and has none below it, or if there are more than `MOST_RUNS`.
+        ConfigurationError: If a path is no run directory and contains none, or if there are more than `MOST_RUNS`.
     """
     if not given:
         raise ConfigurationError(f"report needs a run directory; {_near(Path('runs'))}")
@@ -35,13 +35,13 @@ def find_runs(given: Sequence[str]) -> list[Path]:
     if len(found) > MOST_RUNS:
         newest = [_short(run) for run in sorted(found, key=_modified, reverse=True)[:2]]
         raise ConfigurationError(
-            f"{' '.join(given)}: that is {len(found)} runs, and a page tells {MOST_RUNS} apart; name fewer, such as {' '.join(newest)}."
+            f"{' '.join(given)}: these are {len(found)} runs, and a page shows at most {MOST_RUNS}; name fewer, such as {' '.join(newest)}."
         )
     return found
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its folder's, with as many of the folders above as it takes to tell it from the others."""
+    """Return a unique name for each run: its folder, with as many parent folders as needed."""
     names = []
     for run in runs:
         parts = run.parts
@@ -75,7 +75,7 @@ def _refusal(text: str, path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Return in words the runs that may have been meant: in the nearest folder that has any, those of the likest names."""
+    """Suggest runs: in the nearest folder that has any, those with the most similar names, else the newest."""
     places = ((path.parent, 1), (Path.cwd() / "runs", _DEPTH), (path.parent.parent, 2))
     for folder, depth in places:
         runs = {_short(run): run for run in _runs_in(folder, depth=depth)}

@@ -1,4 +1,4 @@
-"""What happened to a run: its own journal and the pressure guard's, joined; for older runs what `plan.json` lists."""
+"""The moments of a run: events of its journal and of the pressure guard, in order; for older runs those of `plan.json`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _RAN_OUT = "out of memory"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines; a line that was cut short by a crash is passed over."""
+    """Return the objects of a file of JSON lines; skip lines that a crash truncated."""
     found = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -28,12 +28,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def tell(
     journal: Iterable[Mapping[str, Any]], *, pressure: Iterable[Mapping[str, Any]], listed: Sequence[str]
 ) -> tuple[Moment, ...]:
-    """Return the moments of a run, the oldest first.
+    """Return the moments of a run, oldest first.
 
     Args:
         journal: Lines of `events.jsonl`.
         pressure: Lines of `pressure.jsonl`.
-        listed: The events of `plan.json`, which have no step; told only where there is no journal.
+        listed: The events of `plan.json`, which have no step; used only without a journal.
     """
     own = list(_of_journal(journal))
     if not own:
@@ -49,7 +49,7 @@ def tell(
 
 
 def _of_journal(lines: Iterable[Mapping[str, Any]]) -> Iterable[Moment]:
-    """Yield a moment a line. Each process counts its recoveries from 0, so that those of the parts before are added."""
+    """Yield a moment per line. Each process counts recoveries from 0, so those of earlier parts are added."""
     before = newest = 0
     for line in lines:
         kind = next((each for each in get_args(Kind) if each == line.get("kind")), None)

@@ -1,4 +1,4 @@
-"""Read a run directory: finished, stopped, resumed, crashed or still running, it is told of with what it has."""
+"""Read a run directory in any state: finished, stopped, resumed, crashed or still running."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["read_run"]
 
 
 def read_run(directory: Path, *, name: str) -> Run:
-    """Return the run in `directory`, called `name`; a file that cannot be read is named among its problems."""
+    """Return the run in `directory`, called `name`; files that cannot be read are listed as problems."""
     files = _Files(directory)
     summary, plan, config = files.json("summary.json"), files.json("plan.json"), files.yaml("config.yaml")
     journal = files.lines(JOURNAL)
@@ -47,7 +47,7 @@ def _objects(lines: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any
 
 
 class _Files:
-    """Reads the files of one directory; what cannot be read becomes a problem, not an error."""
+    """Reads the files of one directory; an unreadable file becomes a problem instead of an error."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,7 +69,7 @@ class _Files:
         return self._try(name, read_lines) or []
 
     def curves(self) -> dict[str, Curve]:
-        """Return the curves of `metrics.csv`; without it of those that Lightning's own logger made in folders of versions."""
+        """Return the curves of `metrics.csv`, else those of Lightning's own logger in `version_*` folders."""
         own = self._directory / "metrics.csv"
         found = [own] if own.is_file() else sorted(self._directory.glob("**/version_*/metrics.csv"), key=_version)
         try:
@@ -104,14 +104,14 @@ def _asked_steps(config: Mapping[str, Any]) -> int | None:
 def _status(
     moments: Sequence[Moment], *, summary: Mapping[str, Any], curves: Mapping[str, Curve], asked: int | None
 ) -> tuple[str, bool | None]:
-    """Return how a run stands, in words, and whether it ended as it should; the newest of its parts decides."""
+    """Return the status of a run in words, and whether it ended well; its newest part decides."""
     course = [moment for moment in moments if moment.kind in ("began", "ended", "failed")]
     if course and course[-1].kind == "failed":
         return shorten(f"failed at step {_known(course[-1].step)}: {course[-1].text}", 200, placeholder=" …"), False
     seen = max((curve.steps[-1] for curve in curves.values() if curve.steps), default=None)
     if not summary or (course and course[-1].kind == "began"):
-        last = "no step was logged" if seen is None else f"the last step that was logged is {seen}"
-        return f"not finished: still running, or ended without a word; {last}", None
+        last = "no step was logged" if seen is None else f"the last logged step is {seen}"
+        return f"not finished: still running, or killed; {last}", None
     steps = summary.get("steps")
     if asked is not None and isinstance(steps, int) and steps < asked:
         return f"stopped after {steps:,} of {asked:,} steps", None

@@ -1,4 +1,4 @@
-"""A run as its directory tells of it. What the directory does not tell is None, empty or absent, never 0."""
+"""Records of a run directory. Missing values are None, empty or absent, never 0."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ class Curve:
     """A logged metric over optimizer steps; a value that was not finite is None.
 
     Attributes:
-        steps: As they were logged, growing.
-        values: One for each step.
+        steps: Logged steps, ascending.
+        values: One value for each step.
     """
 
     steps: tuple[int, ...]
@@ -24,21 +24,21 @@ class Curve:
 
     @property
     def last(self) -> float | None:
-        """The newest finite value."""
+        """The last finite value."""
         return next((value for value in reversed(self.values) if value is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """Something that happened on the way.
+    """An event of a run.
 
     Attributes:
-        step: Optimizer steps done by then; None where nobody wrote it down.
-        time: ISO 8601; None likewise.
-        kind: A `recovery` is a step that was repeated for lack of memory; `pressure` is the guard's.
-        text: For people.
-        recoveries: Of the whole run so far, resumed parts added up; None where it is unknown.
-        budget_bytes: What the run could use then; None likewise.
+        step: Optimizer steps done at that time, None if unknown.
+        time: ISO 8601, None if unknown.
+        kind: `recovery` is a step repeated after memory ran out; `pressure` comes from the guard.
+        text: The event in words.
+        recoveries: Recoveries of the whole run so far, over all resumed parts; None if unknown.
+        budget_bytes: The budget at that time, None if unknown.
     """
 
     step: int | None
@@ -51,21 +51,21 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All that a run directory holds for a reader.
+    """The contents of a run directory.
 
     Attributes:
-        name: Short, and its own among the runs of a page.
-        directory: Where it is.
-        status: How it stands, in words.
-        well: Whether it ended as it should; None while that is unknown.
+        name: A short name, unique among the runs of a page.
+        directory: The run directory.
+        status: The status in words.
+        well: Whether the run ended well; None if unknown.
         summary: `summary.json`, empty without one.
         plan: `plan.json`, empty without one.
         config: `config.yaml`, empty without one.
-        overrides: What was given on the command line.
-        machine: What the newest part of the run began with, from `events.jsonl`.
+        overrides: The overrides of the command line.
+        machine: The machine of the newest part of the run, from `events.jsonl`.
         curves: `metrics.csv` by column.
-        moments: What happened, in order.
-        problems: Files that are there and cannot be read, in words.
+        moments: Events, in order.
+        problems: Files that exist and cannot be read, in words.
     """
 
     name: str
