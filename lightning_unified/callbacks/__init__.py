@@ -1,4 +1,4 @@
-"""F4: Lightning callbacks that work under any strategy: memory figures, pressure, gradient health, clean stops, checkpoints."""
+"""Lightning callbacks for any strategy: memory figures, pressure, gradient health, clean stops, checkpoints."""
 
 from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
 from lightning_unified.callbacks.csv_logger import RunCSVLogger

@@ -1,4 +1,4 @@
-"""Whose memory a run uses: this machine's, or that of the machine its strategy simulates."""
+"""The memory pool of a run: this machine's, or that of the simulated machine of its strategy."""
 
 import time
 from collections.abc import Callable
@@ -16,18 +16,18 @@ __all__ = ["pool_of", "simulated_by", "simulated_pressure"]
 
 
 def simulated_by(trainer: Trainer) -> SimulatedMachine | None:
-    """Return the machine that the trainer's strategy simulates, None where figures are of this one."""
+    """Return the machine that the trainer's strategy simulates, or None."""
     return getattr(trainer.strategy, "simulated", None)
 
 
 def pool_of(trainer: Trainer) -> tuple[torch.device, Sources | None]:
-    """Return the device whose pool the run draws on, and where a simulated one is read; None is this machine."""
+    """Return the device of the run's pool, and the sources of a simulated machine (None: this machine)."""
     machine = simulated_by(trainer)
     return (trainer.strategy.root_device, None) if machine is None else (torch.device(machine.device), machine.sources)
 
 
 def simulated_pressure(machine: SimulatedMachine, *, one_pool: bool = False) -> Callable[[], Pressure]:
-    """Return what samples a simulated machine's pressure, each figure and reason marked as simulated."""
+    """Return a function that samples a simulated machine's pressure, with figures and reasons marked as simulated."""
     reader, label = PressureReader(machine.sources, one_pool=one_pool), f"simulated {machine.profile.name}"
 
     def read() -> Pressure:

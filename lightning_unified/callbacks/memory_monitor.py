@@ -1,4 +1,4 @@
-"""Memory figures in the run's logs, read from counters: nothing here waits for the device or frees anything."""
+"""`MemoryMonitor`: log memory figures from counters, without waiting for the device or freeing memory."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ __all__ = ["MemoryMonitor"]
 class MemoryMonitor(Callback):
     """Log `memory/allocated`, `/reserved`, `/peak`, `/available` (bytes) and `/micro_batch_size` (rows) every few batches.
 
-    A figure that the backend does not give is not logged. Where it keeps no peak of its own, the greatest `allocated` of the
-    moments looked at stands for it: before each backward pass and each optimizer step, where memory is highest, and after each
-    batch. `peak_source` then says `sampled`, and the name in the logs is `memory/peak_sampled`. Figures of a simulated machine are
-    logged under `memory_simulated_<machine>/`.
+    Figures that the backend does not provide are not logged. On a backend without a peak counter, the peak is the largest sample of
+    `allocated`: before each backward pass and optimizer step, where memory is highest, and after each batch. Then `peak_source`
+    says `sampled`, and the metric is `memory/peak_sampled`. Figures of a simulated machine are logged under
+    `memory_simulated_<machine>/`.
 
     Args:
-        every_n_batches: Training batches between two rows.
+        every_n_batches: Training batches between two logs.
 
     Attributes:
-        peak: Bytes, or None while unknown.
-        peak_source: Where `peak` comes from.
+        peak: The peak in bytes, None while unknown.
+        peak_source: The counter of `peak`.
 
     Raises:
         ConfigurationError: If `every_n_batches` is less than 1.
@@ -46,7 +46,7 @@ class MemoryMonitor(Callback):
         self._samples = True
 
     def read(self, device: torch.device) -> Reading:
-        """Return what the pool of `device` says now; the one place that a test or another source of readings replaces."""
+        """Read the pool of `device`; tests override this method."""
         return read(device)
 
     @override

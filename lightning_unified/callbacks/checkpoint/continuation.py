@@ -1,4 +1,4 @@
-"""What a run needs beside Lightning's checkpoint to go on as if it had never stopped, and when each part is put back."""
+"""State for a bit-exact resume that Lightning's checkpoint lacks, and when each part is restored."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ _KEY = "lightning_unified.continuation"
 
 
 class Continuation:
-    """Random states of all ranks and the gradients of an open accumulation window, in a checkpoint and out of it.
+    """Save and restore the random states of all ranks and the gradients of an open accumulation window.
 
-    When to restore random states depends on where they were noted. After an epoch's last batch the next thing to draw is the
-    iterator of the next epoch's loader, so they are put back before Lightning makes it. In the middle of an epoch a resumed run
-    makes an iterator that the run it continues did not make there, so they are put back after it, at the first batch.
+    The time of restoring depends on where the states were saved. After an epoch's last batch, the iterator of the next epoch's
+    loader draws next, so the states are restored before Lightning creates it. Inside an epoch, only the resumed run creates an
+    iterator, so the states are restored after it, at the first batch.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Continuation:
         self._limit: int | float | None = None
 
     def note(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any], *, called_off: bool) -> None:
-        """Write this moment into `checkpoint`; every rank must call it.
+        """Add the current state to `checkpoint`; every rank must call it.
 
         Args:
-            trainer: In the middle of `fit`.
-            module: Whose gradients an open window has.
-            checkpoint: What Lightning is about to write.
+            trainer: The Trainer, inside `fit`.
+            module: The module whose gradients an open window holds.
+            checkpoint: The content that Lightning is about to write.
             called_off: Whether the validation due after this batch will not run because the run is stopping.
         """
         state = random_state.capture(trainer.strategy.root_device.type)
@@ -48,14 +48,14 @@ class Continuation:
             "epoch_is_over": trainer.is_last_batch,
             "validation_called_off": called_off,
         }
-        # other ranks hold other halves of an open window's gradients, and one file has room for one
+        # Each rank holds its own gradients of an open window; the file holds those of one process only.
         if window_is_open(trainer) and trainer.world_size == 1:
             noted["gradients"] = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
             noted["gradient_scale"] = gradient_scale(trainer.precision_plugin)
         checkpoint[_KEY] = noted
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what `checkpoint` holds until its time comes."""
+        """Keep the state of `checkpoint` until it is restored."""
         self._resumes = True
         self._loaded = checkpoint.get(_KEY)
         if self._loaded is None:
@@ -67,20 +67,20 @@ class Continuation:
             self._skips_validation = self._loaded["validation_called_off"]
 
     def forget(self) -> None:
-        """Drop what a load that no training followed has left (`validate`, then `fit` from new weights)."""
+        """Drop loaded state that no training used (`validate`, then `fit` from new weights)."""
         self._loaded, self._resumes, self._skips_validation = None, False, False
 
     def before_loaders(self, trainer: Trainer) -> None:
-        """Restore what was noted at an epoch's end."""
+        """Restore random states that were saved at an epoch's end."""
         if self._loaded is not None and self._loaded["epoch_is_over"]:
             self._restore_random(trainer, self._loaded)
             self._loaded = None
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Keep Lightning from making an iterator of the validation loader only to count a called-off validation as done; begin epochs in full.
+        """Skip the validation loader of a called-off validation, and begin the epoch in full after a resume.
 
-        Not where a validation at an epoch's end was left: there Lightning skips it by itself, and without one that is due it would
-        take another batch into the epoch that is over.
+        Otherwise Lightning would create an iterator only to count that validation as done.
+        At an epoch's end Lightning skips the validation itself; without a due validation it would train another batch in the old epoch.
         """
         if self._skips_validation and not resumes_after_an_epochs_last_batch(trainer):
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
@@ -89,7 +89,7 @@ class Continuation:
             begin_epoch_after_resume(trainer)
 
     def before_batch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Restore what was noted in the middle of an epoch, and undo `before_epoch`."""
+        """Restore the state that was saved inside an epoch, and undo `before_epoch`."""
         if self._limit is not None:
             trainer.limit_val_batches, self._limit = self._limit, None
         if self._resumes:
@@ -103,7 +103,7 @@ class Continuation:
 
     @staticmethod
     def _restore_gradients(trainer: Trainer, module: LightningModule, loaded: dict[str, Any]) -> None:
-        """Give an open window its gradients, under the scale of this run: a change of precision changes it."""
+        """Restore the gradients of an open window, rescaled to this run's gradient scale."""
         gradients = loaded.get("gradients", {})
         if not gradients:
             return
@@ -111,7 +111,7 @@ class Continuation:
         if factor != 1 and not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
             rank_zero_warn(
                 "the gradients of the open accumulation window were not finite in 16-mixed, whose scaler would have skipped their step; "
-                "in this precision they would spoil the weights, so the window goes on without them"
+                "in this precision they would make the weights NaN, so the window continues without them"
             )
             return
         for name, parameter in module.named_parameters():
@@ -124,7 +124,7 @@ class Continuation:
         states = loaded["random"]
         if len(states) != trainer.world_size:
             rank_zero_warn(
-                f"the checkpoint holds random states of {len(states)} processes and {trainer.world_size} are here: "
+                f"the checkpoint holds random states of {len(states)} processes and this run has {trainer.world_size}: "
                 "they start from their own seeds, so the resumed run differs from one that was never stopped"
             )
             return

@@ -1,4 +1,4 @@
-"""The states of all random generators of a process, as plain tensors and numbers that a checkpoint may hold."""
+"""Capture and restore all random generators of a process as tensors and plain values."""
 
 import random
 from types import ModuleType
@@ -13,20 +13,20 @@ __all__ = ["capture", "gather", "restore"]
 def capture(device_type: str, *, namespace: ModuleType = torch) -> dict[str, Any]:
     """Return the state of every random stream that a run on `device_type` draws from.
 
-    Lightning's own collection leaves out MPS and XPU, and a checkpoint of its holds no random state at all. The device's
-    generators are read from host memory, so nothing waits for the device.
+    Lightning's own function omits MPS and XPU, and Lightning's checkpoints hold no random state. The device's generators are
+    read from host memory, so nothing waits for the device.
 
     Args:
-        device_type: `cpu`, `cuda`, `mps` or `xpu`: the other accelerators of the machine are left alone.
-        namespace: Stands for torch, so that tests can be a machine with another accelerator.
+        device_type: `cpu`, `cuda`, `mps` or `xpu`; other accelerators of the machine are not touched.
+        namespace: Replaces torch, so that tests can imitate another accelerator.
 
     Returns:
         Tensors, numbers and None under the stream's name: safe for `torch.load(weights_only=True)`.
 
     Source:
-        lightning/fabric/utilities/seed.py `_collect_rng_states` for what Lightning knows (2.6.6).
+        lightning/fabric/utilities/seed.py `_collect_rng_states` for the streams that Lightning collects (2.6.6).
     """
-    # numpy's global stream, not a Generator: it is the one that modules and datasets draw from
+    # NumPy's global stream, not a Generator: modules and datasets draw from the global one.
     version, words, gauss = random.getstate()
     kind, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     state: dict[str, Any] = {
@@ -48,10 +48,10 @@ def capture(device_type: str, *, namespace: ModuleType = torch) -> dict[str, Any
 
 
 def restore(state: dict[str, Any], *, device_type: str, namespace: ModuleType = torch) -> list[str]:
-    """Put back what `capture` returned, as far as this process has the same generators.
+    """Restore the states from `capture`, as far as this process has the same generators.
 
     Returns:
-        What could not be put back, in words; empty when everything is as it was.
+        The generators that could not be restored, in words; empty if all were.
     """
     namespace.set_rng_state(state["torch"])
     python, numpy = state["python"], state["numpy"]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the newest few, `last.ckpt` and `best.ckpt`, each whole, each complete enough to go on bit for bit."""
+"""`RunCheckpoint`: write the newest checkpoints of a run, `last.ckpt` and `best.ckpt`, for bit-exact resumes."""
 
 import math
 from functools import partial
@@ -30,23 +30,25 @@ __all__ = ["RunCheckpoint"]
 
 
 class RunCheckpoint(Checkpoint):
-    """Write `step_<n>.ckpt` every few optimizer steps, keep the newest, and `last.ckpt` and `best.ckpt` beside them.
+    """Write `step_<n>.ckpt` every few optimizer steps and keep the newest, with `last.ckpt` and `best.ckpt` beside them.
 
-    Not a `ModelCheckpoint`: two of those would be needed, each would write the whole state for itself, and they save before a
-    validation what only the validation settles. Here one write serves all names (hard links), whatever the strategy's IO is a
-    name only ever stands for a whole file, and a run resumed from any of them continues with the same bits as one that was
-    never stopped: beside what Lightning saves there are all random states of all ranks, and the gradients of an accumulation
-    window that is not over. For that, validation does not move the random streams of training.
+    Deviations from Lightning's `ModelCheckpoint`:
 
-    A write that fails (full disk) is warned about and training goes on; the earlier files are untouched. Only where the run ends
-    is it an error, for then the steps since the last good file would be lost.
+    1. One write serves all names by hard links; two `ModelCheckpoint`s would write the whole state twice.
+    2. A file due at a step with a validation is written after it, when best score, early stopping and schedulers are final.
+    3. With any IO plugin, a name refers to a complete file only.
+    4. A run resumed from any file continues bit for bit: the file also holds the random states of all ranks, and the gradients
+       of an open accumulation window. For that, validation does not advance the random streams of training.
+
+    If a write fails (full disk), the callback warns, training goes on, and earlier files stay. At the end of a run a failed write is
+    an error, because the steps since the last good file would be lost.
 
     Args:
-        dirpath: Where to write; default `checkpoints` in the first logger's folder, or in `default_root_dir` without one.
+        dirpath: The folder; default `checkpoints` in the first logger's folder, or in `default_root_dir` without one.
         every_n_steps: Optimizer steps between two `step_<n>.ckpt`.
-        keep: How many of these to keep: the newest of this run.
-        monitor: The metric that decides `best.ckpt`, looked at after each validation; None writes no `best.ckpt`.
-        mode: Whether the best value of `monitor` is the least (`min`) or the greatest (`max`).
+        keep: Number of `step_<n>.ckpt` to keep: the newest of this run.
+        monitor: The metric that decides `best.ckpt`, read after each validation; None writes no `best.ckpt`.
+        mode: Whether the best value of `monitor` is the smallest (`min`) or the largest (`max`).
 
     Raises:
         ConfigurationError: If an argument is out of its range.
@@ -86,17 +88,17 @@ class RunCheckpoint(Checkpoint):
     @property
     @override
     def state_key(self) -> str:
-        """The same for all arguments, so that a run resumed with another `every_n_steps` finds its state."""
+        """The key of this callback's state: independent of arguments, so that a resume may change `every_n_steps`."""
         return "RunCheckpoint"
 
     @property
     def dirpath(self) -> Path:
-        """The folder the files are in, known once `fit` has begun."""
+        """The folder of the files, known once `fit` has begun."""
         return self._folder
 
     @property
     def last_model_path(self) -> str:
-        """The newest file, or `""` while there is none; loggers and `Trainer` know it by this name."""
+        """The newest file, or `""` while there is none; loggers and `Trainer` read this attribute."""
         return self._path_if_here("last.ckpt")
 
     @property
@@ -105,9 +107,9 @@ class RunCheckpoint(Checkpoint):
         return self._path_if_here("best.ckpt")
 
     def request(self) -> None:
-        """Save at the end of this batch, whatever the step: for a callback's `on_train_batch_end`; the file is `last.ckpt`.
+        """Request a `last.ckpt` at the end of this batch; call it from a callback's `on_train_batch_end`.
 
-        All processes must ask after the same batch.
+        All processes must request it after the same batch.
         """
         self._requested = True
 
@@ -115,7 +117,7 @@ class RunCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._continuation.forget()
         if isinstance(trainer.precision_plugin, DoublePrecision):
-            pl_module.double()  # else a checkpoint is read into float32 first: Lightning (2.6.6) converts the module after that
+            pl_module.double()  # Lightning (2.6.6) converts the module only after it loaded the checkpoint, in float32
         folder = self._given or Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"
         self._folder = Path(trainer.strategy.broadcast(str(folder)))
         if stage == "fit" and trainer.is_global_zero and self._folder.is_dir():
@@ -153,7 +155,7 @@ class RunCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._continuation.before_epoch(trainer)
         if self._resumed:
-            # files of steps that this run takes anew, because it goes on from an older one, are the first to go
+            # After a resume from an older file, files of later steps are deleted first: this run repeats those steps.
             here = {path.name for path in self._folder.glob("step_*.ckpt")}
             newer = sorted(name for name in here - set(self._kept) if name > _name(trainer.global_step))
             self._kept = [*newer, *(name for name in self._kept if name in here)]
@@ -180,7 +182,9 @@ class RunCheckpoint(Checkpoint):
         validates = validation_is_due(trainer)
         if validates:
             self._before_validation = random_state.capture(trainer.strategy.root_device.type)
-        self._deferred = due and validates  # the validation settles best score, early stopping and schedulers first
+        self._deferred = (
+            due and validates
+        )  # save after the validation, which updates best score, stopping and schedulers
         if due and not self._deferred:
             self._save(trainer, must_work=stops)
 
@@ -202,7 +206,7 @@ class RunCheckpoint(Checkpoint):
             self._save(trainer, must_work=True)
 
     def _improvement(self, trainer: Trainer) -> float | None:
-        """Return the monitored value if it is better than all before it, else None; the same on all ranks."""
+        """Return the monitored value if it is the best so far, else None; all ranks agree."""
         if self.monitor is None or not validation_is_complete(trainer):
             return None
         value = trainer.callback_metrics.get(self.monitor)
@@ -210,7 +214,7 @@ class RunCheckpoint(Checkpoint):
             known = ", ".join(sorted(trainer.callback_metrics)) or "none"
             rank_zero_warn(
                 f"best.ckpt needs the metric {self.monitor!r}, which was not logged; logged are: {known}. "
-                "Log it in validation_step, or give RunCheckpoint(monitor=...) one of these, or None."
+                "Log it in validation_step, or set RunCheckpoint(monitor=...) to one of these or to None."
             )
             return None
         score, best = float(value), self.best_model_score
@@ -218,12 +222,12 @@ class RunCheckpoint(Checkpoint):
         return score if trainer.strategy.broadcast(better) else None
 
     def _save(self, trainer: Trainer, *, best: float | None = None, must_work: bool) -> None:
-        """Write the state once and give it all the names that are due; a failure changes no file and no state of ours."""
+        """Write the state once and link it to all due names; a failure changes no file and no state of the callback."""
         before = self.best_model_score, list(self._kept)
         step = trainer.global_step
         scheduled = step % self.every_n_steps == 0
         name = _name(step) if scheduled else "last.ckpt"
-        # what the file says of the files must be true once it has its name
+        # Update the state before writing: the file holds it, and it must be true once the file has its name.
         if scheduled:
             self._kept = [*(old for old in self._kept if old != name), name]
         dropped, self._kept = self._kept[: -self.keep], self._kept[-self.keep :]
@@ -240,7 +244,7 @@ class RunCheckpoint(Checkpoint):
         rank_zero_warn(f"{error} Training goes on at step {step}, {self._loss_in_words()}")
 
     def _write(self, trainer: Trainer, name: str, *, shares: list[str], dropped: list[str]) -> str | None:
-        """Write `name`, share it under other names, delete what is dropped; return what went wrong on any rank, in words."""
+        """Write `name`, link it to `shares`, delete `dropped`; return the error of any rank in words, or None."""
         unnamed = self._folder / f".{name}.new{PARTIAL}"
         failure = None
         try:
@@ -263,9 +267,9 @@ class RunCheckpoint(Checkpoint):
 
     @staticmethod
     def write_state(trainer: Trainer, path: Path) -> str | None:
-        """Save the state of `trainer` to `path`; return what went wrong on this rank, in words, with no rank left waiting.
+        """Save the state of `trainer` to `path`; return this rank's error in words, or None. No rank is left waiting.
 
-        If memory runs out, a process that is alone tries once more; of several, the others would be elsewhere by then.
+        If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
         """
         save = partial(trainer.save_checkpoint, path)
         try:

@@ -1,4 +1,4 @@
-"""A run that notices the machine running out of memory gives way step by step, and stops before the machine does."""
+"""`PressureGuard`: react to memory pressure in steps, from clearing caches to stopping the run."""
 
 import logging
 import time
@@ -31,37 +31,44 @@ _FILE = "pressure.ckpt"
 _SHRINK, _CHECKPOINT, _STOP = 3, 4, 5  # the last of the rungs, which count from 1
 _DOWN, _STAY, _UP, _UP_TO_STOP = -1, 0, 1, 2
 
-# Judgement: samples between two rungs while pressure is a warning, and between two steps down. macOS smooths the way down by 5 s
-# (XNU, bsd/kern/kern_memorystatus_notify.c), so that an action shows no earlier in its level, and a sample is a second.
+# A judgement: samples between two rungs while pressure is a warning, and between two steps down. macOS delays the fall of its level
+# by 5 s (XNU, bsd/kern/kern_memorystatus_notify.c), so an action shows no earlier; a sample takes a second.
 _COOL_DOWN = 5
 
 
 class PressureGuard(Callback):
-    """Give memory back, one rung a batch, for as long as the operating system says that the machine is running short of it.
+    """Give memory back in rungs, one per batch, while the operating system reports memory pressure.
 
-    The rungs: say so; clear caches; shrink the micro-batch, where the strategy has `shrink(reason) -> bool` (and take that back on
-    the way down, where it has `grow(reason) -> bool`); save a checkpoint; stop as after a signal. A thread samples the system's verdict; what is done is done at the ends of batches only, and what splits
-    or saves state only where no accumulation window is open. A rung that cannot be taken is named and passed over.
+    The rungs:
 
-    A warning needs `samples` in a row for the first rung and five new ones for each further one, and never stops the run: a laptop
-    may warn for hours. A critical level needs `samples` new ones for each rung, up to the stop. Normal samples lead down again,
-    five for each rung, so that pressure that returns goes on where it was. Unknown is neither.
+    1. Log a warning.
+    2. Clear caches.
+    3. Shrink the micro-batch, if the strategy has `shrink(reason) -> bool`. On the way down `grow(reason) -> bool` undoes it.
+    4. Save a checkpoint.
+    5. Stop as after a signal.
 
-    Steps that take three times what they took, while memory is being moved about, are thrashing: one message says so and what
-    helps, and every sample is critical until a step is quick again.
+    A thread samples the system's level. The guard acts at the ends of batches only; it saves or stops only with no accumulation
+    window open. A rung that cannot be taken is logged and skipped.
 
-    The effective batch, and with it what is learnt, is that of an undisturbed run. On several processes one under pressure
-    makes all of them act after the same batch.
+    A warning level needs `samples` samples in a row for the first rung and five new ones for each further rung. It never stops the
+    run, because a laptop may warn for hours. A critical level needs `samples` new samples for each rung, up to the stop. Five normal
+    samples lead down one rung, so returning pressure continues at the current rung. Unknown samples count as neither.
+
+    Steps that take three times as long as before, while memory is paged, are thrashing. The guard then logs one message with
+    advice, and every sample counts as critical until a step is quick again.
+
+    The effective batch stays, and so does the training result. With several processes, pressure on one makes all act after the same
+    batch.
 
     Args:
         every_s: Seconds between samples.
-        samples: How many in a row make a level certain.
-        trace: File of one JSON line for each change and each action, flushed to the disk; default `pressure.jsonl` in the
-            trainer's `default_root_dir`. A run without pressure, whose budget stays, makes none.
-        stop: Whether the last rung is there.
+        samples: Number of equal samples in a row that make a level certain.
+        trace: File with one JSON line per change and action, flushed to the disk; default `pressure.jsonl` in the trainer's
+            `default_root_dir`. A run without pressure and with a constant budget writes none.
+        stop: Whether to take the last rung.
 
     Attributes:
-        stopped_for: Why the last `fit` was stopped, or None.
+        stopped_for: The reason why the last `fit` was stopped, or None.
 
     Raises:
         ConfigurationError: If `every_s` or `samples` is out of range.
@@ -88,16 +95,16 @@ class PressureGuard(Callback):
         self._saved = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: the options and what happened. It watches and writes nothing."""
+        """Return the state of a copy in another process: options and results. It neither samples nor writes."""
         return {**vars(self), "_watch": None, "_steps": ThrashWatch(), "_trace": PressureTrace(None)}
 
     def reader(self) -> Callable[[], Pressure]:
-        """Return what gives a sample; the one place that a test or another source of pressure replaces."""
+        """Return a function that takes a sample; tests override this method."""
         reader = PressureReader(Sources.live(), one_pool=self._one_pool)
         return lambda: reader.read(time.monotonic())
 
     def thrash_watch(self) -> ThrashWatch:
-        """Return what times the batches of a fit; a test or another source of readings replaces it."""
+        """Return the object that times the batches of a fit; tests override this method."""
         return ThrashWatch()
 
     @override
@@ -168,17 +175,17 @@ class PressureGuard(Callback):
             watch.end()
 
     def _judge_step(self, trainer: Trainer, batch: Any, watch: PressureWatch) -> None:
-        """Let what the batch's time says count as the system's own word, and name it once."""
+        """Check the batch's time for thrashing; thrashing makes samples critical and is logged once."""
         thrash = self._steps.ended(trainer, batch, watch.verdict.pressure)
         if watch.thrashing and thrash is None:
-            self._acted_at = watch.verdict.index  # what was sampled during the quick step is no reason any more
+            self._acted_at = watch.verdict.index  # ignore samples from during the quick step
         watch.thrashing = "" if thrash is None else thrash.reason
         if thrash is not None and not self._has_named_thrashing:
             self._has_named_thrashing = self._has_warned = True
             log.warning("%s", self._steps.advice(thrash, trainer.strategy.root_device))
 
     def _tell_strategy(self, trainer: Trainer, verdict: Verdict) -> None:
-        """Let the strategy's cache policy know of pressure, and the trace of a budget that followed other programs."""
+        """Report pressure to the strategy's cache policy, and write a changed budget to the trace."""
         feel = getattr(trainer.strategy, "feel_pressure", None)
         if feel is not None:
             feel(verdict.pressed >= self.samples)
@@ -188,7 +195,7 @@ class PressureGuard(Callback):
             self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
 
     def _asked(self, verdict: Verdict) -> int:
-        """Return which way this process's own samples since its last action point."""
+        """Return the direction that this process's samples since its last action call for."""
         fresh = verdict.index - self._acted_at
         later = max(self.samples, _COOL_DOWN)
         if min(verdict.critical, fresh) >= self.samples:
@@ -199,13 +206,13 @@ class PressureGuard(Callback):
 
     @staticmethod
     def _agreed(trainer: Trainer, asked: int) -> int:
-        """Return what all processes do: what the one in the greatest need asks for."""
+        """Return the strongest direction that any process calls for."""
         if trainer.world_size == 1:
             return asked
         return int(trainer.strategy.reduce(torch.tensor(asked, device=trainer.strategy.root_device), reduce_op="max"))
 
     def _climb(self, trainer: Trainer, top: int, pressure: Pressure) -> bool:
-        """Take the next rung that can be taken; return whether one was. One that must wait for its window's end is not passed over."""
+        """Take the next possible rung and return whether one was taken; wait for the end of an open window."""
         reason = "memory pressure: " + ("; ".join(pressure.reasons) or "on another process")
         rungs = (
             partial(self._say, reason),
@@ -226,7 +233,7 @@ class PressureGuard(Callback):
         return False
 
     def _down(self, trainer: Trainer) -> str:
-        """Go down a rung, and take back what it did if that can be; return in words what was done."""
+        """Go down one rung, undo its action if possible, and return a description."""
         rung, self._rung = self._rung, self._rung - 1
         text = f"down to rung {self._rung} of {_STOP}"
         grow = getattr(trainer.strategy, "grow", None)
@@ -236,7 +243,7 @@ class PressureGuard(Callback):
 
     def _say(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
         if not self._has_warned and trainer.is_global_zero:
-            log.warning("The machine is running short of memory (%s). The run gives back what it can.", reason)
+            log.warning("The machine is running short of memory (%s). The run frees memory where it can.", reason)
         self._has_warned = True
         return True, "warned"
 
@@ -249,9 +256,9 @@ class PressureGuard(Callback):
         strategy = trainer.strategy
         shrink = getattr(strategy, "shrink", None)
         if shrink is None:
-            return False, f"shrink skipped: {type(strategy).__name__} cannot cut its batches"
+            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches"
         if not shrink(reason):
-            return False, f"shrink skipped: {type(strategy).__name__} cannot cut its batches further"
+            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches further"
         return True, f"micro-batch shrunk to {getattr(strategy, 'micro_batch_size', None)} rows"
 
     def _checkpoint(self, trainer: Trainer) -> tuple[bool, str]:

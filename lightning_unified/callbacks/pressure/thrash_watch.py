@@ -1,4 +1,4 @@
-"""What the guard times and reads of each training batch, to tell thrashing from a slow step."""
+"""Time and memory traffic of each training batch, to distinguish thrashing from a slow step."""
 
 import math
 import time
@@ -16,15 +16,15 @@ from lightning_unified.step.split import tensors_in
 __all__ = ["ThrashWatch"]
 
 _EVERY_S = 1.0  # between two readings of the device's pool
-_LEAVES = 64  # tensors of a batch that are looked at
+_LEAVES = 64  # tensors of a batch whose sizes are summed
 
 
 class ThrashWatch:
-    """Feeds the detector: the time inside training batches, the system's memory traffic, what the driver holds for nothing.
+    """Feeds the detector with the time of training batches, the system's paging, and idle memory of the driver.
 
     Args:
-        clock: Seconds, of a clock that only goes forward.
-        read: Gives what the pool of a device says now.
+        clock: Returns seconds of a monotonic clock.
+        read: Reads the pool of a device.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ThrashWatch:
         self._read_at = -math.inf
 
     def began(self) -> None:
-        """A training batch begins."""
+        """Note the start of a training batch."""
         self._detector.begin()
 
     def ended(self, trainer: Trainer, batch: Any, pressure: Pressure) -> Thrash | None:
-        """A training batch ends: return what its time says, beside the system's newest sample."""
+        """Note the end of a training batch; return the thrashing that its time and the newest sample show, or None."""
         strategy, module = trainer.strategy, trainer.lightning_module
         reading, budget = self._pool(strategy.root_device), getattr(strategy, "budget", None)
         flows = [
@@ -57,17 +57,17 @@ class ThrashWatch:
         )
 
     def advice(self, thrash: Thrash, device: torch.device) -> str:
-        """Return the message for people, with what helps on this backend."""
+        """Return the message about thrashing, with advice for this backend."""
         return thrash.advice(self._read(device).backend)
 
     def _pool(self, device: torch.device) -> Reading | None:
-        """Return a reading at most a second old; a CPU caches nothing that it could be read for."""
+        """Return a reading at most a second old; None on a CPU, which caches no memory."""
         if device.type != "cpu" and self._clock() - self._read_at >= _EVERY_S:
             self._reading, self._read_at = self._read(device), self._clock()
         return self._reading
 
 
 def _work(batch: Any) -> int:
-    """Return the size of a batch in steps of a fifth: what is as large takes as long, whatever its exact shape."""
+    """Return the size of a batch in steps of about a fifth: batches of similar size take similar time."""
     elements = sum(map(torch.Tensor.numel, islice(tensors_in(batch), _LEAVES)))
     return round(4 * math.log2(elements)) if elements else 0

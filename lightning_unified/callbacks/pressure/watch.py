@@ -1,4 +1,4 @@
-"""The thread that watches memory pressure, and the small file that outlives the machine. Neither knows torch or a Trainer."""
+"""The thread that samples memory pressure, and the file that survives a freeze. No torch, no Trainer."""
 
 import json
 import logging
@@ -19,14 +19,14 @@ log = logging.getLogger("lightning_unified")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the samples so far come to.
+    """A summary of the samples so far.
 
     Attributes:
         pressure: The newest sample.
-        index: How many samples there have been.
-        pressed: How many of the newest in a row were warn or critical.
-        critical: How many of the newest in a row were critical.
-        calm: How many of the newest in a row were normal; an unknown one is neither calm nor pressed.
+        index: The number of samples.
+        pressed: The number of newest samples in a row with level warn or critical.
+        critical: The number of newest samples in a row with level critical.
+        calm: The number of newest samples in a row with level normal; an unknown sample is neither calm nor pressed.
     """
 
     pressure: Pressure
@@ -47,13 +47,13 @@ class Verdict:
 
 
 class PressureTrace:
-    """Appends one line of JSON a time and flushes it to the disk, so that it is there after a freeze. Makes no file before that.
+    """Appends JSON lines and flushes each to the disk, so that they survive a freeze. Creates the file at the first line.
 
     Args:
         path: The file; None writes nothing.
 
     Attributes:
-        step: Optimizer steps done, which each line names; None before anybody has said so.
+        step: Optimizer steps done, written with each line; None while unknown.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -61,7 +61,7 @@ class PressureTrace:
         self.step: int | None = None
 
     def write(self, pressure: Pressure, action: str) -> None:
-        """Append what the machine said and what was done; a disk that refuses is warned about once, and then left alone."""
+        """Append a sample and the action taken; after a failed write, warn once and stop writing."""
         if self._path is None:
             return
         line = {
@@ -90,19 +90,19 @@ class PressureTrace:
 
 
 class PressureWatch:
-    """Samples the pressure in a thread of its own, from `start` to `end`.
+    """Samples the pressure in its own thread, from `start` to `end`.
 
-    The first sample that makes pressure certain goes to the trace at once: the training thread may be stuck in a batch.
+    The first sample that makes pressure certain is written to the trace at once: the training thread may be stuck in a batch.
 
     Args:
-        read: Gives a sample; what it raises counts as an unknown one.
+        read: Takes a sample; an exception counts as an unknown sample.
         every_s: Seconds between samples.
-        samples: How many in a row make a level certain.
-        trace: Where what was noticed is written.
+        samples: Number of equal samples in a row that make a level certain.
+        trace: The file for changes of the level.
 
     Attributes:
-        verdict: What the samples so far come to.
-        thrashing: What the run's own steps say; while it is not empty, every sample is critical.
+        verdict: The summary of the samples so far.
+        thrashing: The reason why the run's own steps are thrashing; while not empty, every sample is critical.
     """
 
     def __init__(self, read: Callable[[], Pressure], *, every_s: float, samples: int, trace: PressureTrace) -> None:
@@ -115,17 +115,17 @@ class PressureWatch:
         self.thrashing = ""
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._thread.start()
 
     def end(self) -> None:
-        """Let the thread end; a sample that hangs in the kernel is not waited for, its thread holds nothing up."""
+        """End the thread; wait at most a second, because a sample may hang in the kernel."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1)
 
     def sample(self) -> None:
-        """Take one sample into `verdict`, which is replaced whole: no lock is needed to read it."""
+        """Take one sample and replace `verdict` as a whole, so that reading it needs no lock."""
         try:
             pressure = self._read()
         except Exception as error:
