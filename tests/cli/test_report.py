@@ -374,7 +374,7 @@ def sweep_page(folder, losses):
 
 def test_the_runs_of_a_sweep_stand_in_order_of_their_loss_with_what_was_varied(tmp_path):
     text = sweep_page(tmp_path, {("1e-5", 2): 0.75, ("1e-3", 2): 0.25, ("1e-4", 3): None})
-    section = text[text.index("What was varied") : text.index("<h2>Memory</h2>")]
+    section = text[text.index("Varied settings") : text.index("<h2>Memory</h2>")]
     cells = re.findall(r"rate=[^<]*</b></th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", section)
 
     assert "seed" not in section and "run_dir" not in section
@@ -396,7 +396,7 @@ def test_the_loss_is_drawn_over_each_number_that_was_varied(tmp_path):
 
 
 def test_runs_that_were_given_the_same_are_no_sweep(tmp_path):
-    assert "What was varied" not in read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))[0]
+    assert "Varied settings" not in read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))[0]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

@@ -37,7 +37,7 @@ def _parts(snapshot: Snapshot) -> Iterator[RenderableType]:
         yield Text.assemble(("Runs", "bold"), '  none: no run with strategy="unified" of this user is on this machine')
         return
     rows = [_progress_row(run, now=snapshot.time) for run in snapshot.runs]
-    yield _table("Runs", ("pid", "module", "device", "step", "batch", "micro-batch", "told", "directory"), rows)
+    yield _table("Runs", ("pid", "module", "device", "step", "batch", "micro-batch", "updated", "directory"), rows)
     yield Text()
     rows = [_memory_row(run) for run in snapshot.runs]
     yield _table("Their memory", ("pid", "allocated", "reserved", "peak", "budget", "", "recoveries"), rows)

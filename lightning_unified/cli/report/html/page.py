@@ -77,14 +77,14 @@ def _sections(runs: Sequence[Run]) -> Iterable[str]:
     yield _section("Summary", _summary(runs))
     varied = varied_section(runs) if len(runs) > 1 else ""
     if varied:
-        yield _section("What was varied", varied)
+        yield _section("Varied settings", varied)
     yield _section("Memory", _legend_of(runs) + _charts(memory_plots(runs), runs))
     yield _section("Predicted and measured peak", "".join(_peaks(runs)))
     yield _section("Micro-batch and recoveries", _legend_of(runs) + _charts(course_plots(runs), runs))
     yield _section("Losses", _legend_of(runs) + _charts(loss_plots(runs), runs))
     yield _section("Speed", _legend_of(runs) + _charts(speed_plots(runs), runs))
     yield _section("The plan and its reasons", _each(runs, lambda run: reasons_table(run) + alternatives_table(run)))
-    yield _section("What happened", _each(runs, moments_table))
+    yield _section("Events", _each(runs, moments_table))
     if len(runs) > 1:
         yield _section(
             "Memory of each run", _each(runs, lambda run: _charts(memory_plots([run]), [run], among=len(runs)))

@@ -88,8 +88,8 @@ def facts(run: Run) -> dict[str, str]:
             next((each for each in (at(summary, "recompute"), at(run.plan, "recompute")) if each is not None), None)
         ),
         "validation loss": amount(validation_loss(run)),
-        "samples a second": amount(number(summary, "samples_per_second")),
-        "tokens a second": amount(number(summary, "tokens_per_second")),
+        "samples per second": amount(number(summary, "samples_per_second")),
+        "tokens per second": amount(number(summary, "tokens_per_second")),
         "training took": amount(number(summary, "seconds"), "seconds"),
     }
 
@@ -202,7 +202,7 @@ def moments_table(run: Run) -> str:
         for moment in shown
     ]
     left_out = f"<p class=note>{rest:,} events in between are left out.</p>" if rest > 0 else ""
-    return table(("step", "after", "", "what happened"), rows, kind="moments") + left_out
+    return table(("step", "after", "", "event"), rows, kind="moments") + left_out
 
 
 def _after(since: str | None, moment: Moment) -> str:
