@@ -26,7 +26,7 @@ from lightning_unified.step.recovery.checkpoint_io import (
 )
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 
-__all__ = ["RunCheckpoint"]
+__all__ = ["RunCheckpoint", "write_state"]
 
 
 class RunCheckpoint(Checkpoint):
@@ -234,7 +234,7 @@ class RunCheckpoint(Checkpoint):
         if best is not None:
             self.best_model_score = best
         shares = [other for other, due in (("last.ckpt", scheduled), ("best.ckpt", best is not None)) if due]
-        error = self._write(trainer, name, shares=shares, dropped=dropped)
+        error = _write_and_link(trainer, self._folder, name, shares=shares, dropped=dropped)
         if error is None:
             self._saved = (step, trainer.fit_loop.total_batch_idx)
             return
@@ -242,50 +242,6 @@ class RunCheckpoint(Checkpoint):
         if must_work:
             raise CheckpointError(f"{error} The run ends at step {step}, {self._loss_in_words()}")
         rank_zero_warn(f"{error} Training goes on at step {step}, {self._loss_in_words()}")
-
-    def _write(self, trainer: Trainer, name: str, *, shares: list[str], dropped: list[str]) -> str | None:
-        """Write `name`, link it to `shares`, delete `dropped`; return the error of any rank in words, or None."""
-        unnamed = self._folder / f".{name}.new{PARTIAL}"
-        failure = None
-        try:
-            failure = self.write_state(trainer, unnamed)
-            failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
-            if trainer.is_global_zero and not failed:
-                publish(unnamed, self._folder / name)
-                for other in shares:
-                    share(self._folder / name, self._folder / other)
-                for old in dropped:
-                    remove(self._folder / old)
-        except OSError as error:
-            failure = f"could not name the checkpoint {self._folder / name}: {error}."
-        finally:
-            if trainer.is_global_zero:
-                remove(unnamed)
-        if not trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
-            return None
-        return failure or "another rank could not write its part of the checkpoint."
-
-    @staticmethod
-    def write_state(trainer: Trainer, path: Path) -> str | None:
-        """Save the state of `trainer` to `path`; return this rank's error in words, or None. No rank is left waiting.
-
-        If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
-        """
-        save = partial(trainer.save_checkpoint, path)
-        try:
-            _, memory_ran_out = caught(save)
-            if memory_ran_out is not None and trainer.world_size == 1:
-                release_cached_memory(trainer.strategy.root_device)
-                _, memory_ran_out = caught(save)
-            wait_for_writers(trainer.strategy.checkpoint_io)
-        except (CheckpointError, OSError) as error:
-            failure = str(error)
-        else:
-            if memory_ran_out is None:
-                return None
-            failure = f"memory ran out while the state for {path} was gathered ({memory_ran_out})."
-        trainer.strategy.barrier("Trainer.save_checkpoint")  # where the ranks that did not fail are waiting
-        return failure
 
     def _loss_in_words(self) -> str:
         last = self.last_model_path
@@ -298,3 +254,48 @@ class RunCheckpoint(Checkpoint):
 
 def _name(step: int) -> str:
     return f"step_{step:06d}.ckpt"
+
+
+def _write_and_link(trainer: Trainer, folder: Path, name: str, *, shares: list[str], dropped: list[str]) -> str | None:
+    """Write `name`, link it to `shares`, delete `dropped`; return the error of any rank in words, or None."""
+    unnamed = folder / f".{name}.new{PARTIAL}"
+    failure = None
+    try:
+        failure = write_state(trainer, unnamed)
+        failed = trainer.strategy.reduce_boolean_decision(failure is not None, all=False)
+        if trainer.is_global_zero and not failed:
+            publish(unnamed, folder / name)
+            for other in shares:
+                share(folder / name, folder / other)
+            for old in dropped:
+                remove(folder / old)
+    except OSError as error:
+        failure = f"could not name the checkpoint {folder / name}: {error}."
+    finally:
+        if trainer.is_global_zero:
+            remove(unnamed)
+    if not trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
+        return None
+    return failure or "another rank could not write its part of the checkpoint."
+
+
+def write_state(trainer: Trainer, path: Path) -> str | None:
+    """Save the state of `trainer` to `path`; return this rank's error in words, or None. No rank is left waiting.
+
+    If memory runs out, a single process tries again. With several processes, the others would have gone on by then.
+    """
+    save = partial(trainer.save_checkpoint, path)
+    try:
+        _, memory_ran_out = caught(save)
+        if memory_ran_out is not None and trainer.world_size == 1:
+            release_cached_memory(trainer.strategy.root_device)
+            _, memory_ran_out = caught(save)
+        wait_for_writers(trainer.strategy.checkpoint_io)
+    except (CheckpointError, OSError) as error:
+        failure = str(error)
+    else:
+        if memory_ran_out is None:
+            return None
+        failure = f"memory ran out while the state for {path} was gathered ({memory_ran_out})."
+    trainer.strategy.barrier("Trainer.save_checkpoint")  # where the ranks that did not fail are waiting
+    return failure

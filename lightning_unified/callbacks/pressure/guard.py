@@ -12,7 +12,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
+from lightning_unified.callbacks.checkpoint.run_checkpoint import write_state
 from lightning_unified.callbacks.device_pool import pool_of, simulated_by, simulated_pressure
 from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
 from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
@@ -268,7 +268,7 @@ class PressureGuard(Callback):
         if own is not None:
             own.request()
             return True, f"checkpoint due at step {trainer.global_step}"
-        failure = RunCheckpoint.write_state(trainer, Path(trainer.default_root_dir) / _FILE)
+        failure = write_state(trainer, Path(trainer.default_root_dir) / _FILE)
         return failure is None, f"checkpoint skipped: {failure}" if failure else f"checkpoint saved: {_FILE}"
 
     def _end_run(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
