@@ -1,4 +1,4 @@
-"""Lightning callbacks for any strategy: memory figures, pressure, gradient health, clean stops, checkpoints."""
+"""Lightning callbacks for any strategy: memory, pressure, gradients, stops, checkpoints."""
 
 from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
 from lightning_unified.callbacks.csv_logger import RunCSVLogger

@@ -1,4 +1,4 @@
-"""`GradientHealth`: detect NaN and Inf gradients on the device, and stop after too many such steps in a row."""
+"""`GradientHealth`: detect NaN and Inf gradients, and stop after too many bad steps in a row."""
 
 import math
 from collections.abc import Iterator

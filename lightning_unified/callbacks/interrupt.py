@@ -1,4 +1,4 @@
-"""`GracefulInterrupt`: on SIGINT or SIGTERM finish the step, save and stop; on a second signal stop at once."""
+"""`GracefulInterrupt`: on a signal finish the step, save and stop; on a second, stop at once."""
 
 import os
 import signal

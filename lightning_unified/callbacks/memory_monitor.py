@@ -1,4 +1,4 @@
-"""`MemoryMonitor`: log memory figures from counters, without waiting for the device or freeing memory."""
+"""`MemoryMonitor`: log memory counters without waiting for the device or freeing memory."""
 
 from typing import Any
 
@@ -19,7 +19,9 @@ __all__ = ["MemoryMonitor"]
 
 
 class MemoryMonitor(Callback):
-    """Log `memory/allocated`, `/reserved`, `/peak`, `/available` (bytes) and `/micro_batch_size` (rows) every few batches.
+    """Log memory figures and the micro-batch size every few batches.
+
+    Metrics: `memory/allocated`, `/reserved`, `/peak`, `/available` (bytes) and `/micro_batch_size` (rows).
 
     Figures that the backend does not provide are not logged. On a backend without a peak counter, the peak is the largest sample of
     `allocated`: before each backward pass and optimizer step, where memory is highest, and after each batch. Then `peak_source`

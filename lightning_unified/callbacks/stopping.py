@@ -1,4 +1,4 @@
-"""A clean stop: finish the current step, skip validation, save the state, and let `fit` return normally."""
+"""A clean stop: finish the step, skip validation, save, and let `fit` return normally."""
 
 from dataclasses import dataclass
 from pathlib import Path

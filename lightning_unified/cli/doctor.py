@@ -1,4 +1,4 @@
-"""`doctor`: show this machine's memory and capabilities, the memory tiers that fit, and the choice of `hardware=auto`."""
+"""`doctor`: show this machine's memory, capabilities and environment, and the tiers that fit."""
 
 import argparse
 import json

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: `RunCheckpoint`, and the state that a bit-exact resume needs beside Lightning's."""
+"""Checkpoints of a run, with the additional state that a bit-exact resume needs."""

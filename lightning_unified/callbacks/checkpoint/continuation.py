@@ -1,4 +1,4 @@
-"""State for a bit-exact resume that Lightning's checkpoint lacks, and when each part is restored."""
+"""State for a bit-exact resume that Lightning's checkpoints lack."""
 
 from typing import Any
 

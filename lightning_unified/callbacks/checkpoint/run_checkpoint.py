@@ -1,4 +1,4 @@
-"""`RunCheckpoint`: write the newest checkpoints of a run, `last.ckpt` and `best.ckpt`, for bit-exact resumes."""
+"""`RunCheckpoint`: step checkpoints, `last.ckpt` and `best.ckpt`, for bit-exact resumes."""
 
 import math
 from functools import partial
@@ -30,7 +30,7 @@ __all__ = ["RunCheckpoint", "write_state"]
 
 
 class RunCheckpoint(Checkpoint):
-    """Write `step_<n>.ckpt` every few optimizer steps and keep the newest, with `last.ckpt` and `best.ckpt` beside them.
+    """Write `step_<n>.ckpt` every few steps and keep the newest, `last.ckpt` and `best.ckpt`.
 
     Deviations from Lightning's `ModelCheckpoint`:
 

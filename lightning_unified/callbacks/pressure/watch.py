@@ -1,4 +1,4 @@
-"""The thread that samples memory pressure, and the file that survives a freeze. No torch, no Trainer."""
+"""The thread that samples memory pressure, and the trace file that survives a freeze."""
 
 import json
 import logging

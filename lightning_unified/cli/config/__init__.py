@@ -1,1 +1,1 @@
-"""The requested configuration: overrides checked, composed with Hydra, bound to signatures, or read from an earlier run."""
+"""The requested configuration: overrides checked, composed, bound, or read from an earlier run."""

@@ -1,4 +1,4 @@
-"""Check every `_target_` node against its signature: missing and unknown arguments, values of the wrong type."""
+"""Check every `_target_` node against its signature: argument names and types."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""Prepare the machine before the first allocation: check hardware, set environment and threads, resolve the budget."""
+"""Prepare the machine: check hardware, set environment and threads, resolve the budget."""
 
 import os
 from collections.abc import MutableMapping

@@ -1,4 +1,4 @@
-"""`watch`: show pools, pressure, swap, GPU use and the runs of this package, live, on every platform."""
+"""`watch`: show pools, pressure, swap, GPU use and runs, live, on every platform."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Find this user's live runs on this machine by their record files, and remove the files of dead ones."""
+"""Find this user's live runs by their record files, and remove the files of dead ones."""
 
 import os
 import platform

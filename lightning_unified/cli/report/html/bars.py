@@ -1,4 +1,4 @@
-"""Bars: the predicted peak by category beside the measured one, and the memory at each place of a step."""
+"""Bars: predicted peak by category, measured peak, and memory at each place of a step."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""The charts of a page: memory, micro-batches and recoveries, losses, speed, and other logged metrics."""
+"""The charts of a page: memory, micro-batches, recoveries, losses, speed, other metrics."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A chart of curves over steps: SVG lines that stretch to any width, with text as HTML above them."""
+"""A chart of curves over steps: SVG lines that stretch, with text as HTML above them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Find run directories from paths: a run, the runs of a sweep, or an error with the nearest runs."""
+"""Find run directories from paths: a run, the runs of a sweep, or the nearest runs."""
 
 import difflib
 import os

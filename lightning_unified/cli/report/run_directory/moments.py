@@ -1,4 +1,4 @@
-"""The moments of a run: events of its journal and of the pressure guard, in order; for older runs those of `plan.json`."""
+"""The moments of a run: events of its journal and of the pressure guard, in order."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
