@@ -1,7 +1,7 @@
-"""Train any LightningModule inside the memory you have.
+"""Train any LightningModule inside a memory budget.
 
-`import lightning_unified` registers the strategies `"unified"` and `"unified_ddp"` with Lightning, before or after Lightning itself is imported, and
-imports neither torch nor Lightning to do so: a project that only reads this package's configuration does not wait for them.
+`import lightning_unified` registers the strategies `"unified"` and `"unified_ddp"` with Lightning, before or after Lightning is imported. It imports
+neither torch nor Lightning, so a project that only reads this package's configuration does not wait for them.
 """
 
 import importlib
@@ -75,7 +75,7 @@ _registration.register()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home when it is first asked for (PEP 562)."""
+    """Import a public name from its module at first access (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'lightning_unified' has no attribute {name!r}; it offers {', '.join(__all__)}.")
     return getattr(importlib.import_module(f"lightning_unified.{_HOMES[name]}"), name)

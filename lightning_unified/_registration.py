@@ -1,4 +1,7 @@
-"""Puts `"unified"` and `"unified_ddp"` into Lightning's registries of strategies, now or when Lightning is imported."""
+"""Register `"unified"` and `"unified_ddp"` with Lightning, now or when Lightning is imported.
+
+This module stays at the top of the package: importing `strategies` would import Lightning.
+"""
 
 import importlib
 import importlib.abc
@@ -12,14 +15,14 @@ from typing import Any
 __all__ = ["register"]
 
 _REGISTRY_HOME = "lightning.pytorch.strategies"
-_FABRICS_HOME = "lightning.fabric.strategies"  # Lightning's strategies are built on these, so they are there before
+_FABRICS_HOME = "lightning.fabric.strategies"  # Lightning's strategies import these, so they are loaded before
 
 
 def register() -> None:
-    """Register at once if Lightning is imported already; otherwise as soon as it has been.
+    """Register at once if Lightning is imported already, else right after its import.
 
-    Lightning knows no entry point for strategies (2.6.6, fabric/utilities/registry.py: only callbacks have one), and importing it
-    here would cost every reader of this package's configuration some seconds.
+    Lightning has no entry point for strategies (2.6.6, fabric/utilities/registry.py: only callbacks have one). Importing Lightning
+    here would cost some seconds in programs that only read this package's configuration.
     """
     if _REGISTRY_HOME in sys.modules:
         _add_names(sys.modules[_REGISTRY_HOME])
@@ -43,14 +46,14 @@ def _add_names(strategies: ModuleType) -> None:
     if fabric is not None and "unified" not in fabric:
         for name in ("unified", "unified_ddp"):
             fabric.register(
-                name, _not_for_fabric, description="Is for lightning.Trainer; refused here with the reason.", asked=name
+                name, _not_for_fabric, description="For lightning.Trainer only; raises an error in Fabric.", asked=name
             )
 
 
 def _not_for_fabric(*, asked: str, **_options: Any) -> Any:
     raise importlib.import_module("lightning_unified.errors").ConfigurationError(
-        f'Fabric(strategy="{asked}"): this strategy is for lightning.Trainer, whose steps it cuts and repeats; the loop of a Fabric program '
-        f'is your own. Write L.Trainer(strategy="{asked}"), or leave the strategy out here.'
+        f'Fabric(strategy="{asked}"): this strategy is for lightning.Trainer, whose steps it splits and repeats; a Fabric program has its own '
+        f'loop. Write L.Trainer(strategy="{asked}"), or leave the strategy out here.'
     )
 
 
@@ -63,7 +66,7 @@ def _unified_ddp(**options: Any) -> Any:
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder):
-    """Finds Lightning's strategies as Python would, and registers ours once they are executed; then it is gone."""
+    """Import hook: finds Lightning's strategies as Python would, registers ours once they are executed, and removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -78,7 +81,7 @@ class _AfterLightning(importlib.abc.MetaPathFinder):
 
 
 class _ThenRegister(importlib.abc.Loader):
-    """A loader that does what the real one does, then registers."""
+    """A loader that delegates to the real one, then registers our strategies."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -91,4 +94,4 @@ class _ThenRegister(importlib.abc.Loader):
         _add_names(module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)  # resources and source are still the real loader's business
+        return getattr(self._loader, name)  # resources and source come from the real loader

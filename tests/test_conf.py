@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from lightning_unified.cli.request.binding import arguments_of, check_binding, target_of, targets
-from lightning_unified.cli.request.composition import composed, groups, searching
-from lightning_unified.cli.request.overrides import check_overrides
+from lightning_unified.cli.config.binding import arguments_of, check_binding, target_of, targets
+from lightning_unified.cli.config.composition import composed, groups, searching
+from lightning_unified.cli.config.overrides import check_overrides
 from lightning_unified.errors import ConfigurationError
 from tests.support.lanes import crossed
 

@@ -1,4 +1,4 @@
-"""One `metrics.csv` for a run and everything that resumes it."""
+"""`RunCSVLogger`: one `metrics.csv` for a run and all its resumes."""
 
 import csv
 import io
@@ -18,16 +18,15 @@ __all__ = ["RunCSVLogger"]
 
 
 class RunCSVLogger(CSVLogger):
-    """Write `<save_dir>/metrics.csv`, and go on writing it when a run is resumed into the same folder.
+    """Write `<save_dir>/metrics.csv`, and append to it when a run is resumed in the same folder.
 
-    Lightning's `CSVLogger` deletes the file it finds. Here rows are appended and new columns come after the old ones; rows of
-    steps that the resumed run takes anew stand twice, and the later ones are its own. What is logged under one step between
-    two flushes shares a row.
+    Lightning's `CSVLogger` deletes an existing file. This logger appends rows, and adds new columns after the old ones. Steps that a
+    resumed run repeats appear twice; the later rows are the resumed run's. Metrics of one step between two flushes share a row.
 
     Args:
         save_dir: The run's folder.
         flush_every: Log calls between two writes to the disk.
-        prefix: Put before the name of each metric.
+        prefix: Prefix of each metric's name.
 
     Raises:
         ConfigurationError: If `flush_every` is less than 1.
@@ -59,14 +58,14 @@ class RunCSVLogger(CSVLogger):
             f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name: v for name, v in metrics.items()
         }
         self.experiment.log_metrics(joined, step)
-        # counted in calls: metrics logged every n-th step may never meet Lightning's rule, (step + 1) divisible by n
+        # Count calls: metrics logged every n-th step may never meet Lightning's rule, (step + 1) divisible by n.
         self._calls += 1
         if self._calls % self._flush_logs_every_n_steps == 0:
             self.save()
 
 
 class _AppendingWriter(ExperimentWriter):
-    """Keeps rows until they are saved, and keeps the file's columns and rows whatever is added."""
+    """Buffers rows until they are saved, and preserves the columns and rows of an existing file."""
 
     def __init__(self, log_dir: str) -> None:
         super().__init__(log_dir=log_dir)
@@ -75,7 +74,7 @@ class _AppendingWriter(ExperimentWriter):
             with self._path.open(newline="") as file:
                 text = file.read()
             self.metrics_keys = next(csv.reader(io.StringIO(text)), [])
-            if text and not text.endswith("\n"):  # the run before was killed within a line
+            if text and not text.endswith("\n"):  # the previous run was killed while it wrote a line
                 with self._path.open("a", newline="") as file:
                     file.write("\r\n")
 
@@ -103,10 +102,10 @@ class _AppendingWriter(ExperimentWriter):
 
     @override
     def _check_log_dir_exists(self) -> None:
-        """Leave the file that is there; Lightning's (2.6.6) deletes it and warns."""
+        """Keep an existing file; Lightning's method (2.6.6) deletes it and warns."""
 
     def _rewrite(self) -> None:
-        """Give the file its new header; a reader or a crash never finds a part of it."""
+        """Rewrite the file with its new header, atomically."""
         rows = []
         if self._path.exists():
             with self._path.open(newline="") as file:

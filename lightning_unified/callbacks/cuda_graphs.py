@@ -1,4 +1,4 @@
-"""Parts of a module whose training passes are replayed as CUDA graphs, for as long as a fit trains."""
+"""`CudaGraphs`: replay the training passes of submodules as CUDA graphs during a fit."""
 
 import difflib
 import logging
@@ -21,23 +21,22 @@ log = logging.getLogger("lightning_unified")
 
 
 class CudaGraphs(Callback):
-    """Record the forward and backward passes of parts of the module as CUDA graphs, one pair for each shape of their inputs.
+    """Record the forward and backward passes of submodules as CUDA graphs, one pair for each shape of their inputs.
 
-    For small models, whose steps last as long as the host takes to tell the device about them. Results are those of the same run
-    without it. What `training_step` does outside these parts (the loss, logging) runs as ever, and so do validation, the
-    optimizer, recovery from memory that runs out, and shapes that are new; `RecordedCalls` says when else a call runs
-    eagerly. Data in a few fixed shapes is what this is for: `data.padded_lengths` for texts, whole batches (`drop_last`) for the rest.
+    This helps small models, whose steps are limited by the host's kernel launches. Results equal those of the same run without it.
+    Code of `training_step` outside these submodules (the loss, logging) runs eagerly, and so do validation, the optimizer, recovery
+    and new shapes. `RecordedCalls` lists the other eager cases. Data should have few fixed shapes: `data.padded_lengths` for
+    texts, whole batches (`drop_last`) otherwise.
 
-    Costs as much memory as the trained parameters, which a plan of the "unified" strategies counts. The memory of recorded
-    activations is reserved for as long as they are recorded: `torch.cuda.max_memory_reserved` shows it, and
-    `max_memory_allocated` does not.
+    The graphs take as much memory as the trained parameters; plans of the "unified" strategies count it. Recorded activations stay
+    reserved: `torch.cuda.max_memory_reserved` includes them, `max_memory_allocated` does not.
 
-    Anywhere but on CUDA it does nothing, and says so in the log.
+    On other devices than CUDA the callback does nothing and logs that.
 
     Args:
-        of: Names of the parts, as in `module.get_submodule`: `"network"`, or several. None takes the module's direct children that hold
+        of: Names of submodules, as in `module.get_submodule`: one or several. None takes the module's direct children that hold
             trained parameters.
-        most: Shapes of a part that are recorded.
+        most: The largest number of recorded shapes per submodule.
 
     Raises:
         ConfigurationError: If `most` is less than 1.
@@ -49,23 +48,23 @@ class CudaGraphs(Callback):
         self.of = [of] if isinstance(of, str) else None if of is None else [str(name) for name in of]
         self.most = most
         self._parts: dict[str, RecordedCalls] = {}
-        self._gradients: list[list[Tensor]] = []  # tensors of a callback are counted by plans
+        self._gradients: list[list[Tensor]] = []  # plans count the tensors of callbacks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: the options. Its modules run eagerly."""
+        """Return the state of a copy in another process: the options. Its modules run eagerly."""
         return {**vars(self), "_parts": {}, "_gradients": []}
 
     @property
     def recorded(self) -> dict[str, int]:
-        """How many shapes of each part are recorded now."""
+        """The number of recorded shapes of each submodule."""
         return {name: part.recorded for name, part in self._parts.items()}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stand in for the calls of the parts.
+        """Replace the forward calls of the submodules by recorded ones.
 
         Raises:
-            ConfigurationError: If a part is named that there is not, that is not trained, or that is compiled.
+            ConfigurationError: If a named submodule does not exist, is not trained, or is compiled.
         """
         self._take_off()
         parts = dict(_trained_children(pl_module) if self.of is None else _named(pl_module, self.of))
@@ -84,8 +83,9 @@ class CudaGraphs(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Have an optimizer make its state beside the weights, before its first step: among gradients, in what activations have left, it
-        would hold memory for good that no recording could have.
+        """Gather gradients and free cached blocks before an optimizer creates its state in the first step.
+
+        Otherwise the state would keep blocks between gradients, left by activations, which recordings could then never use.
         """
         if self._parts and not optimizer.state:
             for part in self._parts.values():
@@ -124,7 +124,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Mo
 
 
 def _trained_children(module: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children that are called and trained; of lists and dicts of modules, which are not called, those in them."""
+    """Yield the trained children; for a ModuleList or ModuleDict, which is never called, its members instead."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _trained_children(child, prefix=f"{prefix}{name}.")

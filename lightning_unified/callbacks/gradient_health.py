@@ -1,4 +1,4 @@
-"""NaN and Inf in gradients: noticed every step on the device, read back rarely, and an end to a run that they have spoilt."""
+"""`GradientHealth`: detect NaN and Inf gradients, and stop after too many bad steps in a row."""
 
 import math
 from collections.abc import Iterator
@@ -18,28 +18,28 @@ from lightning_unified.errors import ConfigurationError, GradientError
 
 __all__ = ["GradientHealth"]
 
-_NAMED = 3  # parameters that a message names; the rest is counted
+_NAMED = 3  # parameters that a message names; it counts the others
 
 
 class GradientHealth(Callback):
     """Count optimizer steps with NaN or Inf gradients, log them, and stop after too many in a row.
 
-    Each step costs one pass over the gradients: a number for every gradient that is finite if all of it is, as one
-    multi-tensor operation where the backend has it, kept on the device beside those of the steps before. Nothing waits for the
-    device until they are read together, every `check_every` steps, at the end, and when a checkpoint is written. So a row of bad
-    steps is found whole, whenever it began. A step that recovery does again replaces its first attempt.
+    Each step costs one pass over the gradients, as one multi-tensor operation where the backend has it. The pass gives one number per
+    gradient, which is finite only if the whole gradient is. The numbers stay on the device. They are read every `check_every` steps,
+    at the end, and when a checkpoint is written; only then does the host wait. So a row of bad steps is found whole, whenever it
+    began. A step that recovery repeats replaces its first attempt.
 
-    With a gradient scaler (`16-mixed`) such steps are skipped, a few of them are its normal way to find the scale, and
-    more of them in a row are allowed. A scale below 1 is warned about.
+    A gradient scaler (`16-mixed`) skips such steps and needs a few to find its scale, so it has a larger patience. The callback warns
+    about a scale below 1.
 
-    Logs `gradients/nonfinite_steps` at each reading, and `gradients/nan_elements` and `gradients/inf_elements` of the step read
-    when it is a bad one.
+    It logs `gradients/nonfinite_steps` at each reading, and for a bad step also `gradients/nan_elements` and
+    `gradients/inf_elements`.
 
     Args:
         patience: Bad steps in a row that end the run.
-        scaler_patience: The same with a gradient scaler; its usual first scale, 2**16, is below 1 after 17.
-        check_every: Optimizer steps between two readings. A divisor of `RunCheckpoint.every_n_steps` ends a spoilt run
-            before its newest checkpoint is written.
+        scaler_patience: The same with a gradient scaler; its usual first scale, 2**16, is below 1 after 17 bad steps.
+        check_every: Optimizer steps between two readings. With a divisor of `RunCheckpoint.every_n_steps`, a run ends before it
+            writes a checkpoint of bad weights.
 
     Attributes:
         nonfinite_steps: Bad steps so far, as of the last reading.
@@ -56,7 +56,7 @@ class GradientHealth(Callback):
         self.scaler_patience = scaler_patience
         self.check_every = check_every
         self.nonfinite_steps = 0
-        self._before = 0  # bad steps of the run that this one resumes
+        self._before = 0  # bad steps of the resumed run
         self._watches: dict[int, _Watch] = {}
         self._warned_of_scale = False
 
@@ -75,14 +75,14 @@ class GradientHealth(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         watch = self._watches.setdefault(id(optimizer), _Watch(self.check_every))
-        step = trainer.global_step + 1  # counted as checkpoints are: step_000050.ckpt is written after step 50
+        step = trainer.global_step + 1  # counted like checkpoints: step_000050.ckpt is written after step 50
         watch.note(step, optimizer)
         if step % self.check_every == 0:
             self._read(trainer, pl_module, elements=watch.elements())
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read(trainer, pl_module, elements=[])  # gradients are clipped by now: their elements say nothing
+        self._read(trainer, pl_module, elements=[])  # gradients are clipped by now, so their elements are not counted
 
     def _count(self) -> int:
         self.nonfinite_steps = self._before + sum(watch.history().bad_steps for watch in self._watches.values())
@@ -102,7 +102,9 @@ class GradientHealth(Callback):
         if scaler is not None and scales:
             self._look_at_scale(float(scaler.get_scale()))
         spoilt = worst.longest.length >= (self.scaler_patience if scales else self.patience)
-        alike = getattr(trainer.strategy, "gradients_are_alike", False)  # then a collective in mid-step is spared
+        alike = getattr(
+            trainer.strategy, "gradients_are_alike", False
+        )  # ranks agree without a collective inside the step
         if spoilt if alike else trainer.strategy.reduce_boolean_decision(spoilt, all=False):
             raise GradientError(_message(worst.longest, elements, module=module, scales=scales))
 
@@ -110,14 +112,14 @@ class GradientHealth(Callback):
         if scale < 1 and not self._warned_of_scale:
             self._warned_of_scale = True
             rank_zero_warn(
-                f"the gradient scaler has come down to {scale:g}: gradients overflow float16 even unscaled. "
+                f"the gradient scale has fallen to {scale:g}: gradients overflow float16 even unscaled. "
                 "Use precision bf16-mixed or 32-true, or lower the learning rate."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Elements:
-    """How many elements of a parameter's gradient are NaN and Inf."""
+    """The numbers of NaN and Inf elements of a parameter's gradient."""
 
     parameter: Tensor
     nan: int
@@ -126,7 +128,7 @@ class _Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Streak:
-    """Bad steps in a row: how many, which, and the parameters that were bad in the first, with `"NaN"` or `"Inf"`."""
+    """Bad steps in a row: their number, first and last step, and the bad parameters of the first with `"NaN"` or `"Inf"`."""
 
     length: int = 0
     first: int = 0
@@ -152,7 +154,7 @@ class _History:
 
 
 class _Watch:
-    """The gradient witnesses of one optimizer's last steps, on the device until somebody asks."""
+    """The per-gradient numbers ("witnesses") of one optimizer's last steps, kept on the device until read."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -182,7 +184,7 @@ class _Watch:
         values = torch.cat(rows).tolist() if rows else []
         history, start = self._read, 0
         for step, (parameters, _) in zip(self._steps, self._rows, strict=True):
-            self._read = history  # the last step stays open: it may be done again
+            self._read = history  # the last step stays open, because recovery may repeat it
             own = values[start : start + len(parameters)]
             start += len(parameters)
             bad = tuple(
@@ -195,7 +197,7 @@ class _Watch:
         return history
 
     def elements(self) -> list[_Elements]:
-        """Return the counts of the last step's bad gradients; to be asked before these are clipped or zeroed."""
+        """Return the counts of the last step's bad gradients; call it before they are clipped or zeroed."""
         streak = self.history().current
         if not self._steps or streak.last != self._steps[-1] or not streak.length:
             return []
@@ -210,7 +212,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the numbers of this rank's part of `gradient`, without the zeros that a sparse one leaves out."""
+    """Return this rank's part of `gradient` as a dense tensor; for a sparse gradient its stored values."""
     if type(gradient) is not Tensor:
         to_local = getattr(gradient, "to_local", None)  # a DTensor's
         gradient = gradient if to_local is None else to_local()
@@ -218,7 +220,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _witnesses(gradients: list[Tensor]) -> Tensor:
-    """Return a number for each gradient, (number of gradients,) on one device: NaN or Inf where it holds one, else a finite one."""
+    """Return one number per gradient, shape (number of gradients,): NaN or Inf if the gradient holds one, else finite."""
     if not gradients:
         return torch.empty(0)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -241,7 +243,7 @@ def _of_one_kind(gradients: list[Tensor]) -> Tensor:
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
-    """Return the greatest magnitudes: a 2-norm of finite float32 numbers may itself overflow. Nothing waits for the device."""
+    """Return the largest magnitudes without waiting. A 2-norm of finite float32 numbers may itself overflow."""
     half = gradients[0].dtype in {torch.float16, torch.bfloat16}
     return torch.stack(torch._foreach_norm(gradients, math.inf, torch.float32 if half else None))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -258,14 +260,14 @@ def _sums(gradients: list[Tensor]) -> Tensor:
 
 
 def _extreme(gradient: Tensor) -> Tensor:
-    """Return the greatest magnitude in a gradient; NaN where it holds NaN."""
+    """Return the largest magnitude of a gradient, NaN if it holds NaN."""
     least, greatest = torch.aminmax(gradient)
     return torch.maximum(greatest, -least)
 
 
 def _message(streak: _Streak, elements: list[_Elements], *, module: LightningModule, scales: bool) -> str:
     if not streak.length:
-        return "gradients were not finite for too long on another process; its message says where."
+        return "gradients were not finite for too long on another process; its message names the parameters."
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     first = [f"{names.get(id(p), 'an unnamed parameter')} ({kind})" for p, kind in streak.parameters]
     rest = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
@@ -278,7 +280,7 @@ def _message(streak: _Streak, elements: list[_Elements], *, module: LightningMod
         f"gradients were not finite in {streak.length} optimizer steps in a row, {streak.first} to {streak.last}{skipped}. "
         f"At step {streak.first} first in: {', '.join(first[:_NAMED])}{rest}. "
         + (f"Now: {'; '.join(now)}. " if now else "")
-        + "Look at the loss and the batch of that step; lower the learning rate, set trainer.gradient_clip_val, "
+        + "Inspect the loss and the batch of that step; lower the learning rate, set trainer.gradient_clip_val, "
         + ("or use precision bf16-mixed or 32-true; " if scales else "or use precision 32-true; ")
-        + f"then go on from a checkpoint written before step {streak.first}."
+        + f"then resume from a checkpoint written before step {streak.first}."
     )

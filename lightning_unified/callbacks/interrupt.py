@@ -1,4 +1,4 @@
-"""A run that is asked to stop finishes its step, saves and says how to go on; asked twice, it stops at once."""
+"""`GracefulInterrupt`: on a signal finish the step, save and stop; on a second, stop at once."""
 
 import os
 import signal
@@ -23,29 +23,29 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class GracefulInterrupt(Callback):
-    """Answer the first SIGINT or SIGTERM with a clean stop after the optimizer step at hand, the second with an immediate one.
+    """Stop cleanly after the current optimizer step on the first SIGINT or SIGTERM, and at once on the second.
 
-    The stop: no validation (a running one is left), no minimum of steps or epochs, a checkpoint, then the ordinary end of `fit`.
-    With `RunCheckpoint` among the callbacks the checkpoint is its `last.ckpt`; without, `interrupted.ckpt` in `default_root_dir`
-    holds what Lightning saves, which is not enough to go on bit for bit.
+    A clean stop skips validation (it leaves a running one), ignores minimums of steps and epochs, saves a checkpoint, and ends
+    `fit` normally. With `RunCheckpoint` the checkpoint is its `last.ckpt`. Otherwise `interrupted.ckpt` in `default_root_dir` holds
+    Lightning's state, which is not enough for a bit-exact resume.
 
-    The second signal puts back the handlers from before `fit` and raises the signal again under them. So does the first
-    while no batch has been trained yet: there is nothing to save.
+    The second signal restores the handlers from before `fit` and raises the signal again under them. So does the first signal
+    before the first batch, when there is nothing to save.
 
-    On several processes one of them having the signal stops all of them after the same step; a running validation is finished.
+    With several processes, a signal to one stops all after the same step; a running validation is finished.
 
-    Lightning handles SIGTERM too, from the start of `fit` to its end, by an exception at the end of a batch without a
-    checkpoint; this callback's handlers replace that one while batches run. Outside the main thread Python lets nobody
-    handle signals: the callback says so and does nothing.
+    Lightning handles SIGTERM too, from the start of `fit` to its end: it raises at the end of a batch without a checkpoint. The
+    handlers of this callback replace Lightning's while batches run. Outside the main thread Python allows no signal handlers; there
+    the callback warns and does nothing.
 
     Args:
-        resume_command: What to print as the way to go on; default is the line of Python with the checkpoint's path.
+        resume_command: The command to print for continuing; default is the line of Python with the checkpoint's path.
 
     Attributes:
-        signal: What stopped the last `fit`: SIGINT, SIGTERM, or None.
+        signal: The signal that stopped the last `fit`: SIGINT, SIGTERM, or None.
 
     Source:
-        lightning/pytorch/trainer/connectors/signal_connector.py for when Lightning registers and restores (2.6.6).
+        lightning/pytorch/trainer/connectors/signal_connector.py for when Lightning registers and restores handlers (2.6.6).
     """
 
     def __init__(self, *, resume_command: str | None = None) -> None:
@@ -58,7 +58,7 @@ class GracefulInterrupt(Callback):
         self._saved = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it handles no signals there."""
+        """Return the state of a copy in another process, which handles no signals there."""
         return {**vars(self), "_before": {}, "_running": False}
 
     @override
@@ -72,7 +72,7 @@ class GracefulInterrupt(Callback):
                 "GracefulInterrupt does nothing here: fit does not run in the main thread, the only one that may handle signals"
             )
             return
-        # already here, so that loader workers forked before the first batch inherit a handler that ignores Ctrl-C
+        # Install the handler now, so that loader workers forked before the first batch inherit one that ignores Ctrl-C.
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._install()
 
@@ -138,27 +138,27 @@ class GracefulInterrupt(Callback):
             signal.signal(number, self._handle)
 
     def _hand_back(self) -> None:
-        """Put back the handlers from before `fit`, unless somebody has put theirs in place of ours."""
+        """Restore the handlers from before `fit`, unless another handler has replaced ours."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked loader worker; it ends when its owner does
+            return  # a forked loader worker ends with its owner
         if self._running and self.signal is None:
             self.signal = signal.Signals(number)
-            # not print: the signal may have come in the middle of one
+            # Write directly: the signal may have interrupted a print.
             os.write(
                 2, f"\n{self.signal.name}: finishing this step, then saving. Once more to stop at once.\n".encode()
             )
             return
-        # Lightning's teardown after an exception puts this handler back: then, too, it must not swallow anything
+        # Lightning's teardown after an exception restores this handler; it must not swallow signals then either.
         self._hand_back()
         signal.raise_signal(number)
 
     def _is_asked(self, trainer: Trainer) -> bool:
-        """Return whether any process has been asked to stop; every rank comes to the same answer, and to the same signal."""
+        """Return whether any process received a signal; all ranks agree on the answer and on the signal."""
         if trainer.world_size > 1:
             mine = torch.tensor(0 if self.signal is None else int(self.signal), device=trainer.strategy.root_device)
             number = int(trainer.strategy.reduce(mine, reduce_op="max"))

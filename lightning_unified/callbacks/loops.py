@@ -1,6 +1,6 @@
-"""Questions about Lightning's fit loop that have no public answer; the callbacks ask them here and nowhere else.
+"""Private state of Lightning's fit loop; callbacks access it only through this module.
 
-Read in lightning 2.6.6: `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `loops/evaluation_loop.py`. The tests pin each answer.
+Source: lightning 2.6.6, `loops/training_epoch_loop.py`, `loops/fit_loop.py`, `loops/evaluation_loop.py`. Tests pin each function.
 """
 
 from lightning import Trainer
@@ -20,40 +20,40 @@ __all__ = [
 
 
 def is_trial(trainer: Trainer) -> bool:
-    """Return whether this is `fast_dev_run`, of which nothing is to stay."""
+    """Return whether this is a `fast_dev_run`, which leaves no files."""
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step that Lightning's own metrics of this batch are logged under, so that a row of ours meets theirs."""
+    """Return the step under which Lightning logs this batch, so that our metrics share a row with Lightning's."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def align_logged_step(trainer: Trainer) -> None:
-    """Make the step that is logged agree with the optimizer steps again, at the first batch of a resumed run.
+    """Set the logged step to the optimizer step at the first batch of a resumed run.
 
-    Lightning (2.6.6) guesses it from whether the resumed run's schedule has a validation where the file was written, and is one
-    short where only the run that ended there had one.
+    Lightning (2.6.6) derives it from whether the resumed run's schedule has a validation at the saved step. It is one too small if
+    only the earlier run had a validation there.
     """
     if trainer.lightning_module.automatic_optimization:
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def window_is_open(trainer: Trainer) -> bool:
-    """Return whether gradients of this batch wait in `.grad` for more batches of an accumulation window."""
+    """Return whether an accumulation window continues after this batch, with its gradients in `.grad`."""
     return trainer.fit_loop._should_accumulate()
 
 
 def resumes_after_an_epochs_last_batch(trainer: Trainer) -> bool:
-    """Return whether this run goes on from a file that was written with the last batch of an epoch counted: in its validation."""
+    """Return whether this run resumes from a file written during the validation after an epoch's last batch."""
     loop = trainer.fit_loop.epoch_loop
     return loop.restarted_on_last and loop.batch_progress.is_last_batch
 
 
 def begin_epoch_after_resume(trainer: Trainer) -> None:
-    """Let the epoch after one whose last batch a resumed file was written at begin in full, from `on_train_start`.
+    """Begin the next epoch in full after a resume from an epoch's last batch; call it in `on_train_start`.
 
-    Lightning (2.6.6) takes the new epoch for the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
+    Lightning (2.6.6) treats the new epoch as the rest of the old one: `on_train_epoch_start` is not called, the epoch is not counted as
     begun, and a file written in it is resumed at the epoch's first batch.
     """
     loop = trainer.fit_loop
@@ -72,7 +72,7 @@ def validation_is_due(trainer: Trainer) -> bool:
 
 
 def validation_is_complete(trainer: Trainer) -> bool:
-    """Return whether the validation that has just ended saw its last batch."""
+    """Return whether the validation that just ended reached its last batch."""
     return trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch
 
 
@@ -84,12 +84,12 @@ def will_stop(trainer: Trainer) -> bool:
 
 
 def call_off_validation(trainer: Trainer) -> None:
-    """Leave the running validation from within `on_validation_batch_end`; what it has logged so far is dropped.
+    """End the running validation from `on_validation_batch_end`, and drop its logs.
 
-    Means over a part of the data would be logged as if they were the whole's.
+    Otherwise means over a part of the data would be logged as means over all of it.
 
     Raises:
-        StopIteration: Always: the evaluation loop takes it as the end of its data and runs its closing hooks.
+        StopIteration: Always. The evaluation loop treats it as the end of its data and runs its closing hooks.
     """
     trainer.fit_loop.epoch_loop.val_loop._results.clear()
     raise StopIteration

@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from typing_extensions import override
 
-from lightning_unified.callbacks.pool import pool_of, simulated_by
+from lightning_unified.callbacks.device_pool import pool_of, simulated_by
 from lightning_unified.hardware.readers import read
 from lightning_unified.hardware.reading import Reading
 from lightning_unified.units import GIB
@@ -26,18 +26,18 @@ else:
 class _MemoryColumns(_Bar):
     """Adds `mem 1.2/4.0 GiB` (allocated of the budget, or of the pool without one) and `micro 4` (rows) to a progress bar.
 
-    The bar asks for its columns every batch; a reading is at most a second old, so that short batches pay nothing.
+    The bar updates its columns every batch; readings are cached for a second, so that short batches cost nothing.
     """
 
     _next_reading = 0.0
     _columns: dict[str, str] | None = None
 
     def read(self, device: torch.device) -> Reading:
-        """Return what the pool of `device` says now; the one place that a test or another source of readings replaces."""
+        """Read the pool of `device`; tests override this method."""
         return read(device)
 
     def now(self) -> float:
-        """Return seconds on a clock that never goes back."""
+        """Return seconds of a monotonic clock."""
         return time.monotonic()
 
     @override

@@ -1,4 +1,4 @@
-"""A clean stop: the step at hand ends, nothing is validated, the state is saved, and `fit` returns as it always does."""
+"""A clean stop: finish the step, skip validation, save, and let `fit` return normally."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from lightning import Trainer
 
-from lightning_unified.callbacks.checkpoint import RunCheckpoint
+from lightning_unified.callbacks.checkpoint.run_checkpoint import RunCheckpoint
 
 __all__ = ["restore_limits", "run_checkpoint", "stop_cleanly"]
 
@@ -24,22 +24,22 @@ _STOPS: WeakKeyDictionary[Trainer, _Stop] = WeakKeyDictionary()
 
 
 def run_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
-    """Return the run's `RunCheckpoint`, which saves after every other callback of a batch, or None."""
+    """Return the run's `RunCheckpoint`, or None. It saves after all other callbacks of a batch."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     return next((callback for callback in callbacks if isinstance(callback, RunCheckpoint)), None)
 
 
 def stop_cleanly(trainer: Trainer, *, otherwise: str) -> str:
-    """End `fit` after this batch, call from `on_train_batch_end` or `on_validation_end` with no window open.
+    """End `fit` after this batch; call it from `on_train_batch_end` or `on_validation_end` with no window open.
 
-    Several callbacks may ask for the same stop; the first one's is the stop.
+    Several callbacks may request the stop; the first request counts.
 
     Args:
-        trainer: Whose `fit` is to end; `restore_limits` puts back what is changed in it.
-        otherwise: Name of the file in `default_root_dir` that is written where there is no `RunCheckpoint`.
+        trainer: The Trainer to stop; `restore_limits` restores its limits afterwards.
+        otherwise: Name of the file in `default_root_dir` that is written without a `RunCheckpoint`.
 
     Returns:
-        Path of the file that the state is saved in; `RunCheckpoint` writes its own right after.
+        Path of the saved file; `RunCheckpoint` writes its own right after.
     """
     if trainer in _STOPS:
         return _STOPS[trainer].saved
@@ -59,7 +59,7 @@ def stop_cleanly(trainer: Trainer, *, otherwise: str) -> str:
 
 
 def restore_limits(trainer: Trainer) -> None:
-    """Put back what `stop_cleanly` changed, so that the trainer's next call is as it was asked for; nothing to do without one."""
+    """Restore the limits that `stop_cleanly` changed, if any, for the Trainer's next call."""
     stop = _STOPS.pop(trainer, None)
     if stop is not None:
         loop = trainer.fit_loop

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, what it can do, which memory tier fits, and what `hardware=auto` would choose."""
+"""`doctor`: show this machine's memory, capabilities and environment, and the tiers that fit."""
 
 import argparse
 import json
@@ -45,13 +45,13 @@ class Tier:
     """One memory tier on this machine.
 
     Attributes:
-        spec: The budget as its file writes it.
-        bytes: What that comes to here, None where that is not known.
-        fits: Whether the budget lies within the pool.
-        fits_now: Whether it lies within what `auto` would take at this moment.
+        spec: The budget as the tier's file writes it.
+        bytes: The budget in bytes on this machine, None if unknown.
+        fits: Whether the budget is within the pool.
+        fits_now: Whether the budget is within the bytes that `auto` would take now.
         batch_size: The effective batch, None where the tier sets none.
-        micro_batch_size: As its file writes it, None where it follows another choice.
-        reason: How the bytes came about, or why they cannot be had.
+        micro_batch_size: The size as the tier's file writes it, None where it follows another choice.
+        reason: The source of the bytes, or the reason why the budget is refused.
     """
 
     spec: str
@@ -65,7 +65,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """All that doctor says; `settings` and `machine` are for people only."""
+    """The output of doctor; the JSON omits `settings` and `machine`."""
 
     machine: str
     reading: Reading
@@ -90,13 +90,11 @@ class Diagnosis:
 
 
 def main(argv: list[str]) -> int:
-    """Print the diagnosis of this machine; return 0, or 2 if the arguments make no sense."""
+    """Print the diagnosis of this machine; return 0, or 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="python -m lightning_unified doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON for scripts, and nothing else")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:<index>, mps or xpu")
-    parser.add_argument(
-        "--simulate", metavar="MACHINE", help=f"look at a machine that is not here: {', '.join(PROFILES)}"
-    )
+    parser.add_argument("--simulate", metavar="MACHINE", help=f"diagnose a simulated machine: {', '.join(PROFILES)}")
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as done:
@@ -115,18 +113,18 @@ def main(argv: list[str]) -> int:
 
 
 def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path | None = None) -> Diagnosis:
-    """Gather everything; a figure that cannot be read stays unknown.
+    """Return the diagnosis of a machine; a figure that cannot be read stays unknown.
 
     Args:
-        device: The device to look at.
-        sources: Default this machine.
+        device: The device to diagnose.
+        sources: The files, environment and torch to read; default this machine's.
         conf: The folder of the configuration groups; default the one shipped with the package.
 
     Raises:
-        HardwareError: If `device` is not here.
+        HardwareError: If `device` is not present.
     """
     sources = sources or Sources.live()
-    # The environment is looked at before the first reading, which on MPS completes it.
+    # Check the environment before the first reading, which on MPS sets missing variables.
     findings = lint_environment(
         sources.environ,
         allocator_initialized=mps_allocator_initialized(sources),
@@ -150,7 +148,7 @@ def diagnose(device: str = "auto", *, sources: Sources | None = None, conf: Path
 
 
 def read_tiers(conf: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Return the files of `conf/memory` by name, interpolations left as written; empty if there are none."""
+    """Return the contents of `conf/memory` by tier, interpolations unresolved; empty if there are no files."""
     folder = (conf or shipped_configuration()) / "memory"
     tiers = {}
     for path in sorted(folder.glob("*.yaml")):
@@ -191,7 +189,7 @@ def _tiers(files: dict[str, dict[str, Any]], reading: Reading) -> dict[str, Tier
 
 
 def _asked(spec: str | int) -> int | None:
-    """Return the bytes of a budget that names an amount, None for any other."""
+    """Return the bytes of a budget that is an amount, None for a share or `auto`."""
     try:
         parsed = parse_spec(spec)
     except ConfigurationError:
@@ -204,7 +202,7 @@ def _plain(value: Any) -> Any:
 
 
 def _best(tiers: dict[str, Tier]) -> str | None:
-    """Return the largest fixed tier that fits now, `"auto"` if none does, None if nothing can be had."""
+    """Return the largest fixed tier that fits now; else `"auto"` if it fits; else None."""
     fixed = {name: tier.bytes or 0 for name, tier in tiers.items() if tier.fits_now and tier.spec != "auto"}
     if fixed:
         return max(fixed, key=lambda name: fixed[name])
@@ -240,7 +238,7 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
     if findings:
         _table(console, "Environment", ("variable", "verdict", "advice"), findings, plain=(0, 2))
     else:
-        console.print("[bold]Environment[/] nothing to say")
+        console.print("[bold]Environment[/] no findings")
     console.print(f"[bold]memory={diagnosis.tier or 'none'}[/] is the largest tier that fits now")
     console.print(
         f"[bold]hardware=auto[/] would choose hardware={diagnosis.hardware}: {escape(_settings(diagnosis.settings))}"
@@ -267,7 +265,7 @@ def _table(
     *,
     plain: Sequence[int] | None = None,
 ) -> None:
-    """Print rows; the columns in `plain` (default all) hold text in which brackets are only brackets."""
+    """Print a table; columns in `plain` (default all) are escaped, the others hold Rich markup."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""What a failure looks like on the command line: a dozen lines on standard error and an exit code, never a traceback."""
+"""Failures on the command line: at most a dozen lines on standard error and an exit code, no traceback."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ _LONGEST_LINE = 400
 
 
 def explain(error: BaseException) -> tuple[int, str]:
-    """Return the exit code for `error` and what to tell the user about it."""
+    """Return the exit code and the message for `error`."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted before there was anything to save"
     if isinstance(error, LightningUnifiedError):
@@ -25,7 +25,7 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 
 def report_failure(error: BaseException) -> int:
-    """Print `error` to standard error and return the exit code that goes with it.
+    """Print `error` to standard error and return its exit code.
 
     `LIGHTNING_UNIFIED_DEBUG=1` adds the traceback.
     """

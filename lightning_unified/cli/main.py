@@ -1,21 +1,21 @@
-"""`python -m lightning_unified`: train (the default), or one of the other commands."""
+"""Entry point of `python -m lightning_unified`: dispatch to train (the default) or another command."""
 
 import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from lightning_unified.cli.config.composition import PACKAGED
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.request.composition import PACKAGED
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["main"]
 
 _USAGE = """\
 python -m lightning_unified [train] [overrides …]   train inside a memory budget; train --help lists groups and keys
-python -m lightning_unified plan [overrides …]      the peak of a step before there is one, the best plan that fits, what fits where
-python -m lightning_unified doctor [--json]         what this machine has, what it can do, which memory tier fits
-python -m lightning_unified watch [--once] [--json] pools, pressure, swap, use of the GPUs, and the runs on this machine
-python -m lightning_unified report DIR [DIR …]      runs as one HTML page: memory, the plan, losses, side by side
+python -m lightning_unified plan [overrides …]      predict the peak of a step, choose the best plan that fits, compare machines
+python -m lightning_unified doctor [--json]         show this machine's memory, capabilities, and the memory tier that fits
+python -m lightning_unified watch [--once] [--json] show pools, pressure, swap, GPU use, and the runs on this machine, live
+python -m lightning_unified report DIR [DIR …]      write runs as one HTML page: memory, the plan, losses, side by side
 """
 
 
@@ -59,9 +59,9 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` (default: the process's) name, and return its exit code.
+    """Run the command named first in `arguments` (default: `sys.argv`) and return its exit code.
 
-    Overrides without a command are for `train`.
+    Overrides without a command go to `train`.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     first = given[0] if given else ""

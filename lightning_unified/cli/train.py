@@ -1,4 +1,4 @@
-"""`python train.py`: check what was asked, then let Hydra run it once or as a sweep."""
+"""`train`: check the command line, then let Hydra run it once or as a sweep."""
 
 import os
 import shlex
@@ -14,24 +14,24 @@ import hydra
 from hydra._internal.utils import get_args_parser  # the one description of Hydra's own flags
 from omegaconf import DictConfig
 
+from lightning_unified.cli.config.composition import CONFIG_NAME, PACKAGED, searching
+from lightning_unified.cli.config.help import help_text
+from lightning_unified.cli.config.nearest import did_you_mean
+from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.request.composition import CONFIG_NAME, PACKAGED, searching
-from lightning_unified.cli.request.help import help_text
-from lightning_unified.cli.request.nearest import did_you_mean
-from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
-from lightning_unified.cli.request.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["train"]
 
 
 def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str = "train.py") -> int:
-    """Train as `arguments` ask and return the exit code.
+    """Train as the command line requests, and return the exit code.
 
     Args:
         arguments: Overrides and Hydra's flags, as given on the command line.
-        config_path: Where the configuration lies: a folder or `pkg://package.name`.
-        program: What the user gives to Python to call this, for the help and the resume command.
+        config_path: The configuration: a folder or `pkg://package.name`.
+        program: The arguments to Python that start this command, for the help and the resume command.
     """
     program = f"{_interpreter()} {program}"
     try:
@@ -69,7 +69,7 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
 
 
 def _interpreter() -> str:
-    """Return how this Python is called from here: an environment that is not activated is named."""
+    """Return the command that starts this Python: `python`, or its path where the environment is not activated."""
     if shutil.which("python") == sys.executable:
         return "python"
     relative = os.path.relpath(sys.executable)
@@ -77,7 +77,7 @@ def _interpreter() -> str:
 
 
 def _run_to_resume(overrides: Sequence[str], *, multirun: bool) -> SavedRun | None:
-    """Return the run that `resume=` names, if any."""
+    """Return the saved run that `resume=` names, or None."""
     for override in parse_overrides(overrides):
         if key_of(override) == "resume" and override.value() is not None:
             if multirun:
@@ -87,7 +87,7 @@ def _run_to_resume(overrides: Sequence[str], *, multirun: bool) -> SavedRun | No
 
 
 def _with_run(overrides: Sequence[str], saved: SavedRun | None) -> list[str]:
-    """Return `overrides` beside those of the run they continue, in that run's directory unless another was asked for."""
+    """Merge `overrides` into those of the saved run; keep its directory unless `run_dir` is given."""
     if saved is None:
         return list(overrides)
     own = [
@@ -128,7 +128,7 @@ def _run(
         return outcome.objective
 
     flags = (["--multirun"] if multirun else []) + (["--config-dir", config_dir] if config_dir else [])
-    # a resumed run writes its overrides itself, when it has begun: one that is refused leaves the saved run as it was
+    # A resumed run writes its overrides itself once it has started, so a refused one leaves the saved run unchanged.
     flags += [] if saved is None else ["hydra.output_subdir=null"]
     folder = _sweep_folder(overrides)
     named = [
@@ -140,7 +140,7 @@ def _run(
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:
-    """Return where a sweep's runs go: under `run_dir` if it was given, else under a time of its own."""
+    """Return the folder of a sweep's runs: `run_dir` if given, else a new folder named after the time."""
     for override in parse_overrides(overrides):
         if key_of(override) in {"run_dir", "hydra.sweep.dir"}:
             return Path(str(override.value()))
@@ -148,20 +148,20 @@ def _sweep_folder(overrides: Sequence[str]) -> Path:
 
 
 def _fixed_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that a sweep does not vary, and that its runs' folders therefore do not name."""
+    """Return the keys that a sweep does not vary; the names of its runs' folders omit them."""
     return [key_of(override) for override in parse_overrides(overrides) if not override.is_sweep_override()]
 
 
 def _all_finished(folder: Path) -> bool:
-    """Return whether every run of a sweep left its summary: runs in other processes have no other way to say so."""
+    """Return whether every run of a sweep wrote its summary. Runs in other processes report in no other way."""
     return all((path.parent / "summary.json").is_file() for path in folder.rglob(".hydra"))
 
 
 def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], Any]) -> int:
-    """Run `task` in Hydra's application, as if `arguments` had been given, and return the exit code.
+    """Run `task` in Hydra's application with `arguments` as its command line, and return the exit code.
 
     Raises:
-        ConfigurationError: If Hydra cannot compose what was asked or make the folder for it.
+        ConfigurationError: If Hydra cannot compose the configuration or create its folder.
     """
     application = hydra.main(version_base="1.3", config_path=config_path, config_name=CONFIG_NAME)(task)
     with patch.object(sys, "argv", [sys.argv[0], *arguments]), patch.dict(os.environ, HYDRA_FULL_ERROR="1"):
@@ -169,7 +169,7 @@ def _hydra(arguments: list[str], config_path: str, task: Callable[[DictConfig], 
             application()
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        except OSError as error:  # not the task's: it reports its own
+        except OSError as error:  # Hydra's own: the task reports its errors itself
             raise ConfigurationError(
                 f"run_dir: {error.filename} cannot be written ({error.strerror}); give a run_dir that can."
             ) from error

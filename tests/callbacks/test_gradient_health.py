@@ -248,7 +248,7 @@ def test_a_scale_below_one_is_warned_about_once(small_run, tmp_path, recwarn, sc
     with_scaler(trainer, scale)
     trainer.fit(Spoilt({}), DataLoader(torch.ones(6, 2), batch_size=1))
 
-    assert sum("the gradient scaler has come down to" in str(w.message) for w in recwarn) == warns
+    assert sum("the gradient scale has fallen to" in str(w.message) for w in recwarn) == warns
 
 
 @pytest.mark.parametrize("name", ["patience", "scaler_patience", "check_every"])

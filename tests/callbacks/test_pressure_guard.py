@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import GracefulInterrupt, PressureGuard, RunCheckpoint
-from lightning_unified.callbacks.pressure_watch import PressureWatch
+from lightning_unified.callbacks.pressure.watch import PressureWatch
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware import Figure, Pressure
 from tests.support.lasting import Lasting
@@ -153,7 +153,7 @@ def test_critical_pressure_takes_every_rung_in_turn_and_stops(small_run, tmp_pat
         "noticed",
         "warned",
         "caches cleared",
-        "shrink skipped: SingleDeviceStrategy cannot cut its batches",
+        "shrink skipped: SingleDeviceStrategy cannot split its batches",
         "checkpoint due at step 3",
         f"stopped at step 4, state in {tmp_path / 'last.ckpt'}",
     ]
@@ -228,7 +228,7 @@ def test_pressure_that_returns_goes_on_where_it_was(small_run, tmp_path, by_hand
         "down to rung 1 of 5",
         "noticed",
         "caches cleared",
-        "shrink skipped: SingleDeviceStrategy cannot cut its batches",
+        "shrink skipped: SingleDeviceStrategy cannot split its batches",
         f"checkpoint due at step {7}",
     ]
 
@@ -263,7 +263,7 @@ def test_a_module_that_cannot_be_cut_is_left_whole_and_the_next_rung_is_taken(tm
 
     assert set(module.rows) == {8}
     assert actions(tmp_path)[3:] == [
-        "shrink skipped: UnifiedStrategy cannot cut its batches further",
+        "shrink skipped: UnifiedStrategy cannot split its batches further",
         "checkpoint saved: pressure.ckpt",
     ]
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states
 
-from lightning_unified.callbacks import random_state
-from lightning_unified.callbacks.continuation import Continuation
+from lightning_unified.callbacks.checkpoint import random_state
+from lightning_unified.callbacks.checkpoint.continuation import Continuation
 from lightning_unified.step.recovery.generators import GeneratorWatch
 
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_on_mps_finds_its_generator_as_the_checkpoint_has_it(monke
 def test_a_run_that_moves_from_cpu_to_mps_says_that_this_generator_starts_anew(monkeypatch):
     told, checkpoint = [], {}
     mocked_mps(monkeypatch)
-    monkeypatch.setattr("lightning_unified.callbacks.continuation.rank_zero_info", told.append)
+    monkeypatch.setattr("lightning_unified.callbacks.checkpoint.continuation.rank_zero_info", told.append)
     Continuation().note(trainer_on("cpu"), torch.nn.Module(), checkpoint, called_off=False)
     resumed = Continuation()
     resumed.load(checkpoint)

@@ -237,7 +237,7 @@ def test_a_random_state_of_another_number_of_processes_is_not_taken_and_that_is_
     noted = checkpoint["lightning_unified.continuation"]
     noted["random"] = noted["random"] * 2
     torch.save(checkpoint, file)
-    with pytest.warns(UserWarning, match="random states of 2 processes and 1 are here"):
+    with pytest.warns(UserWarning, match="random states of 2 processes and this run has 1"):
         small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path)], resume=file)
 
 

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.callbacks import PressureGuard, RunCheckpoint
-from lightning_unified.callbacks.pressure_watch import PressureWatch
-from lightning_unified.callbacks.thrash_watch import ThrashWatch
+from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
+from lightning_unified.callbacks.pressure.watch import PressureWatch
 from lightning_unified.hardware import Budget, Figure, Pressure
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 
@@ -195,10 +195,10 @@ def test_the_trace_tells_of_a_budget_that_followed_other_programs(small_run, tmp
 def test_a_gpu_in_the_hosts_memory_is_watched_as_one(reading, monkeypatch, pool, expected):
     seen = {}
     monkeypatch.setattr(
-        "lightning_unified.callbacks.pressure_guard.read", lambda _: replace(reading(), backend="cuda", pool=pool)
+        "lightning_unified.callbacks.pressure.guard.read", lambda _: replace(reading(), backend="cuda", pool=pool)
     )
     monkeypatch.setattr(
-        "lightning_unified.callbacks.pressure_guard.PressureReader",
+        "lightning_unified.callbacks.pressure.guard.PressureReader",
         lambda sources, one_pool: seen.update(one_pool=one_pool) or SimpleNamespace(read=lambda now: CALM),
     )
     trainer = SimpleNamespace(

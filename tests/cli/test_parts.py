@@ -10,15 +10,15 @@ import torch
 from lightning import LightningModule
 from omegaconf import OmegaConf
 
+from lightning_unified.cli.config.nearest import nearest
+from lightning_unified.cli.config.overrides import parse_overrides, single_run, swept_values
+from lightning_unified.cli.config.resume import apply_changes, merged_overrides
 from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
-from lightning_unified.cli.request.nearest import nearest
-from lightning_unified.cli.request.overrides import parse_overrides, single_run, swept_values
-from lightning_unified.cli.request.resume import apply_changes, merged_overrides
-from lightning_unified.cli.run.compiling import compiled
+from lightning_unified.cli.run.json_files import versions, write_json
+from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
-from lightning_unified.cli.run.record import versions, write_json
-from lightning_unified.cli.run.samples import printable
+from lightning_unified.cli.run.result import printable
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
 
@@ -135,7 +135,7 @@ def test_the_summary_of_data_without_tokens_or_steps_is_printed(capsys):
     }
     show_summary(summary, baselines={}, samples=[], saved=["run"])
 
-    assert "0 steps in 0.25 s\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
+    assert "0 steps in 250 ms\n" in re.sub(" +\n", "\n", capsys.readouterr().out)
 
 
 def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():

@@ -14,8 +14,8 @@ import torch
 from lightning import LightningModule
 
 from lightning_unified.cli.main import main as any_command
-from lightning_unified.cli.plan.backend import Backend
 from lightning_unified.cli.plan.command import main
+from lightning_unified.cli.plan.planner_calls import Backend
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Alignment, tabled_rates
@@ -229,8 +229,7 @@ def test_a_plan_that_fits_nowhere_is_shown_and_is_one(command, calls):
     assert done.code == 1
     assert "verdict" in done.out and "Memory each plan needs" in done.out
     assert (
-        "gearhead does not fit into 1.00 GiB: the smallest step that was found takes 7.00 GiB. Give memory.budget"
-        in done.err
+        "gearhead does not fit into 1.00 GiB: the smallest step found takes 7.00 GiB. Raise memory.budget" in done.err
     )
 
 
@@ -239,7 +238,7 @@ MISTAKES = {
     "a flag without its value": (["--png"], "argument --png: expected one argument; see python -m"),
     "a calibration that is neither": (["--calibration", "drop"], "invalid choice: 'drop'"),
     "a misspelt key": (["model.widht=3"], "model.widht: there is no such key; did you mean model.width?"),
-    "a run directory": (["run_dir=here"], "run_dir: a plan writes no run directory"),
+    "a run directory": (["run_dir=here"], "run_dir: a plan neither writes nor continues a run directory"),
     "a machine that is not known": (["simulate=m2-15gb"], "did you mean m2-16gb?"),
     "absent hardware of unknown size": (
         ["hardware=mps", "memory.budget=auto"],
@@ -248,8 +247,8 @@ MISTAKES = {
     "hardware that contradicts the machine": (["hardware=cuda", "simulate=m2-16gb"], "hardware=cuda is not present"),
     "a budget above the pool": (["simulate=m1-8gb", "memory=large"], "the largest tier that fits is memory=debug"),
     "a module without a batch": (["--module", "a:B"], "--module a:B needs a batch to plan for"),
-    "two batches": (["--batch", "a:b", "--batch-shape", "2x3"], "--batch and --batch-shape both say"),
-    "arguments without a module": (["--kwargs", "a=1"], "--kwargs is what --module is called with"),
+    "two batches": (["--batch", "a:b", "--batch-shape", "2x3"], "--batch and --batch-shape both define"),
+    "arguments without a module": (["--kwargs", "a=1"], "--kwargs are the arguments of --module"),
     "a model beside a module": (
         ["model=gearhead", "--module", f"{MINE}Net", "--batch-shape", "2x3"],
         "model: with --module the model and its data are yours",
@@ -258,7 +257,7 @@ MISTAKES = {
         ["hardware=cpu", "--module", f"{MINE}Net", "--batch-shape", "2x3:int64", "--generate", "4"],
         "--generate 4: Net holds no network known to generate",
     ),
-    "rows of no generation": (["--rows", "4"], "--rows and --prompt are those of a generation; give --generate"),
+    "rows of no generation": (["--rows", "4"], "--rows and --prompt describe a generation; give --generate"),
     "another shell": (["--shell-completion", "install=zsh"], "plan completes in bash"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_unified.cli.plan.command import main
-from lightning_unified.cli.plan.phases import with_phases
+from lightning_unified.cli.plan.planner_calls import with_phases
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render import does_fit

@@ -7,11 +7,11 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule
 
+from lightning_unified.cli.config.composition import composed, searching
 from lightning_unified.cli.plan.arguments import parse
-from lightning_unified.cli.plan.batches import batch_of_data, batch_of_shapes, describe_batch
+from lightning_unified.cli.plan.example_batches import batch_of_data, batch_of_shapes, describe_batch
 from lightning_unified.cli.plan.subject import subject_of
 from lightning_unified.cli.plan.weightless import without_memory
-from lightning_unified.cli.request.composition import composed, searching
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 

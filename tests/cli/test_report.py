@@ -10,11 +10,11 @@ import pytest
 
 from lightning_unified.cli.main import main
 from lightning_unified.cli.report.command import main as report
-from lightning_unified.cli.report.find import find_runs, names_of
-from lightning_unified.cli.report.metrics import read_curves
-from lightning_unified.cli.report.page import page
-from lightning_unified.cli.report.read import read_run
-from lightning_unified.cli.report.scale import amount, labels, ticks
+from lightning_unified.cli.report.html.page import page
+from lightning_unified.cli.report.html.scale import amount, labels, ticks
+from lightning_unified.cli.report.run_directory.curves import read_curves
+from lightning_unified.cli.report.run_directory.find import find_runs, names_of
+from lightning_unified.cli.report.run_directory.read import read_run
 from lightning_unified.errors import ConfigurationError
 
 GIB, MIB = 2**30, 2**20
@@ -184,17 +184,17 @@ def test_a_run_that_left_nothing_but_metrics_is_told_of_with_them(tmp_path):
     run = run_of(tmp_path / "run", summary__json=None, plan__json=None, events__jsonl=None, config__yaml=None)
     _, tree = read_page(run)
 
-    assert run.status == "not finished: still running, or ended without a word; the last step that was logged is 39"
+    assert run.status == "not finished: still running, or killed; the last logged step is 39"
     assert "1.49 GiB" in tree.text  # the greatest peak that was logged
     assert "recoveries unknown" in tree.text
     assert "peak, predicted unknown" in tree.text
-    assert "unknown: there is no plan.json that can be read" in tree.text
+    assert "unknown: there is no readable plan.json" in tree.text
 
 
 def test_a_run_that_logged_nothing_says_so_in_each_chart(tmp_path):
     _, tree = read_page(run_of(tmp_path / "run", metrics__csv="step,epoch\n"))
 
-    assert tree.text.count("unknown: nothing of this was logged") == 5
+    assert tree.text.count("unknown: no such metric was logged") == 5
 
 
 def test_a_run_that_failed_says_where_and_of_what(tmp_path):
@@ -331,7 +331,7 @@ def test_figures_of_a_simulated_machine_are_found(tmp_path):
     simulated = METRICS.replace("memory/", "memory_simulated_m2-16gb/").replace("/peak", "/peak_sampled")
     text, _ = read_page(run_of(tmp_path / "run", metrics__csv=simulated))
 
-    assert "nothing of this was logged" not in text.partition("<h2>Speed</h2>")[0]
+    assert "no such metric was logged" not in text.partition("<h2>Speed</h2>")[0]
 
 
 def test_a_long_run_makes_a_page_that_is_small_and_keeps_its_extremes(tmp_path):
@@ -374,7 +374,7 @@ def sweep_page(folder, losses):
 
 def test_the_runs_of_a_sweep_stand_in_order_of_their_loss_with_what_was_varied(tmp_path):
     text = sweep_page(tmp_path, {("1e-5", 2): 0.75, ("1e-3", 2): 0.25, ("1e-4", 3): None})
-    section = text[text.index("What was varied") : text.index("<h2>Memory</h2>")]
+    section = text[text.index("Varied settings") : text.index("<h2>Memory</h2>")]
     cells = re.findall(r"rate=[^<]*</b></th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", section)
 
     assert "seed" not in section and "run_dir" not in section
@@ -396,7 +396,7 @@ def test_the_loss_is_drawn_over_each_number_that_was_varied(tmp_path):
 
 
 def test_runs_that_were_given_the_same_are_no_sweep(tmp_path):
-    assert "What was varied" not in read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))[0]
+    assert "Varied settings" not in read_page(run_of(tmp_path / "one"), run_of(tmp_path / "two"))[0]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -441,7 +441,7 @@ def test_more_runs_than_a_page_tells_apart_are_refused(tmp_path):
         (tmp_path / f"runs/{index}").mkdir(parents=True)
         (tmp_path / f"runs/{index}/metrics.csv").write_text("step\n")
 
-    with pytest.raises(ConfigurationError, match="that is 25 runs, and a page tells 24 apart; name fewer, such as"):
+    with pytest.raises(ConfigurationError, match="these are 25 runs, and a page shows at most 24; name fewer, such as"):
         find_runs([str(tmp_path / "runs")])
 
 
@@ -495,9 +495,9 @@ def test_an_output_that_cannot_be_makes_no_sense(tmp_path, capsys, output, said)
 def test_what_the_page_is_made_of_is_shipped():
     root = Path(__file__).resolve().parents[2]
     shipped = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    folder = root / "lightning_unified/cli/report"
+    folder = root / "lightning_unified/cli/report/html"
 
-    assert set(shipped["lightning_unified.cli.report"]) == {
+    assert set(shipped["lightning_unified.cli.report.html"]) == {
         path.name for path in folder.glob("page.*") if path.suffix != ".py"
     }
 

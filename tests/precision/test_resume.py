@@ -136,7 +136,7 @@ def test_an_overflown_open_window_drops_its_gradients_if_nothing_would_skip_them
     window = {"accumulate_grad_batches": 3}
     fit(fresh(spoilt={0}), Stops(1), RunCheckpoint(tmp_path), **window)
     module = fresh()
-    with pytest.warns(UserWarning, match="were not finite in 16-mixed.* the window goes on without them"):
+    with pytest.warns(UserWarning, match="were not finite in 16-mixed.* the window continues without them"):
         fit(module, RunCheckpoint(tmp_path), resume=tmp_path / "last.ckpt", precision="bf16-mixed", **window)
 
     assert module.found == [None] * 4

@@ -139,7 +139,7 @@ def test_steps_that_only_skip_end_the_run_and_a_scale_below_one_is_told():
     before = weights(module)
     health = GradientHealth(scaler_patience=20, check_every=6)
     with (
-        pytest.warns(UserWarning, match=r"the gradient scaler has come down to 0\.5"),
+        pytest.warns(UserWarning, match=r"the gradient scale has fallen to 0\.5"),
         pytest.raises(
             GradientError, match="in 24 optimizer steps in a row, 1 to 24; the gradient scaler skipped these"
         ),

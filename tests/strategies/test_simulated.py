@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules
 from lightning_unified.callbacks import MemoryMonitor, MemoryProgressBar, PressureGuard
-from lightning_unified.callbacks.pool import simulated_pressure
+from lightning_unified.callbacks.device_pool import simulated_pressure
 from lightning_unified.errors import BudgetError, ConfigurationError, HardwareError, OutOfMemoryError, PrecisionError
 from lightning_unified.strategies import UnifiedStrategy
 from tests.support.lanes import slow

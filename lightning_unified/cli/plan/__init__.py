@@ -1,1 +1,1 @@
-"""The `plan` command: the peak of a training step before there is one, and the best plan that fits."""
+"""The `plan` command: predict the peak of a training step, and choose the best plan that fits."""

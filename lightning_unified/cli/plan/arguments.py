@@ -1,4 +1,4 @@
-"""What `plan` was asked on the command line: flags, and overrides as `train` takes them."""
+"""The command line of `plan`: its flags, its help, and overrides as `train` takes them."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,50 +8,74 @@ from typing import Literal, NoReturn
 
 from typing_extensions import override
 
-from lightning_unified.cli.request.nearest import did_you_mean
+from lightning_unified.cli.config.composition import groups
+from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError
 
-__all__ = ["FLAGS", "Asked", "parse"]
+__all__ = ["FLAGS", "Asked", "help_text", "parse"]
 
 FLAGS: dict[str, tuple[str, str]] = {
-    "--module": ("PKG.MOD:NAME", "a LightningModule's class, or a function that returns one; FILE.py:NAME too"),
-    "--kwargs": ("KEY=VALUE …", "what it is called with; overrides stand before this flag"),
-    "--batch": ("PKG.MOD:NAME", "a function that returns a batch, or an object that is one"),
+    "--module": ("PKG.MOD:NAME", "a LightningModule class, or a function that returns a module; also FILE.py:NAME"),
+    "--kwargs": ("KEY=VALUE …", "arguments of --module; put overrides before this flag"),
+    "--batch": ("PKG.MOD:NAME", "a function that returns a batch, or a batch object"),
     "--batch-shape": ("SHAPE …", "a batch by its shapes: input_ids=8x512:int64 labels=8x512:int64, or 32x3x224x224"),
-    "--generate": ("TOKENS", "also what generating so many takes, by formula, for a model that generates"),
-    "--rows": ("ROWS", "of that, at once; the batch's if not given"),
-    "--prompt": ("TOKENS", "before them; as long as the batch's rows if not given"),
-    "--fits-where": ("", "what every simulated machine would do"),
+    "--generate": ("TOKENS", "also compute the memory of generating so many tokens, by formula"),
+    "--rows": ("ROWS", "sequences generated at once; default: the batch's rows"),
+    "--prompt": ("TOKENS", "tokens of each prompt; default: the length of the batch's rows"),
+    "--fits-where": ("", "also plan for every simulated machine"),
     "--json": ("", "print JSON for scripts, and nothing else"),
     "--markdown": ("FILE", "also write the page as Markdown"),
-    "--png": ("FILE", "also draw it"),
-    "--calibration": ("show|clear", "what measured steps have corrected on this machine; clear forgets it"),
-    "--shell-completion": ("install=bash", "print what a shell needs to complete"),
-    "--help": ("", "this page"),
+    "--png": ("FILE", "also draw the plan"),
+    "--calibration": ("show|clear", "show the corrections from measured steps on this machine, or delete them"),
+    "--shell-completion": ("install=bash", "print the shell's completion script"),
+    "--help": ("", "print this page"),
 }
-"""Every flag with what follows it and what it is for."""
+"""Every flag with its value and its help text."""
+
+_HEAD = """\
+Predict the memory and time of a training step, and choose the fastest way to run it inside a memory budget.
+No weight is allocated, no data is read, nothing is written.
+
+  python -m lightning_unified plan [group=choice …] [key=value …] [flags]
+
+  plan memory=large hardware=mps model=gearhead-34m         an Apple GPU, present or not
+  plan model=gearhead simulate=m2-16gb memory.budget=6GiB   a machine by its name
+  plan model=gearhead-118m --fits-where                     every simulated machine
+  plan model=gearhead --generate 128 --rows 16              training and generation
+  plan hardware=cpu --module my.models:Net --kwargs width=512 --batch-shape 32x3x224x224
+  plan --module train.py:build --batch train.py:example_batch --png plan.png
+
+Overrides are those of train (python -m lightning_unified train --help); groups:
+{groups}
+
+Flags
+{flags}
+
+Completion in bash: eval "$(python -m lightning_unified plan --shell-completion install=bash)"
+Exit codes: 0 planned; 1 nothing fits (the page lists the need of each setting); 2 invalid request.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The command line, taken apart.
+    """The parsed command line.
 
     Attributes:
-        overrides: As given, unchecked.
-        module: `pkg.mod:Name`, or None for what `model=` says.
-        kwargs: `key=value` for it.
+        overrides: Overrides as given, unchecked.
+        module: `pkg.mod:Name`, or None to use `model=`.
+        kwargs: `key=value` arguments of `module`.
         batch: `pkg.mod:name`, or None.
         batch_shape: Shapes, each `[key=]2x512[:int64]`.
         generate: Tokens to generate, or None.
         rows: Sequences that are generated at once, or None.
         prompt: Tokens of a prompt, or None.
-        fits_where: Whether all simulated machines are asked.
-        json: Whether JSON is printed.
-        markdown: A file to write, or None.
-        png: A file to draw, or None.
-        calibration: What to do with the corrections, or None.
-        shell_completion: What a shell asks, or None.
-        help: Whether only the help is wanted.
+        fits_where: Whether to plan for all simulated machines.
+        json: Whether to print JSON.
+        markdown: The Markdown file to write, or None.
+        png: The picture to draw, or None.
+        calibration: Whether to show or to clear the corrections, or None.
+        shell_completion: The request of a shell, or None.
+        help: Whether to print the help only.
     """
 
     overrides: tuple[str, ...] = ()
@@ -72,7 +96,7 @@ class Asked:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses as every other command does: one message, the nearest name, exit code 2."""
+    """A parser that raises `ConfigurationError`, as every other command does, instead of exiting."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -80,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> Asked:
-    """Return `arguments` taken apart.
+    """Parse the command line.
 
     Raises:
         ConfigurationError: If a flag is unknown, lacks its value, or contradicts another.
@@ -112,20 +136,31 @@ def parse(arguments: Sequence[str]) -> Asked:
 
 
 def _check(asked: Asked) -> None:
-    """Refuse flags that make no sense together."""
+    """Refuse flags that contradict or lack each other."""
     if asked.batch is not None and asked.batch_shape:
-        raise ConfigurationError("--batch and --batch-shape both say what a batch is; give one of them.")
+        raise ConfigurationError("--batch and --batch-shape both define the batch; give one of them.")
     for flag in ("generate", "rows", "prompt"):
         if (count := getattr(asked, flag)) is not None and count < 1:
             raise ConfigurationError(f"--{flag} {count}: give 1 or more.")
     if asked.generate is None and (asked.rows, asked.prompt) != (None, None):
-        raise ConfigurationError("--rows and --prompt are those of a generation; give --generate with them.")
+        raise ConfigurationError("--rows and --prompt describe a generation; give --generate with them.")
     if asked.module is None and asked.kwargs:
         raise ConfigurationError(
-            "--kwargs is what --module is called with; give --module pkg.mod:Name, or model.key=value."
+            "--kwargs are the arguments of --module; give --module pkg.mod:Name, or model.key=value."
         )
     if asked.module is not None and asked.batch is None and not asked.batch_shape:
         raise ConfigurationError(
             f"--module {asked.module} needs a batch to plan for; give --batch pkg.mod:function, or --batch-shape as in "
             "input_ids=8x512:int64 labels=8x512:int64."
         )
+
+
+def help_text() -> str:
+    """Return the help; call it inside `searching`."""
+    shown = [
+        f"  {name:<11}{', '.join(choices)}"
+        for name, choices in sorted(groups().items())
+        if not name.startswith(("hydra", "platform"))
+    ]
+    flags = [f"  {f'{flag} {value}':<32}{words}" for flag, (value, words) in FLAGS.items()]
+    return _HEAD.format(groups="\n".join(shown), flags="\n".join(flags))

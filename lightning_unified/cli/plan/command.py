@@ -1,4 +1,4 @@
-"""`plan`: compose as a run does, build without weights, ask the planner, show what it says."""
+"""`plan`: compose the configuration, build the module without weights, plan, and show the plan."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
+from lightning_unified.cli.config.binding import check_binding
+from lightning_unified.cli.config.composition import PACKAGED, searching
+from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.plan.arguments import Asked, parse
-from lightning_unified.cli.plan.backend import Backend, real_backend
-from lightning_unified.cli.request.binding import check_binding
-from lightning_unified.cli.request.composition import PACKAGED, searching
-from lightning_unified.cli.request.overrides import check_overrides, key_of, parse_overrides
+from lightning_unified.cli.plan.arguments import Asked, help_text, parse
 from lightning_unified.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from lightning_unified.cli.plan.planner_calls import Backend
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
-    from lightning_unified.cli.plan.target import Target
+    from lightning_unified.cli.plan.target_machine import Target
     from lightning_unified.cost_model.generation.networks import Generated
 
 __all__ = ["main"]
@@ -29,13 +29,13 @@ _OF_A_RUN = ("resume", "run_dir")
 _OF_A_MODEL = ("model", "data", "platform")
 
 
-def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: str = PACKAGED) -> int:
-    """Print the plan; return 0, 1 if nothing fits or it failed, 2 if what was asked makes no sense.
+def main(argv: Sequence[str], *, backend: "Backend | None" = None, config_path: str = PACKAGED) -> int:
+    """Print the plan; return 0, 1 if nothing fits or planning failed, 2 for an invalid request.
 
     Args:
         argv: Overrides and flags.
-        backend: Who plans; default this package's planner.
-        config_path: Where the configuration lies.
+        backend: The planner's functions; default this package's.
+        config_path: The configuration: a folder or `pkg://package.name`.
     """
     try:
         asked = parse(argv)
@@ -44,13 +44,11 @@ def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: st
 
             return complete(asked.shell_completion, config_path=config_path)
         if asked.calibration is not None:
-            from lightning_unified.cli.plan.calibration import clear_calibration, show_calibration
+            from lightning_unified.cli.plan.calibration_command import clear_calibration, show_calibration
 
             return (show_calibration if asked.calibration == "show" else clear_calibration)(as_json=asked.json)
         with searching(config_path):
             if asked.help:
-                from lightning_unified.cli.plan.help import help_text
-
                 sys.stdout.write(help_text())
                 return 0
             return _plan(asked, backend)
@@ -58,16 +56,17 @@ def main(argv: Sequence[str], *, backend: Backend | None = None, config_path: st
         return report_failure(error)
 
 
-def _plan(asked: Asked, backend: Backend | None) -> int:
-    """Plan what was asked for and show it; call it inside `searching`."""
+def _plan(asked: Asked, backend: "Backend | None") -> int:
+    """Plan the requested run and show the page; call it inside `searching`."""
     _check_keys(asked)
     config = check_overrides(asked.overrides, multirun=False).config
-    # the slow imports come after the checks that need none of them
-    from lightning_unified.cli.plan.paper import page_console, waiting
+    # Import slowly loading modules only after the checks that need none of them.
+    from lightning_unified.cli.plan.planner_calls import real_backend
+    from lightning_unified.cli.plan.show import page_console, waiting
     from lightning_unified.cli.plan.subject import subject_of
-    from lightning_unified.cli.plan.target import configured_for, target_of
+    from lightning_unified.cli.plan.target_machine import configured_for, target_of
     from lightning_unified.cli.run.machine import check_settings
-    from lightning_unified.cli.run.quiet import quiet_third_parties
+    from lightning_unified.cli.run.screen import quiet_third_parties
 
     check_settings(config)
     config, machine = configured_for(config, asked.overrides)
@@ -87,12 +86,11 @@ def _plan(asked: Asked, backend: Backend | None) -> int:
 
 
 def _page(
-    asked: Asked, config: DictConfig, planner: Backend, *, subject: "Subject", target: "Target", precision: str
+    asked: Asked, config: DictConfig, planner: "Backend", *, subject: "Subject", target: "Target", precision: str
 ) -> "Page":
-    """Ask the planner, for every machine with the `precision` that was asked for."""
-    from lightning_unified.cli.plan.phases import with_phases
+    """Plan for the target and the other machines, and return the page; `precision` is the requested one."""
+    from lightning_unified.cli.plan.planner_calls import fits_where, with_phases
     from lightning_unified.cli.plan.show import Page
-    from lightning_unified.cli.plan.where import fits_where
 
     trainer = {"trainer": subject.trainer}
     planned = partial(
@@ -111,7 +109,7 @@ def _page(
     known = {"budget": target.budget.reason, "precision": target.precision.reason}
     plan = replace(plan, reasons=known | dict(plan.reasons))
     where = ()
-    if asked.fits_where:  # what a tier or this hardware settles is not settled for other machines
+    if asked.fits_where:  # choices of a tier or of this hardware do not apply to other machines
         own = _options(config, only={key_of(override) for override in parse_overrides(asked.overrides)})
         where = fits_where(subject, backend=planner, precision=precision, options=own | trainer)
     generation = None if asked.generate is None else _generation(asked, subject, precision=target.precision.precision)
@@ -119,13 +117,13 @@ def _page(
 
 
 def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
-    """Return what generating takes, of the batch's rows and length where nothing else was asked for."""
-    from lightning_unified.cli.plan.batches import length_of
+    """Return the memory of a generation, by default with the batch's rows and length."""
+    from lightning_unified.cli.plan.example_batches import length_of
     from lightning_unified.cost_model.generation.networks import generated
 
     rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)
     if rows is None or prompt is None:
-        raise ConfigurationError("--generate: the batch has no rows of tokens to go by; give --rows and --prompt.")
+        raise ConfigurationError("--generate: the batch has no rows of tokens; give --rows and --prompt.")
     try:
         return generated(subject.module, rows=rows, prompt=prompt, new=asked.generate or 0, precision=precision)
     except ValueError as error:
@@ -133,19 +131,19 @@ def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generat
 
 
 def _options(config: DictConfig, *, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Return what the configuration, or of that `only` some keys, settles for the planner."""
+    """Return the planner's options from the configuration, or `only` those of some keys."""
     rows = config.memory.micro_batch_size
     settled = {"micro_batch_size": None if rows == "auto" else rows, "recompute": config.memory.recompute}
     return {name: value for name, value in settled.items() if only is None or f"memory.{name}" in only}
 
 
 def _check_keys(asked: Asked) -> None:
-    """Refuse overrides that say something about what a plan has not."""
+    """Refuse overrides of things that a plan does not have."""
     for override in parse_overrides(asked.overrides):
         key = key_of(override)
         first = key.partition(".")[0].partition("/")[0]
         if first in _OF_A_RUN:
-            raise ConfigurationError(f"{key}: a plan writes no run directory and goes on from none; leave it out.")
+            raise ConfigurationError(f"{key}: a plan neither writes nor continues a run directory; leave it out.")
         if asked.module is not None and first in _OF_A_MODEL:
             raise ConfigurationError(
                 f"{key}: with --module the model and its data are yours; size the batch with --batch or --batch-shape, the model with --kwargs."

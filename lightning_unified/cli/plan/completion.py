@@ -1,4 +1,4 @@
-"""Tab completion of `python -m lightning_unified plan` in bash, beside whatever completes `python` already."""
+"""Tab completion of `python -m lightning_unified plan` in bash, in addition to existing completion of `python`."""
 
 import io
 import os
@@ -37,14 +37,14 @@ if [ -n "$_lightning_unified_before" ]; then complete -o nospace -o default -F "
 
 
 def complete(asked: str, *, config_path: str) -> int:
-    """Print what a shell asks for, and return the exit code.
+    """Print the answer to a shell's request, and return the exit code.
 
     Args:
-        asked: `install=bash`, `uninstall=bash` or `query=bash`; a query finds the line so far in `COMP_LINE`.
-        config_path: Where the configuration lies.
+        asked: `install=bash`, `uninstall=bash` or `query=bash`; a query reads the current line from `COMP_LINE`.
+        config_path: The configuration: a folder or `pkg://package.name`.
 
     Raises:
-        ConfigurationError: If it is none of these.
+        ConfigurationError: If the request is another one.
     """
     command, _, shell = asked.partition("=")
     if shell != "bash" or command not in {"install", "uninstall", "query"}:
@@ -59,7 +59,7 @@ def complete(asked: str, *, config_path: str) -> int:
 
 
 def _choices(line: str, config_path: str) -> Sequence[str]:
-    """Return what the last word of `line` can become: a flag of ours, or what Hydra says of an override."""
+    """Return the completions of the last word of `line`: flags of `plan`, or Hydra's for an override."""
     rest = line.partition(_CALL)[2]
     last = "" if rest.endswith(" ") else rest.rpartition(" ")[2]
     if last.startswith("-"):

@@ -1,7 +1,9 @@
-"""Show a plan: on the terminal or as JSON, and beside that as Markdown and as a picture."""
+"""Show a plan: on the terminal or as JSON, and also as Markdown and as a picture."""
 
 import json
+import os
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
-from lightning_unified.cli.plan.target import Target
+from lightning_unified.cli.plan.target_machine import Target
 from lightning_unified.cost_model.generation.networks import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
@@ -19,19 +21,21 @@ from lightning_unified.cost_model.render.tables import generation_table
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.units import format_bytes
 
-__all__ = ["Page"]
+__all__ = ["Page", "page_console", "waiting"]
+
+_PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """All that the command says.
+    """The output of the command.
 
     Attributes:
-        subject: What was planned.
-        target: For which machine.
-        plan: What came of it.
-        machines: What other machines would do.
-        generation: What generating takes, where that was asked for.
+        subject: The planned module, trainer and batch.
+        target: The machine.
+        plan: The plan.
+        machines: The plans of other machines.
+        generation: The memory of a generation, if requested.
     """
 
     subject: Subject
@@ -41,7 +45,7 @@ class Page:
     generation: Generated | None = None
 
     def show(self, asked: Asked, console: Console) -> int:
-        """Print and write the page as asked; return 0, or 1 if nothing fits."""
+        """Print the page and write the requested files; return 0, or 1 if nothing fits."""
         common: dict[str, Any] = {"title": self.title, "watermarks": self.target.marks}
         budget, generation = self.target.budget.bytes, self.generation
         more = [] if generation is None else [generation_table(generation, budget_bytes=budget)]
@@ -61,13 +65,13 @@ class Page:
 
     @property
     def title(self) -> str:
-        """The page's head."""
+        """The title of the page."""
         where = self.target.name or f"this machine's {self.target.backend}"
         return f"{self.subject.name} on {where}"
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What is said before the plan."""
+        """Model, batch and machine, shown before the plan."""
         return (
             ("model", self.subject.description),
             ("batch", self.subject.batch_description),
@@ -76,16 +80,16 @@ class Page:
 
     @property
     def refusal(self) -> str:
-        """Why there is no plan, and what would help, in one sentence each."""
+        """Why no plan fits, and what to change."""
         least = least_bytes(self.plan)
-        need = "" if least is None else f": the smallest step that was found takes {format_bytes(least)}"
+        need = "" if least is None else f": the smallest step found takes {format_bytes(least)}"
         return (
-            f"{self.subject.name} does not fit into {format_bytes(self.target.budget.bytes)}{need}. Give memory.budget more, or shorten "
-            "the batch's rows, or see --fits-where for a machine that has it."
+            f"{self.subject.name} does not fit into {format_bytes(self.target.budget.bytes)}{need}. Raise memory.budget, shorten "
+            "the batch's rows, or find a larger machine with --fits-where."
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the keys that scripts rely on; bytes and seconds, null for what is unknown."""
+        """Return the keys that scripts rely on, in bytes and seconds; null for unknown values."""
         marks = self.target.marks
         return {
             "model": self.subject.name,
@@ -132,3 +136,13 @@ def _write(path: Path, text: str) -> None:
         raise ConfigurationError(
             f"--markdown {path} cannot be written: {error.strerror or error}; name a file that can."
         ) from error
+
+
+def page_console() -> Console:
+    """Return a console on standard output; a file or a pipe gets a width in which the tables fit."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
+
+
+def waiting(doing: str) -> AbstractContextManager[Any]:
+    """Return a context that shows an activity on standard error of a terminal."""
+    return Console(stderr=True).status(f"{doing} …")

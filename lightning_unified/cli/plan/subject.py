@@ -1,4 +1,4 @@
-"""What is planned: a module without weights, the trainer it would run under, and one batch."""
+"""The subject of a plan: a module without weights, its Trainer, and one batch."""
 
 import importlib
 import importlib.util
@@ -14,8 +14,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_unified.cli.config.binding import make
+from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.plan.arguments import Asked
-from lightning_unified.cli.plan.batches import (
+from lightning_unified.cli.plan.example_batches import (
     batch_of_data,
     batch_of_shapes,
     batches_of_other_phases,
@@ -25,8 +27,6 @@ from lightning_unified.cli.plan.batches import (
     validation_batch_of_data,
 )
 from lightning_unified.cli.plan.weightless import without_memory
-from lightning_unified.cli.request.binding import make
-from lightning_unified.cli.request.nearest import did_you_mean
 from lightning_unified.cli.run import parts as building
 from lightning_unified.errors import ConfigurationError
 
@@ -35,16 +35,16 @@ __all__ = ["Subject", "subject_of"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is planned.
+    """The module, Trainer and batch that are planned.
 
     Attributes:
-        name: Of the model, as it was asked for.
-        module: Its tensors take no memory.
-        trainer: With the callbacks, the accumulation and the clipping of the run; it has no logger and no strategy of ours.
-        batch: The whole batch, what the optimizer sees.
-        batch_note: What is to be known about the batch; empty where nothing is.
-        validation_batch: A batch of validation; None where there is no such step or batch.
-        other_batches: Whole batches of other phases of the same fit, by the phase's name.
+        name: The model's name as requested.
+        module: The module; its tensors take no memory.
+        trainer: A Trainer with the callbacks, accumulation and clipping of the run, without logger and without our strategy.
+        batch: The effective batch.
+        batch_note: A note about the batch, or "".
+        validation_batch: A validation batch, or None without a validation step or batch.
+        other_batches: Whole batches of other phases of the same fit, by name.
     """
 
     name: str
@@ -62,25 +62,25 @@ class Subject:
 
     @property
     def rows(self) -> int | None:
-        """Of the batch."""
+        """Rows of the batch, None if unknown."""
         return rows_of(self.batch)
 
     @property
     def description(self) -> str:
-        """The module in a line."""
+        """The module in one line."""
         return f"{type(self.module).__name__}, {self.parameters:,} parameters"
 
     @property
     def batch_description(self) -> str:
-        """The batch in a line."""
+        """The batch in one line."""
         return f"{describe_batch(self.batch)}{self.batch_note and '; '}{self.batch_note}"
 
 
 def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
-    """Return what `config`, or the flags in place of its model and data, describe.
+    """Return the subject that `config` describes; flags replace its model and data.
 
     Raises:
-        ConfigurationError: If a part refuses what it was given, or is not what it should be.
+        ConfigurationError: If a part refuses its arguments, or is of the wrong type.
     """
     planned = _without_a_run(config, precision=precision)
     trainer = building.trainer_of(planned, list(building.callbacks_of(planned).values()))
@@ -98,8 +98,8 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
         others = batches_of_other_phases(data)
         if is_overridden("validation_step", module, LightningModule) and trainer.limit_val_batches:
             validation = validation_batch_of_data(data)
-        if not hasattr(data, "example_batch"):  # one that has it is not set up, and nobody may ask it for more
-            setattr(trainer, "datamodule", data)  # noqa: B010 - where Lightning puts it, undeclared
+        if not hasattr(data, "example_batch"):  # a data module with it is not set up, so the dry run must not use it
+            setattr(trainer, "datamodule", data)  # noqa: B010 - Lightning sets it here, undeclared
     return Subject(
         name=str(config.name),
         module=module,
@@ -112,7 +112,7 @@ def subject_of(asked: Asked, config: DictConfig, *, precision: str) -> Subject:
 
 
 def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
-    """Return `config` as it is to be built for a plan: on the CPU, with nothing of ours that watches, logs or saves."""
+    """Return `config` for a plan: on the CPU, with the user's callbacks only, without loggers and checkpoints."""
     planned = config.copy()
     callbacks = OmegaConf.to_container(config.callbacks, resolve=False) if config.callbacks else {}
     users = {
@@ -136,7 +136,7 @@ def _without_a_run(config: DictConfig, *, precision: str) -> DictConfig:
 
 
 def _given_batch(asked: Asked) -> Any:
-    """Return the batch that the flags give, None if they give none."""
+    """Return the batch that the flags define, or None."""
     if asked.batch_shape:
         return batch_of_shapes(asked.batch_shape)
     if asked.batch is None:
@@ -149,7 +149,7 @@ def _given_batch(asked: Asked) -> Any:
 
 
 def _object(path: str, *, flag: str) -> Any:
-    """Return what `pkg.mod:name` or `file.py:name` names."""
+    """Import the object that `pkg.mod:name` or `file.py:name` names."""
     where, colon, name = path.rpartition(":")
     if not colon or not where or not name:
         raise ConfigurationError(f"{flag} {path}: write pkg.mod:Name or file.py:Name, with a colon before the name.")
@@ -187,7 +187,7 @@ def _file(name: str, flag: str) -> Any:
 
 
 def _arguments(pairs: Sequence[str], target: Callable[..., Any], path: str) -> dict[str, Any]:
-    """Return `key=value` pairs as arguments of `target`, values read as YAML; an unknown one is refused with the nearest."""
+    """Parse `key=value` pairs as arguments of `target`, values as YAML; refuse unknown keys with the nearest."""
     arguments = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Build modules whose weights take no memory, so that a model larger than this machine can be planned on it."""
+"""Build modules without memory for their weights, so that plans may be larger than this machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,16 +13,15 @@ from lightning_unified.errors import ConfigurationError
 __all__ = ["without_memory"]
 
 _T = TypeVar("_T")
-_SMALL = (
-    2**16
-)  # elements: what a module computes a depth or a rate from; no weight of a large model is as small as that together
+# Elements. Constructors read depths or rates from tensors this small; all of them together take little memory.
+_SMALL = 2**16
 
 
 def without_memory(build: Callable[[], _T], *, what: str) -> _T:
-    """Return what `build` returns, its tensors on the meta device: with shapes and dtypes, without values.
+    """Call `build` with its tensors on the meta device: with shapes and dtypes, without values.
 
-    A constructor that reads values of its own tensors (`torch.linspace(…).tolist()`) cannot have them all there. It is called a
-    second time with its small tensors real and the large ones without memory.
+    A constructor that reads values of its own tensors (`torch.linspace(…).tolist()`) fails on the meta device. It is then called a
+    second time, with small tensors real and only large ones on the meta device.
 
     Args:
         build: Makes the module; it may be called twice.
@@ -34,7 +33,7 @@ def without_memory(build: Callable[[], _T], *, what: str) -> _T:
     try:
         with torch.device("meta"):
             return build()
-    except (RuntimeError, ValueError) as error:  # the latter: what `make` turns a constructor's refusal into
+    except (RuntimeError, ValueError) as error:  # `make` turns a constructor's error into a ValueError
         if not _needs_values(error):
             raise
     try:
@@ -51,7 +50,7 @@ def without_memory(build: Callable[[], _T], *, what: str) -> _T:
 
 
 def _needs_values(error: BaseException | None) -> bool:
-    """Return whether `error`, or what it came from, is about values that a meta tensor has not."""
+    """Return whether `error`, or its cause, is about the missing values of a meta tensor."""
     while error is not None:
         text = str(error).lower()
         if "meta" in text and ("tensor" in text or "device" in text):
@@ -61,7 +60,7 @@ def _needs_values(error: BaseException | None) -> bool:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Sends what is made large to the meta device, as `torch.device` as a context sends everything."""
+    """Creates large tensors on the meta device, as the context `torch.device("meta")` does for all tensors."""
 
     @override
     def __torch_function__(
@@ -75,7 +74,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def _size(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the elements of what a constructor would make; None where only making it would tell."""
+    """Return the number of elements that a constructor would create, None if it cannot be known before."""
     try:
         made = func(*args, **{**kwargs, "device": "meta", **({"generator": None} if "generator" in kwargs else {})})
     except (RuntimeError, TypeError):

@@ -1,1 +1,1 @@
-"""`report`: runs that are on the disk, as one page that a browser shows without a network."""
+"""The `report` command: run directories as one HTML page that needs no network."""

@@ -1,4 +1,4 @@
-"""`report`: turn run directories into one HTML page."""
+"""`report`: write run directories as one HTML page, or as JSON."""
 
 import argparse
 import json
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_unified.cli.failure import report_failure
-from lightning_unified.cli.report.find import find_runs, names_of
-from lightning_unified.cli.report.page import page
-from lightning_unified.cli.report.read import read_run
-from lightning_unified.cli.run.record import plain
+from lightning_unified.cli.report.html.page import page
+from lightning_unified.cli.report.run_directory.find import find_runs, names_of
+from lightning_unified.cli.report.run_directory.read import read_run
+from lightning_unified.cli.run.json_files import plain
 from lightning_unified.errors import ConfigurationError
 
 __all__ = ["main"]
@@ -20,7 +20,7 @@ _NAME = "report.html"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page, or print the runs as JSON; return 0, or 2 if what was asked makes no sense."""
+    """Write the page, or print the runs as JSON; return 0, or 2 for an invalid request."""
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:
@@ -45,15 +45,16 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_unified report", description=__doc__)
     parser.add_argument(
-        "runs", nargs="*", metavar="DIR", help="run directories; the folder of a sweep stands for its runs"
+        "runs", nargs="*", metavar="DIR", help="run directories; the folder of a sweep means all its runs"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"where the page goes (default {_NAME} in DIR, of several here)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the page's file (default: {_NAME} in DIR; with several DIR in the current folder)",
     )
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
-    parser.add_argument(
-        "--json", action="store_true", help="print what is known of the runs as JSON; a page only with --output"
-    )
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON; write a page only with --output")
     return parser
 
 

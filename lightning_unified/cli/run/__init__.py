@@ -1,1 +1,1 @@
-"""One run: prepare the machine, build the parts, fit, and leave a record of what happened."""
+"""One run: prepare the machine, build the parts, fit, and save the results."""

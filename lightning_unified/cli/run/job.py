@@ -1,4 +1,4 @@
-"""One run, from its configuration to its exit code."""
+"""One run, from its configuration to its exit code: compose, check, build, fit, save."""
 
 import contextlib
 import math
@@ -16,10 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
-from lightning_unified.cli.request.binding import check_binding
-from lightning_unified.cli.request.composition import composed
-from lightning_unified.cli.request.resume import (
+from lightning_unified.cli.config.binding import check_binding
+from lightning_unified.cli.config.composition import composed
+from lightning_unified.cli.config.resume import (
     LAST,
     OVERRIDES,
     Change,
@@ -29,7 +28,7 @@ from lightning_unified.cli.request.resume import (
     merged_overrides,
     relocated,
 )
-from lightning_unified.cli.run.quiet import quiet_third_parties
+from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
 if TYPE_CHECKING:
@@ -47,9 +46,9 @@ class Outcome:
     """How a run ended.
 
     Args:
-        exit_code: What the process returns for it.
-        objective: The validation loss, for a sweeper that minimises it; NaN if there is none.
-        stops_sweep: Whether the runs after it are not wanted any more.
+        exit_code: The exit code of the process.
+        objective: The validation loss, which a sweeper minimises; NaN if there is none.
+        stops_sweep: Whether the remaining runs of a sweep are cancelled.
     """
 
     exit_code: int
@@ -62,10 +61,10 @@ class Job:
     """One run as Hydra starts it.
 
     Args:
-        config: As Hydra composed it.
+        config: The configuration that Hydra composed.
         given: The overrides of the command line.
         saved: The run to continue, if any.
-        program: How the user calls this.
+        program: The command that the user typed, for the resume command.
     """
 
     config: DictConfig
@@ -74,7 +73,7 @@ class Job:
     program: str = "python train.py"
 
     def run(self) -> Outcome:
-        """Train, leave the record of it, and say how it ended; every error is printed, none is raised."""
+        """Train, save the results and return the outcome; print every error instead of raising it."""
         directory = Path(HydraConfig.get().runtime.output_dir)
         there = set(directory.rglob("*"))
         try:
@@ -95,7 +94,7 @@ class Job:
                 "another run_dir leaves it as it is."
             )
         config, changes = self._configuration(directory)
-        # the slow imports come after the checks that need none of them
+        # Import slowly loading modules only after the checks that need none of them.
         from lightning_unified.cli.run.machine import check_settings, prepare
 
         check_settings(config)
@@ -104,9 +103,8 @@ class Job:
             check_steps_left(self.saved, config.trainer.max_steps)
         check_binding(config)
         from lightning_unified.cli.run import parts as building
-        from lightning_unified.cli.run.compiling import compiled
         from lightning_unified.cli.run.result import finish
-        from lightning_unified.cli.run.screen import show_changes, show_start
+        from lightning_unified.cli.run.screen import quiet_third_parties, show_changes, show_start
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
         resume_command = f"{self.program} {_resume_override(directory)}"
@@ -120,7 +118,7 @@ class Job:
             show_start(config, machine, module=module)
 
         parts = building.build(config, resume_command=resume_command, on_start=begin)
-        with compiled(parts.module, wanted=bool(machine.settings.compile)):
+        with building.compiled(parts.module, wanted=bool(machine.settings.compile)):
             self._fit(parts)
         stopped_by = getattr(building.callback_of(parts, "GracefulInterrupt"), "signal", None)
         relieved = getattr(building.callback_of(parts, "PressureGuard"), "stopped_for", None) is not None
@@ -136,7 +134,7 @@ class Job:
         return Outcome(exit_code=code, objective=validation_loss, stops_sweep=stopped_by is not None)
 
     def _configuration(self, directory: Path) -> tuple[DictConfig, list[Change]]:
-        """Return the configuration to run, nothing of it left for Hydra to find out, and what a resumed run changes in it."""
+        """Return the final configuration, `hardware=auto` resolved, and the changes of a resumed run."""
         from lightning_unified.cli.run.screen import show_note
 
         choices = dict(HydraConfig.get().runtime.choices)
@@ -149,7 +147,7 @@ class Job:
             from lightning_unified.hardware import describe, detect, prepare_allocators
 
             sources = sources_of(config.simulate)
-            # to look at an accelerator is to make its allocator
+            # Detection creates the accelerator's allocator, so its environment is set first.
             prepare_allocators(config.memory.budget, sources=sources)
             found = detect(sources)
             config = composed(merged_overrides(list(HydraConfig.get().overrides.task), [f"hardware={found}"])).config
@@ -162,7 +160,7 @@ class Job:
         return config, changes
 
     def _fit(self, parts: "Parts") -> None:
-        """Train; what is refused before the first batch is a mistake of the request."""
+        """Train; convert errors before the first batch into configuration errors."""
         checkpoint = None if self.saved is None else str(self.saved.checkpoint)
         try:
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
@@ -175,7 +173,7 @@ class Job:
 
 
 def _remove_traces(directory: Path, *, there: set[Path]) -> None:
-    """Remove what a run that was refused put into its directory beside what was `there`, and folders here that are empty without it.
+    """Remove the files of a refused run, except those that were `there` before, and folders that are then empty.
 
     Checkpoints are never removed.
     """
@@ -187,18 +185,18 @@ def _remove_traces(directory: Path, *, there: set[Path]) -> None:
     if not (directory / "config.yaml").exists():
         shutil.rmtree(directory / ".hydra", ignore_errors=True)
     here = Path.cwd()
-    with contextlib.suppress(OSError):  # others' files are in it
+    with contextlib.suppress(OSError):  # a folder that holds other files stays
         for folder in (directory, *(parent for parent in directory.parents if here in parent.parents)):
             folder.rmdir()
 
 
 def _resume_override(directory: Path) -> str:
-    """Return `resume=…` as it is typed in a shell; a sweep's folders hold `=`, which Hydra wants within quotes of its own."""
+    """Return `resume=…` as typed in a shell; Hydra needs quotes around a sweep's folders, which contain `=`."""
     path = _short(directory)
     return f"resume={path}" if _PLAIN.fullmatch(path) else shlex.quote(f'resume="{path}"')
 
 
 def _short(path: Path) -> str:
-    """Return `path` from the working directory where that is shorter."""
+    """Return `path` relative to the working directory if it is inside it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

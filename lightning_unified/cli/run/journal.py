@@ -1,4 +1,4 @@
-"""What happened to a run, line by line and step by step, on the disk as it happens: a run that is killed has told so far."""
+"""Events of a run, appended to `events.jsonl` as they happen, so that a killed run leaves them too."""
 
 import json
 import logging
@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_unified.callbacks.device_pool import pool_of
 from lightning_unified.callbacks.loops import is_trial, logged_step
-from lightning_unified.callbacks.pool import pool_of
-from lightning_unified.cli.run.record import plain, versions
+from lightning_unified.cli.run.json_files import plain, versions
 from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import Sources, read, watermarks
 
@@ -25,12 +25,13 @@ log = logging.getLogger("lightning_unified")
 
 
 class Journal(Callback):
-    """Appends to `events.jsonl` of the run directory: what a run began with, what its strategy decided on the way, how it ended.
+    """Append the start, the strategy's events and the end of a run to `events.jsonl` in the run directory.
 
-    A line has `time` (ISO 8601, UTC), `step` (the one that metrics of the batch are logged under), `kind` and `text`, and how the run stood: `micro_batch_size`,
-    `recoveries` of this process so far, `budget_bytes`. Kinds: `began` (with `machine`: device, pool, marks, versions, and `held`, the
-    bytes of weights, gradients, optimizer state and buffers, and the `plan` so far), `event`, `ended`, `failed` (with the `plan`). A
-    resumed run appends its own.
+    Each line has `time` (ISO 8601, UTC), `step` (under which metrics of the batch are logged), `kind`, `text`, and the state of the run:
+    `micro_batch_size`, `recoveries` of this process so far, `budget_bytes`. A resumed run appends its own lines.
+
+    Kinds: `began` (with `machine`: device, pool, watermarks, versions and `held`, the bytes of weights, gradients, optimizer state and
+    buffers; and the `plan` so far), `event`, `ended`, `failed` (with the `plan`).
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Journal(Callback):
         strategy = trainer.strategy
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            # a resumed run does not know yet under which step it will log
+            # A resumed run does not know its logged step yet.
             "step": trainer.global_step if kind == "began" else logged_step(trainer),
             "kind": kind,
             "text": text,
@@ -97,18 +98,18 @@ class Journal(Callback):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(line)) + "\n")
         except OSError as error:
-            log.warning("What happens to this run is no longer written to %s: %s", self._path, error)
+            log.warning("Events of this run are no longer written to %s: %s", self._path, error)
             self._path = None
 
 
 def _plan(trainer: Trainer) -> dict[str, Any] | None:
-    """Return the plan so far: `plan.json` is written at the end, which a run that fails does not come to."""
+    """Return the plan so far. `plan.json` is written at the end, which a failed run does not reach."""
     plan = getattr(trainer.strategy, "plan", None)
     return None if plan is None else plan.to_dict()
 
 
 def _machine(trainer: Trainer, module: LightningModule) -> Mapping[str, Any]:
-    """Return what a run has to work with; unknown figures are None."""
+    """Return the machine's figures and versions, None where unknown."""
     device, sources = pool_of(trainer)
     reading = read(device) if sources is None else read(device, sources=sources)
     budget = getattr(trainer.strategy, "budget", None)

@@ -1,4 +1,4 @@
-"""Make the machine ready before anything slow: hardware found, environment set, threads set, budget settled."""
+"""Prepare the machine: check hardware, set environment and threads, resolve the budget."""
 
 import os
 from collections.abc import MutableMapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.config.binding import make
 from lightning_unified.errors import ConfigurationError, HardwareError
 from lightning_unified.hardware import (
     Budget,
@@ -26,18 +26,18 @@ from lightning_unified.precision import full_name
 
 __all__ = ["Machine", "check_settings", "prepare", "sources_of"]
 
-# Of a simulated machine these are what the real one does with its cores; the rest is what the simulated device is like.
+# With a simulated machine these settings are resolved for this machine's cores, the others for the simulated device.
 _DONE_HERE = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "start_method", "host_threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a run has to work with.
+    """The machine of a run, resolved.
 
     Args:
         reading: The pool before anything was allocated.
-        settings: The hardware settings, nothing left to choose.
-        budget: Bytes this run may use.
+        settings: The hardware settings, all `auto` values resolved.
+        budget: Bytes that this run may use.
     """
 
     reading: Reading
@@ -46,7 +46,7 @@ class Machine:
 
 
 def sources_of(simulate: str | None) -> Sources:
-    """Return where this machine is read, or the one that `simulate` names.
+    """Return the sources of this machine, or of the simulated machine that `simulate` names.
 
     Raises:
         HardwareError: If there is no machine of that name.
@@ -55,10 +55,10 @@ def sources_of(simulate: str | None) -> Sources:
 
 
 def prepare(config: DictConfig) -> Machine:
-    """Check and ready the machine for `config`, and write the settled hardware settings into it.
+    """Check and prepare the machine for `config`, and write the resolved hardware settings into it.
 
     Raises:
-        HardwareError: If the hardware asked for is not here, or not what is simulated.
+        HardwareError: If the requested hardware is absent, or contradicts the simulated machine.
         BudgetError: If the budget exceeds the pool.
     """
     given: HardwareSettings = make("hardware", config.hardware)
@@ -81,7 +81,7 @@ def prepare(config: DictConfig) -> Machine:
 
 
 def _check_simulation(config: DictConfig, given: HardwareSettings, machine: SimulatedMachine) -> None:
-    """Refuse what a simulated machine cannot be asked for."""
+    """Refuse hardware, compilation and strategies that a simulated machine does not support."""
     profile = machine.profile
     if given.name not in {"auto", profile.hardware, profile.backend}:
         raise HardwareError(
@@ -102,15 +102,15 @@ def _check_simulation(config: DictConfig, given: HardwareSettings, machine: Simu
 
 
 def _set_threads(count: int, environ: MutableMapping[str, str]) -> None:
-    """Use `count` threads here and in child processes; a number that the user exported stays."""
+    """Use `count` threads here and in child processes, unless the user exported `OMP_NUM_THREADS`."""
     torch.set_num_threads(int(environ.setdefault("OMP_NUM_THREADS", str(count))))
 
 
 def check_settings(config: DictConfig) -> None:
-    """Refuse counts that cannot be, and settings that contradict each other, before anything slow is started.
+    """Refuse invalid counts and contradicting settings before anything slow starts.
 
     Raises:
-        ConfigurationError: Naming the key.
+        ConfigurationError: With the key, its value and the allowed values.
     """
     seed = config.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
@@ -136,9 +136,9 @@ def check_settings(config: DictConfig) -> None:
 
 
 def _check_precision(config: DictConfig) -> None:
-    """Refuse a precision of the Trainer's beside another one: Lightning does not tell 32-true from nothing said."""
+    """Refuse two different precisions: Lightning cannot distinguish `32-true` from no precision given."""
     if not OmegaConf.is_dict(config.trainer.strategy):
-        return  # a strategy of Lightning's own, which goes by the Trainer
+        return  # Lightning's own strategies use the Trainer's precision
     said, asked = config.trainer.precision, config.memory.precision
     if said is not None and asked != "trainer" and full_name(said) != full_name(asked):
         raise ConfigurationError(

@@ -1,6 +1,7 @@
-"""Build what a run consists of from its configuration: data, module, callbacks, loggers, trainer."""
+"""Build the parts of a run from its configuration: data, module, callbacks, loggers, Trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,16 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from lightning_unified.cli.request.binding import make
+from lightning_unified.cli.config.binding import make
 from lightning_unified.cli.run.journal import Journal
 from lightning_unified.cli.run.throughput import Throughput
-from lightning_unified.cli.run.validate_at_end import ValidateAtEnd
 
-__all__ = ["Parts", "build", "callback_of", "callbacks_of", "count_parameters", "trainer_of"]
+__all__ = ["Parts", "build", "callback_of", "callbacks_of", "compiled", "count_parameters", "trainer_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a run consists of."""
+    """The parts of a run."""
 
     data: LightningDataModule
     module: LightningModule
@@ -35,13 +35,13 @@ class Parts:
 
 
 def count_parameters(module: LightningModule) -> int:
-    """Return how many parameters `module` has; one that keeps copies beside them names its own with `own_parameters()`."""
+    """Return the number of parameters; a module that keeps copies names its own by `own_parameters()`."""
     own = getattr(module, "own_parameters", module.parameters)
     return sum(parameter.numel() for parameter in own())
 
 
 class _Start(Callback):
-    """Call back when strategy, data and checkpoint are in place: what they refuse is then said without anything before it."""
+    """Call a function once strategy, data and checkpoint are set up, so that their errors are printed first."""
 
     def __init__(self, then: Callable[[LightningModule], None]) -> None:
         self._then = then
@@ -51,18 +51,32 @@ class _Start(Callback):
         self._then(pl_module)
 
 
+class _ValidateAtEnd(Callback):
+    """Validate after the last optimizer step that `max_steps` or `max_epochs` allows, for `best.ckpt`.
+
+    Lightning validates every `val_check_interval` batches and skips a shorter rest. Its loop reads `trainer.val_check_batch` after each
+    batch (`_TrainingEpochLoop._should_check_val_fx`, 2.6.6); this callback sets it to the last batch.
+    """
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if trainer.check_val_every_n_epoch is None and trainer.global_step + 1 == trainer.estimated_stepping_batches:
+            trainer.val_check_batch = loop.total_batch_idx + 1
+
+
 def build(config: DictConfig, *, resume_command: str, on_start: Callable[[LightningModule], None]) -> Parts:
     """Build the parts of the run that `config` describes, seeded.
 
     `trainer.callbacks` and `trainer.logger` are groups of named nodes in the configuration and lists for the Trainer.
 
     Args:
-        config: Resolved as far as the machine is concerned.
-        resume_command: What a stopped run prints as the way to go on.
+        config: The configuration, hardware settings resolved.
+        resume_command: The command that a stopped run prints, to continue it.
         on_start: Called once everything is checked and set up, before the first batch.
 
     Raises:
-        ConfigurationError: If a part refuses what it was given.
+        ConfigurationError: If a part refuses its arguments.
     """
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     data = make("data", config.data)
@@ -72,25 +86,25 @@ def build(config: DictConfig, *, resume_command: str, on_start: Callable[[Lightn
         if getattr(callback, "resume_command", ...) is None:
             callback.resume_command = resume_command
     throughput = Throughput()
-    trainer = trainer_of(config, [_Start(on_start), *callbacks.values(), throughput, Journal(), ValidateAtEnd()])
+    trainer = trainer_of(config, [_Start(on_start), *callbacks.values(), throughput, Journal(), _ValidateAtEnd()])
     return Parts(data=data, module=module, callbacks=callbacks, throughput=throughput, trainer=trainer)
 
 
 def callbacks_of(config: DictConfig) -> dict[str, Any]:
-    """Return the callbacks that `config` describes, by name, without those that a switch of the Trainer turns off.
+    """Return the callbacks of `config` by name, without those that a flag of the Trainer turns off.
 
     Raises:
-        ConfigurationError: If one refuses what it was given.
+        ConfigurationError: If a callback refuses its arguments.
     """
     callbacks = {name: make(f"callbacks.{name}", node) for name, node in _nodes(config.trainer.callbacks)}
     return {name: callback for name, callback in callbacks.items() if not _switched_off(callback, config.trainer)}
 
 
 def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
-    """Return the Trainer that `config` describes, with `callbacks` in place of those it names.
+    """Return the Trainer of `config`, with `callbacks` in place of the configured ones.
 
     Raises:
-        ConfigurationError: If it or a logger refuses what it was given.
+        ConfigurationError: If the Trainer or a logger refuses its arguments.
     """
     loggers = [make(f"logger.{name}", node) for name, node in _nodes(config.trainer.logger)]
     taken = {"callbacks": list(callbacks), "logger": loggers or False}
@@ -98,8 +112,25 @@ def trainer_of(config: DictConfig, callbacks: Sequence[Callback]) -> Trainer:
     return make("trainer", arguments, **taken)
 
 
+@contextmanager
+def compiled(module: LightningModule, *, wanted: bool) -> Iterator[None]:
+    """Compile the children of `module` in place, for the duration of the context.
+
+    `module` itself stays as it is: its steps log and count, which a graph cannot contain. After training the children
+    run uncompiled again, because sampling texts would compile once for each length.
+    """
+    parts = list(module.children()) if wanted else []
+    for part in parts:
+        part.compile()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._compiled_call_impl = None  # torch 2.13 has no call that undoes `Module.compile`
+
+
 def callback_of(parts: Parts, kind: str) -> Any:
-    """Return the callback whose class is called `kind`, or None: a user may have left it out."""
+    """Return the callback whose class is called `kind`, or None if the user left it out."""
     return next((callback for callback in parts.callbacks.values() if type(callback).__name__ == kind), None)
 
 
@@ -109,13 +140,13 @@ def _resolved(node: DictConfig) -> dict[str, Any]:
 
 
 def _switched_off(callback: Callback, trainer: DictConfig) -> bool:
-    """Return whether a switch of the Trainer means `callback`; Lightning refuses the pair instead of choosing."""
+    """Return whether a flag of the Trainer turns `callback` off; Lightning raises for the pair instead."""
     bars = isinstance(callback, ProgressBar) and trainer.enable_progress_bar is False
     return bars or (isinstance(callback, Checkpoint) and trainer.enable_checkpointing is False)
 
 
 def _nodes(group: Any) -> list[tuple[str, DictConfig]]:
-    """Return the named nodes of a group that describe an object; null and false stand for none."""
+    """Return the named nodes of a group that have a `_target_`; null and false mean none."""
     if not OmegaConf.is_dict(group):
         return []
     return [(str(name), node) for name, node in group.items() if OmegaConf.is_dict(node) and "_target_" in node]

@@ -1,4 +1,4 @@
-"""Draw a run's metrics against the step: losses, memory, and what there is of rewards and games."""
+"""PNG plots of a run's metrics over the step: losses, memory, and rewards and games if logged."""
 
 import csv
 import re
@@ -13,11 +13,11 @@ _PLOTS = {
     "memory.png": ("GiB", r"memory(_simulated_[^/]+)?/(allocated|reserved|peak|available)", 2.0**30),
 }
 
-_FEW = 3  # lines, whose legend covers none of them for long
+_FEW = 3  # lines; a legend inside the axes hides none of them
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the columns of a `metrics.csv` as (step, value) pairs; cells left empty are left out."""
+    """Return the columns of a `metrics.csv` as (step, value) pairs, without empty cells."""
     columns: dict[str, list[tuple[int, float]]] = {}
     if not path.is_file():
         return columns
@@ -31,7 +31,7 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw_plots(metrics: Path, directory: Path) -> list[Path]:
-    """Draw the plots that the columns of `metrics` allow into `directory`, and return their files."""
+    """Draw a plot for each known group of columns in `metrics` into `directory`, and return the files."""
     columns = read_metrics(metrics)
     drawn = []
     for file, (label, pattern, unit) in _PLOTS.items():

@@ -1,8 +1,9 @@
-"""What came of a run: the record on disk, the summary on the screen."""
+"""The end of a run: write plan, summary, samples and plots, and print the summary."""
 
 import math
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig
 
+from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
-from lightning_unified.cli.run.record import versions, write_json
-from lightning_unified.cli.run.samples import sample_texts, shown_by
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Reading, read
+from lightning_unified.models.samples import SampleWriter
 
-__all__ = ["finish"]
+__all__ = ["finish", "printable"]
+
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # a terminal would obey these; a byte-level model may write them
 
 _VALIDATION = "val/"
 
@@ -26,13 +31,13 @@ _VALIDATION = "val/"
 def finish(
     parts: Parts, *, config: DictConfig, machine: Machine, directory: Path, resume_command: str, stopped: bool
 ) -> float:
-    """Write and print what came of a run, and return its validation loss (NaN if there was none).
+    """Write and print the results of a run, and return its validation loss (NaN if there is none).
 
-    A run that was stopped is only recorded: whoever stopped it does not wait for baselines and samples.
+    A stopped run skips validation, baselines and samples, so that the process ends soon.
     """
     validation = _validation(parts, stopped=stopped)
     baselines = {} if stopped else _baselines(parts.data)
-    samples = [] if stopped else sample_texts(parts.module, seed=config.seed) or shown_by(parts.callbacks.values())
+    samples = [] if stopped else _samples(parts.module, parts.callbacks.values(), seed=config.seed)
     plan = getattr(parts.trainer.strategy, "plan", None)
     summary = _summary(parts, machine=machine, config=config) | {
         "validation": validation | {f"{name}_perplexity": value for name, value in baselines.items()},
@@ -53,8 +58,20 @@ def finish(
     return float(validation.get("loss", math.nan))
 
 
+def _samples(module: LightningModule, callbacks: Iterable[object], *, seed: int) -> list[str]:
+    """Return the texts of a `SampleWriter`, else those that callbacks hold as `shown`."""
+    texts = module.write_samples(seed=seed) if isinstance(module, SampleWriter) else []
+    texts = texts or [text for callback in callbacks for text in getattr(callback, "shown", ())]
+    return [printable(text) for text in texts]
+
+
+def printable(text: str) -> str:
+    """Return `text` with a replacement for every character that a terminal would obey instead of showing."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
-    """Return the last validation's metrics, by their names without `val/`; validates first if the weights have changed since."""
+    """Return the metrics of the last validation without `val/`; validate first if the weights have changed since."""
     trainer = parts.trainer
     if not stopped and parts.throughput.validated_at != trainer.global_step and trainer.limit_val_batches:
         with warnings.catch_warnings():
@@ -65,7 +82,7 @@ def _validation(parts: Parts, *, stopped: bool) -> dict[str, float]:
 
 
 def _baselines(data: LightningDataModule) -> dict[str, float]:
-    """Return the perplexities to compare with, where the data offers some."""
+    """Return the baseline perplexities of the data, empty if it offers none."""
     offered = getattr(data, "baselines", None)
     return dict(offered()) if offered is not None else {}
 
@@ -75,7 +92,7 @@ def _named(baselines: Mapping[str, float]) -> dict[str, float]:
 
 
 def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str, Any]:
-    """Return `summary.json` without what only the end of a run knows; None where nothing is known."""
+    """Return `summary.json` without validation and resume command; None where a value is unknown."""
     trainer, strategy, count = parts.trainer, parts.trainer.strategy, parts.throughput
     own_reading = getattr(strategy, "reading", None)
     reading = read(str(strategy.root_device)) if own_reading is None else own_reading()
@@ -107,7 +124,7 @@ def _summary(parts: Parts, *, machine: Machine, config: DictConfig) -> dict[str,
 
 
 def _measured_peak(parts: Parts, reading: Reading) -> dict[str, Any]:
-    """Return the run's own peak where it was watched, else the device's."""
+    """Return the peak that `MemoryMonitor` saw, else the device's."""
     monitor = callback_of(parts, "MemoryMonitor")
     if monitor is not None and monitor.peak is not None:
         return {"measured": monitor.peak, "source": monitor.peak_source}
@@ -120,7 +137,7 @@ def _recompute(plan: Any, module: LightningModule) -> bool | None:
 
 
 def _plan(plan: Any, parts: Parts) -> dict[str, Any]:
-    """Return `plan.json`: the strategy's decisions with their reasons, and what it had to do on the way."""
+    """Return `plan.json`: the strategy's decisions with their reasons, and its events."""
     content = plan.to_dict() if plan is not None else {"strategy": type(parts.trainer.strategy).__name__}
     simulated = getattr(parts.trainer.strategy, "simulated", None)
     content |= {} if simulated is None else {"simulated": simulated.profile.name}

@@ -1,6 +1,8 @@
-"""What a run prints: its configuration and machine at the start, what came of it at the end."""
+"""Terminal output of a run: configuration and machine at the start, the summary at the end."""
 
 import json
+import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,34 +13,56 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_unified.cli.request.binding import arguments_of, target_of
-from lightning_unified.cli.request.resume import Change
+from lightning_unified.cli.config.binding import arguments_of, target_of
+from lightning_unified.cli.config.resume import Change
 from lightning_unified.cli.run.machine import Machine
 from lightning_unified.cli.run.parts import count_parameters
+from lightning_unified.cost_model.render.facts import format_seconds
 from lightning_unified.precision import live_scaler, plugin_precision
 from lightning_unified.units import format_bytes
 
-__all__ = ["show_changes", "show_note", "show_start", "show_summary"]
+__all__ = ["quiet_third_parties", "show_changes", "show_note", "show_start", "show_summary"]
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
+_NOT_ACTIONABLE = (
+    "The '.*_dataloader' does not have many workers",  # the hardware settings choose the workers, with a reason
+    "The number of training batches .* is smaller than the logging interval",
+    "Checkpoint directory .* exists and is not empty",  # a resumed run continues in its own directory
+    "You're resuming from a checkpoint that ended before",  # the loader's position is restored
+    "Trying to infer the `batch_size`",
+    "Experiment logs directory .* exists",
+    "isinstance\\(treespec, LeafSpec\\)",
+    "`isinstance\\(treespec",
+    "Found .* module\\(s\\) in eval mode",
+    "There is a wandb run already",
+    "Starting from v1.9.0",
+)
+
+
+def quiet_third_parties() -> None:
+    """Hide Lightning's banners and tips, and the warnings that a user cannot act on."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in _NOT_ACTIONABLE:
+        warnings.filterwarnings("ignore", message=f".*{pattern}")
 
 
 def show_note(text: str) -> None:
-    """Print one line beside the run's course."""
+    """Print one dimmed line."""
     _CONSOLE.print(escape(text), style="dim")
 
 
 def show_changes(directory: Path, changes: Sequence[Change]) -> None:
-    """Print what differs from the run that is continued."""
+    """Print the keys that differ from the continued run."""
     _CONSOLE.print(f"[bold]continuing[/bold] {escape(str(directory))}")
     for change in changes:
         _CONSOLE.print(f"  {escape(change.key)}: {escape(str(change.old))} → {escape(str(change.new))}")
 
 
 def show_start(config: DictConfig, machine: Machine, *, module: LightningModule) -> None:
-    """Print the configuration where it differs from its targets' defaults, the machine, the budget, and how the run uses them.
+    """Print the configuration beyond its targets' defaults, the machine, the budget, and the effective settings.
 
-    How is what really runs, from the Trainer that `module` is attached to: not what was asked for.
+    The effective settings come from the Trainer that `module` is attached to, not from the request.
     """
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for group, text in _compact(config):
@@ -54,7 +78,7 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
 
 
 def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tuple[str, str]]:
-    """Yield what is easily believed to be on and is not: device, rows of a batch, loader processes, pinning, precision, scaler."""
+    """Yield settings whose effect differs easily from the request: device, batch, loader, precision, scaler."""
     yield (
         "runs on",
         f"{trainer.strategy.root_device}, {trainer.world_size} process{'es' if trainer.world_size > 1 else ''}",
@@ -72,7 +96,7 @@ def _used(config: DictConfig, machine: Machine, trainer: Trainer) -> Iterable[tu
 
 
 def _compact(config: DictConfig) -> Iterable[tuple[str, str]]:
-    """Yield each group with what it says beyond its target's defaults, on one line."""
+    """Yield each group with its values beyond its target's defaults, on one line."""
     container = OmegaConf.to_container(config, resolve=True)
     plain = {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
     scalars = {key: value for key, value in plain.items() if not isinstance(value, dict) and value is not None}
@@ -99,7 +123,7 @@ def _beyond_defaults(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    """Return `values` as overrides are typed: null, true and false."""
+    """Return `values` as overrides, with null, true and false."""
     return " ".join(
         f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
         for key, value in values.items()
@@ -114,7 +138,7 @@ def show_summary(
     saved: Sequence[str],
     first_step: int = 0,
 ) -> None:
-    """Print what came of the run, which began at `first_step`."""
+    """Print the summary of a run that started at `first_step`."""
     table = Table(
         title="Summary",
         title_justify="left",
@@ -141,7 +165,7 @@ def show_summary(
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
     effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    cut = (
+    split = (
         "the whole batch at once"
         if micro is None or (effective is not None and micro >= effective)
         else f"{micro} rows at a time"
@@ -149,7 +173,7 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",
-        f"{effective} rows, {cut}"
+        f"{effective} rows, {split}"
         + (f"; {summary['recoveries']} recoveries from lack of memory" if summary["recoveries"] else ""),
     )
     peak = summary["peak_bytes"]
@@ -163,10 +187,11 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     speed = [
         f"{rate:,.{digits}f} {unit}/s" for rate, digits, unit in ((tokens, 0, "tokens"), (rows, 1, "samples")) if rate
     ]
+    steps, seconds = summary["steps"] - first_step, summary["seconds"]
+    each = f" ({format_seconds(seconds / steps)}/step)" if steps else ""
     yield (
         "speed",
-        f"{summary['steps'] - first_step} steps{since} in {summary['seconds']:.3g} s"
-        + "".join(f", {text}" for text in speed),
+        f"{steps} steps{since} in {format_seconds(seconds)}{each}" + "".join(f", {text}" for text in speed),
     )
     validation = summary["validation"]
     if "loss" in validation:

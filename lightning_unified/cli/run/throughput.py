@@ -1,4 +1,4 @@
-"""Count what a run has trained on, and how long that took without validation."""
+"""Throughput of a run: samples, tokens and seconds of training, without validation."""
 
 import time
 from typing import Any
@@ -13,17 +13,17 @@ __all__ = ["Throughput"]
 
 
 class Throughput(Callback):
-    """Samples, scored tokens and seconds of the training batches of this process.
+    """Count samples, scored tokens and seconds of this process's training batches, and log the speed.
 
-    Tokens are labels other than -100 under the batch key `labels`, or else the True entries of a boolean `mask`; a batch without
-    either counts samples only. The sum stays on the device until it is asked for, so that no step waits for it. Every `log_every_n_steps` batches what they took is
-    logged: `speed/samples_per_second` and `speed/seconds_per_batch`, validation left out.
+    Tokens are labels other than -100 under the batch key `labels`, else the True entries of a boolean `mask`. A batch without
+    either counts samples only. The sum stays on the device until it is read, so no step waits for it. Every `log_every_n_steps`
+    batches, `speed/samples_per_second` and `speed/seconds_per_batch` are logged, without validation.
 
     Attributes:
-        first_step: The optimizer step this process began at.
+        first_step: The optimizer step at which this process started.
         samples: Rows trained on.
-        seconds: Time between the first and the last training batch, validation left out.
-        duration: Time from the start of training to its end, everything included.
+        seconds: Time between the first and the last training batch, without validation.
+        duration: Time from the start of training to its end, with validation.
         validated_at: The optimizer step of the last finished validation, None before the first.
     """
 
@@ -41,12 +41,12 @@ class Throughput(Callback):
 
     @property
     def started(self) -> bool:
-        """Whether everything was in place and training began."""
+        """Whether training has started."""
         return self._began is not None
 
     @property
     def tokens(self) -> int | None:
-        """Scored tokens trained on; None if the batches have no labels. Waits for the device."""
+        """Scored tokens trained on, None if the batches have no labels. Reading it waits for the device."""
         return None if self._tokens is None else int(self._tokens)
 
     @override
@@ -85,7 +85,7 @@ class Throughput(Callback):
         self.validated_at = trainer.global_step
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the speed since the last time; between two loggings no batch is waited for, so that one is as good as their number."""
+        """Log the speed since the last log. No batch in between waits for the device, so only their mean is meaningful."""
         now = (self._batches, self.samples, self.seconds)
         batches, samples, seconds = (a - b for a, b in zip(now, self._logged, strict=True))
         self._logged = now
@@ -102,13 +102,13 @@ class Throughput(Callback):
 
 
 def _tokens(batch: Any) -> torch.Tensor | None:
-    """Return how many tokens a batch trains on, None if it does not say."""
+    """Return the number of tokens that a batch trains on, None if unknown."""
     if not isinstance(batch, dict):
         return None
     labels, mask = batch.get("labels"), batch.get("mask")
     read = batch.get("attention_mask")
     if isinstance(labels, torch.Tensor) and labels.ndim == 1 and isinstance(read, torch.Tensor):
-        return (read != 0).sum()  # a label a text: what is trained on are the texts' tokens
+        return (read != 0).sum()  # one label per text: count the tokens of the texts
     if isinstance(labels, torch.Tensor):
         return (labels != -100).sum()
     return mask.sum() if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None

@@ -1,1 +1,1 @@
-"""The `watch` command: what uses the machine's memory now, and how the runs of this package stand."""
+"""The `watch` command: the machine's memory and the runs of this package, live."""

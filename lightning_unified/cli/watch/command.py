@@ -1,4 +1,4 @@
-"""`watch`: pools, pressure, swap, use of the GPUs and the runs of this package, live; one command for every platform."""
+"""`watch`: show pools, pressure, swap, GPU use and runs, live, on every platform."""
 
 import argparse
 import json
@@ -23,11 +23,11 @@ from lightning_unified.status import runs_directory
 
 __all__ = ["main"]
 
-_RATE_S = 0.5  # a single snapshot looks twice, so that it has rates
+_RATE_S = 0.5  # `--once` reads twice this far apart, so that its snapshot has rates
 
 
 def main(argv: list[str]) -> int:
-    """Show the machine until Ctrl-C, or once; return 0, 1 if the log cannot be kept, 2 if the arguments make no sense, 143 after SIGTERM."""
+    """Show the machine until Ctrl-C, or once; return 0, 1 if the log fails, 2 for invalid arguments, 143 after SIGTERM."""
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         return report_failure(error)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # who read the lines has enough; without this Python would complain again while it ends
+    except BrokenPipeError:  # the reader closed the pipe; redirect, or Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as ended:
@@ -53,10 +53,12 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_unified watch", description=__doc__)
-    parser.add_argument("--once", action="store_true", help="print one snapshot and end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, and nothing else")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, and nothing else")
     parser.add_argument("--log", type=Path, metavar="FILE", help="also append each snapshot to FILE as a line of JSON")
-    parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="time between two (default 2)")
+    parser.add_argument(
+        "--every", type=_seconds, default=2.0, metavar="SECONDS", help="seconds between snapshots (default 2)"
+    )
     return parser
 
 
@@ -81,7 +83,7 @@ def _snapshots(observer: Observer, *, every_s: float, once: bool) -> Iterator[Sn
 
 
 class _Log:
-    """Appends snapshots to a file, each line handed to the system before the next is taken.
+    """Append snapshots to a file; each line reaches the operating system before the next snapshot.
 
     Args:
         path: The file; None writes nothing.
@@ -102,7 +104,7 @@ class _Log:
         """Write one line.
 
         Raises:
-            RunError: If the disk refuses it.
+            RunError: If the write fails.
         """
         if self._file is None:
             return
@@ -116,7 +118,7 @@ class _Log:
 
 @contextmanager
 def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None]]:
-    """Yield what shows a snapshot: a line of JSON, a screen that is drawn anew, or where there is no terminal one text after another."""
+    """Yield a function that shows a snapshot: as a line of JSON, as a live screen, or as text without a terminal."""
     console = Console(highlight=False)
     if as_json:
         yield lambda snapshot: print(json.dumps(snapshot.as_json()), flush=True)
@@ -129,7 +131,7 @@ def _printer(*, as_json: bool, once: bool) -> Iterator[Callable[[Snapshot], None
 
 @contextmanager
 def _terminated_is_an_exit() -> Iterator[None]:
-    """Let SIGTERM unwind, so that the terminal is handed back as it was."""
+    """Turn SIGTERM into `SystemExit`, so that the terminal is restored."""
 
     def end(_number: int, _frame: object) -> None:
         raise SystemExit(TERMINATED)

@@ -1,4 +1,4 @@
-"""The runs of this user on this machine, from the files they keep; what a killed run left is cleared away."""
+"""Find this user's live runs by their record files, and remove the files of dead ones."""
 
 import os
 import platform
@@ -14,18 +14,18 @@ from lightning_unified.status import RunRecord, parse_record
 __all__ = ["running"]
 
 _PATIENCE_S = 3.0
-_CLOCK_SLACK_S = 60.0  # a boot time moves when the clock is set
-_SILENT_S = 600.0  # without any way to ask for a process, one that says nothing for so long counts as ended
+_CLOCK_SLACK_S = 60.0  # setting the clock moves the boot time
+_SILENT_S = 600.0  # where processes cannot be listed, a run without updates for this long counts as ended
 _PS_LINE = re.compile(r"\s*(\d+)\s+(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*")  # pid and [[dd-]hh:]mm:ss
-_FORGOTTEN_S = 7 * 86400.0  # what cannot be asked for, because another machine or version wrote it, is kept for a week
+_FORGOTTEN_S = 7 * 86400.0  # files of another machine or version are kept for a week
 
 
 def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
-    """Return the records of the runs that live on this machine, the oldest first; remove the files of those that do not.
+    """Return the records of live runs on this machine, oldest first; remove the files of dead ones.
 
     Args:
-        directory: Where the files are, as `runs_directory` says; None or absent is no run.
-        sources: How to ask for processes: procfs, else `ps`.
+        directory: The folder of the record files, from `runs_directory`; None or absent means no runs.
+        sources: Lists processes: procfs, else `ps`.
     """
     found = []
     for path in sorted(directory.glob("*")) if directory is not None else []:
@@ -41,7 +41,7 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
 
 
 def _is_here(record: RunRecord, sources: Sources) -> bool:
-    """Return whether a record is of this machine; a Mac's name changes with its network, and its home is its own."""
+    """Return whether a record is of this machine. On macOS always: its name changes with the network, its home is local."""
     return sources.platform == "darwin" or record.host == platform.node()
 
 
@@ -53,7 +53,7 @@ def _untouched_s(path: Path) -> float:
 
 
 def _has_ended(record: RunRecord, sources: Sources) -> bool:
-    """Return whether the process is gone, or its number has gone to another that began after the record was written."""
+    """Return whether the process is gone, or its id belongs to a process that began after the record was written."""
     known, began = _process(record.pid, sources)
     updated = datetime.fromisoformat(record.updated).timestamp()
     if not known:
@@ -62,11 +62,11 @@ def _has_ended(record: RunRecord, sources: Sources) -> bool:
 
 
 def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:
-    """Return whether processes can be asked for, and when the one of that number began (seconds since 1970; None: there is none).
+    """Return whether processes can be listed, and the start of process `pid` (seconds since 1970, None if there is none).
 
     Source:
-        Linux `man 5 proc`: field 3 of `stat` is the state, field 22 the ticks from boot to the start; fields count from behind the
-        name, which may hold anything. `ps` is POSIX.
+        Linux `man 5 proc`: field 3 of `stat` is the state, field 22 the ticks from boot to the start. Fields are counted from behind
+        the name, which may contain any character. `ps` is POSIX.
     """
     boot = next(
         (
@@ -81,7 +81,7 @@ def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:
         if len(rest) < 20 or rest[0] in "ZX":
             return True, None
         return True, int(boot) + int(rest[19]) / os.sysconf("SC_CLK_TCK")
-    own = os.getpid()  # is always there: without it the answer is none
+    own = os.getpid()  # always exists: a list without it is no answer
     out = sources.run(["ps", "-o", "pid=,etime=", "-p", f"{own},{pid}"], _PATIENCE_S) or ""
     ages = {words[0]: words[1] for words in map(str.split, out.splitlines()) if len(words) == 2}
     if str(own) not in ages:

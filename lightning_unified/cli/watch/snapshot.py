@@ -1,4 +1,4 @@
-"""One look at the machine: devices, pressure, swap and runs, as a record and as JSON."""
+"""A snapshot of the machine: devices, pressure, swap and runs, as a record and as JSON."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -16,16 +16,16 @@ __all__ = ["Observer", "Snapshot"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What was seen at one time. All figures are bytes, each with its source; unknown is None.
+    """The state of the machine at one time. Figures are bytes with a source; unknown is None.
 
     Attributes:
-        time: When, ISO 8601 in UTC.
+        time: The time, ISO 8601 in UTC.
         host: The machine's name in its network.
-        pressure: The operating system's verdict, and why.
-        swap_total: Swap there is; macOS adds to it as it needs.
+        pressure: The operating system's verdict, with reasons.
+        swap_total: Size of the swap; macOS extends it as needed.
         swap_used: Swap in use.
-        devices: The host first, then each GPU whose driver could be asked.
-        runs: The runs of this package that this user has on this machine.
+        devices: The host first, then each GPU whose driver answers.
+        runs: This user's runs of this package on this machine.
     """
 
     time: str
@@ -49,10 +49,10 @@ class Snapshot:
 
 
 class Observer:
-    """Takes one snapshot after another; rates are of the time between two.
+    """Takes snapshots; rates refer to the time since the previous one.
 
     Args:
-        sources: Where to read from; torch may be None and is not asked.
+        sources: The files and commands to read; its torch may be None and is not used.
         directory: The folder of the runs' files, None if there is none.
     """
 
@@ -61,7 +61,7 @@ class Observer:
         self._pressure, self._gpus = PressureReader(sources), GpuReader(sources)
 
     def look(self, now: float) -> Snapshot:
-        """Return what there is to see at `now`, seconds of any clock that only goes forward."""
+        """Take a snapshot at `now`, in seconds of a monotonic clock."""
         total, used = host_swap(self._sources)
         return Snapshot(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -1,4 +1,4 @@
-"""A snapshot as people read it: pressure and swap, the devices, and the runs with what each holds."""
+"""A snapshot on the terminal: pressure and swap, the devices, and the runs with their memory."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -20,7 +20,7 @@ _LEVEL_STYLE = {"normal": "green", "warn": "yellow", "critical": "bold red", "un
 
 
 def show(snapshot: Snapshot) -> RenderableType:
-    """Return `snapshot` laid out for a terminal of 80 columns or more."""
+    """Lay out `snapshot` for a terminal of 80 columns or more."""
     return Group(*_parts(snapshot))
 
 
@@ -37,7 +37,7 @@ def _parts(snapshot: Snapshot) -> Iterator[RenderableType]:
         yield Text.assemble(("Runs", "bold"), '  none: no run with strategy="unified" of this user is on this machine')
         return
     rows = [_progress_row(run, now=snapshot.time) for run in snapshot.runs]
-    yield _table("Runs", ("pid", "module", "device", "step", "batch", "micro-batch", "told", "directory"), rows)
+    yield _table("Runs", ("pid", "module", "device", "step", "batch", "micro-batch", "updated", "directory"), rows)
     yield Text()
     rows = [_memory_row(run) for run in snapshot.runs]
     yield _table("Their memory", ("pid", "allocated", "reserved", "peak", "budget", "", "recoveries"), rows)
@@ -73,7 +73,7 @@ def _device_row(device: DeviceUse) -> tuple[str, ...]:
 
 
 def _unknown(devices: Sequence[DeviceUse]) -> Iterator[str]:
-    """Yield why figures are unknown, each reason once a device."""
+    """Yield the reasons of unknown figures, each once per device."""
     for device in devices:
         figures: list[Figure] = [device.total, device.used, device.available]
         for reason in dict.fromkeys(figure.source for figure in figures if figure.bytes is None):
@@ -116,7 +116,7 @@ def _count(value: int | None) -> str:
 
 
 def _near(directory: str | None) -> str:
-    """Return a folder as one would type it here."""
+    """Return a folder relative to the working directory or the home, if inside."""
     if directory is None:
         return "unknown"
     for folder, name in ((Path.cwd(), ""), (Path.home(), "~")):
@@ -131,7 +131,7 @@ def _ago(seconds: float) -> str:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return rows under headings; all columns but the last are as wide as they must be, numbers stand to the right."""
+    """Return rows under headings: only the last column folds, numbers are right-aligned."""
     table = Table(
         title=title,
         title_justify="left",

@@ -1,0 +1,1 @@
+"""Checkpoints of a run, with the additional state that a bit-exact resume needs."""

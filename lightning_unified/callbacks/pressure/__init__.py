@@ -1,0 +1,1 @@
+"""Memory pressure: `PressureGuard`, its sampling thread, and the detection of thrashing."""

@@ -1,0 +1,279 @@
+"""`PressureGuard`: react to memory pressure in steps, from clearing caches to stopping the run."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_unified.callbacks.checkpoint.run_checkpoint import write_state
+from lightning_unified.callbacks.device_pool import pool_of, simulated_by, simulated_pressure
+from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
+from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
+from lightning_unified.callbacks.pressure.watch import PressureTrace, PressureWatch, Verdict
+from lightning_unified.callbacks.stopping import restore_limits, run_checkpoint, stop_cleanly
+from lightning_unified.errors import ConfigurationError
+from lightning_unified.hardware import Budget, Pressure, PressureReader, Sources, read
+from lightning_unified.step.recovery.oom import release_cached_memory
+from lightning_unified.units import format_bytes
+
+__all__ = ["PressureGuard"]
+
+log = logging.getLogger("lightning_unified")
+
+_FILE = "pressure.ckpt"
+_SHRINK, _CHECKPOINT, _STOP = 3, 4, 5  # the last of the rungs, which count from 1
+_DOWN, _STAY, _UP, _UP_TO_STOP = -1, 0, 1, 2
+
+# A judgement: samples between two rungs while pressure is a warning, and between two steps down. macOS delays the fall of its level
+# by 5 s (XNU, bsd/kern/kern_memorystatus_notify.c), so an action shows no earlier; a sample takes a second.
+_COOL_DOWN = 5
+
+
+class PressureGuard(Callback):
+    """Give memory back in rungs, one per batch, while the operating system reports memory pressure.
+
+    The rungs:
+
+    1. Log a warning.
+    2. Clear caches.
+    3. Shrink the micro-batch, if the strategy has `shrink(reason) -> bool`. On the way down `grow(reason) -> bool` undoes it.
+    4. Save a checkpoint.
+    5. Stop as after a signal.
+
+    A thread samples the system's level. The guard acts at the ends of batches only; it saves or stops only with no accumulation
+    window open. A rung that cannot be taken is logged and skipped.
+
+    A warning level needs `samples` samples in a row for the first rung and five new ones for each further rung. It never stops the
+    run, because a laptop may warn for hours. A critical level needs `samples` new samples for each rung, up to the stop. Five normal
+    samples lead down one rung, so returning pressure continues at the current rung. Unknown samples count as neither.
+
+    Steps that take three times as long as before, while memory is paged, are thrashing. The guard then logs one message with
+    advice, and every sample counts as critical until a step is quick again.
+
+    The effective batch stays, and so does the training result. With several processes, pressure on one makes all act after the same
+    batch.
+
+    Args:
+        every_s: Seconds between samples.
+        samples: Number of equal samples in a row that make a level certain.
+        trace: File with one JSON line per change and action, flushed to the disk; default `pressure.jsonl` in the trainer's
+            `default_root_dir`. A run without pressure and with a constant budget writes none.
+        stop: Whether to take the last rung.
+
+    Attributes:
+        stopped_for: The reason why the last `fit` was stopped, or None.
+
+    Raises:
+        ConfigurationError: If `every_s` or `samples` is out of range.
+    """
+
+    def __init__(
+        self, *, every_s: float = 1.0, samples: int = 2, trace: str | Path | None = None, stop: bool = True
+    ) -> None:
+        if not every_s > 0 or samples < 1:
+            raise ConfigurationError(f"every_s={every_s} must be above 0 and samples={samples} 1 or more.")
+        self.every_s = every_s
+        self.samples = samples
+        self.stop = stop
+        self.stopped_for: str | None = None
+        self._given = trace
+        self._watch: PressureWatch | None = None
+        self._steps = ThrashWatch()
+        self._budget: Budget | None = None
+        self._one_pool = self._has_named_thrashing = False
+        self._trace = PressureTrace(None)
+        self._rung = 0
+        self._acted_at = 0
+        self._has_warned = False
+        self._saved = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy in another process: options and results. It neither samples nor writes."""
+        return {**vars(self), "_watch": None, "_steps": ThrashWatch(), "_trace": PressureTrace(None)}
+
+    def reader(self) -> Callable[[], Pressure]:
+        """Return a function that takes a sample; tests override this method."""
+        reader = PressureReader(Sources.live(), one_pool=self._one_pool)
+        return lambda: reader.read(time.monotonic())
+
+    def thrash_watch(self) -> ThrashWatch:
+        """Return the object that times the batches of a fit; tests override this method."""
+        return ThrashWatch()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+        path = Path(self._given or Path(trainer.default_root_dir) / "pressure.jsonl")
+        self._trace = PressureTrace(path if trainer.is_global_zero and not is_trial(trainer) else None)
+        self.stopped_for, self._has_warned, self._saved = None, False, ""
+        self._rung = self._acted_at = 0
+        machine, (device, _) = simulated_by(trainer), pool_of(trainer)
+        reading = partial(read, device) if machine is None else machine.reading
+        self._one_pool = device.type == "cuda" and reading().pool == "unified"
+        self._budget, self._has_named_thrashing = getattr(trainer.strategy, "budget", None), False
+        self._steps = self.thrash_watch()
+        sample = self.reader() if machine is None else simulated_pressure(machine, one_pool=self._one_pool)
+        self._watch = PressureWatch(sample, every_s=self.every_s, samples=self.samples, trace=self._trace)
+        self._watch.start()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._steps.began()
+        self._trace.step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        verdict = watch.verdict
+        self._judge_step(trainer, batch, watch)
+        self._tell_strategy(trainer, verdict)
+        asked = self._agreed(trainer, self._asked(verdict))
+        if asked == _STAY or trainer.should_stop or will_stop(trainer):
+            return
+        if asked == _DOWN:
+            self._trace.write(verdict.pressure, self._down(trainer))
+        elif not self._climb(trainer, _STOP if asked == _UP_TO_STOP and self.stop else _CHECKPOINT, verdict.pressure):
+            return
+        self._acted_at = watch.verdict.index
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+        restore_limits(trainer)
+        if self.stopped_for is not None and trainer.is_global_zero:
+            log.warning(
+                'Stopped after step %s: %s. Saved %s\nGo on with: trainer.fit(module, ckpt_path="%s")',
+                trainer.global_step,
+                self.stopped_for,
+                self._saved,
+                self._saved,
+            )
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+        restore_limits(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
+    def _judge_step(self, trainer: Trainer, batch: Any, watch: PressureWatch) -> None:
+        """Check the batch's time for thrashing; thrashing makes samples critical and is logged once."""
+        thrash = self._steps.ended(trainer, batch, watch.verdict.pressure)
+        if watch.thrashing and thrash is None:
+            self._acted_at = watch.verdict.index  # ignore samples from during the quick step
+        watch.thrashing = "" if thrash is None else thrash.reason
+        if thrash is not None and not self._has_named_thrashing:
+            self._has_named_thrashing = self._has_warned = True
+            log.warning("%s", self._steps.advice(thrash, trainer.strategy.root_device))
+
+    def _tell_strategy(self, trainer: Trainer, verdict: Verdict) -> None:
+        """Report pressure to the strategy's cache policy, and write a changed budget to the trace."""
+        feel = getattr(trainer.strategy, "feel_pressure", None)
+        if feel is not None:
+            feel(verdict.pressed >= self.samples)
+        budget = getattr(trainer.strategy, "budget", None)
+        if budget is not None and budget is not self._budget:
+            self._budget = budget
+            self._trace.write(verdict.pressure, f"budget now {format_bytes(budget.bytes)}: {budget.reason}")
+
+    def _asked(self, verdict: Verdict) -> int:
+        """Return the direction that this process's samples since its last action call for."""
+        fresh = verdict.index - self._acted_at
+        later = max(self.samples, _COOL_DOWN)
+        if min(verdict.critical, fresh) >= self.samples:
+            return _UP_TO_STOP
+        if min(verdict.pressed, fresh) >= (later if self._rung else self.samples):
+            return _UP
+        return _DOWN if self._rung and min(verdict.calm, fresh) >= later else _STAY
+
+    @staticmethod
+    def _agreed(trainer: Trainer, asked: int) -> int:
+        """Return the strongest direction that any process calls for."""
+        if trainer.world_size == 1:
+            return asked
+        return int(trainer.strategy.reduce(torch.tensor(asked, device=trainer.strategy.root_device), reduce_op="max"))
+
+    def _climb(self, trainer: Trainer, top: int, pressure: Pressure) -> bool:
+        """Take the next possible rung and return whether one was taken; wait for the end of an open window."""
+        reason = "memory pressure: " + ("; ".join(pressure.reasons) or "on another process")
+        rungs = (
+            partial(self._say, reason),
+            self._clear,
+            partial(self._shrink, reason),
+            self._checkpoint,
+            partial(self._end_run, reason),
+        )
+        while self._rung < top:
+            if self._rung + 1 >= _CHECKPOINT and window_is_open(trainer):
+                return False
+            taken, text = rungs[self._rung](trainer)
+            self._rung += 1
+            self._trace.write(pressure, text)
+            if taken:
+                return True
+            log.warning("%s", text)
+        return False
+
+    def _down(self, trainer: Trainer) -> str:
+        """Go down one rung, undo its action if possible, and return a description."""
+        rung, self._rung = self._rung, self._rung - 1
+        text = f"down to rung {self._rung} of {_STOP}"
+        grow = getattr(trainer.strategy, "grow", None)
+        if rung != _SHRINK or grow is None or not grow("memory pressure is over"):
+            return text
+        return f"{text}, micro-batch grown to {getattr(trainer.strategy, 'micro_batch_size', None)} rows"
+
+    def _say(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
+        if not self._has_warned and trainer.is_global_zero:
+            log.warning("The machine is running short of memory (%s). The run frees memory where it can.", reason)
+        self._has_warned = True
+        return True, "warned"
+
+    def _clear(self, trainer: Trainer) -> tuple[bool, str]:
+        device, sources = pool_of(trainer)
+        release_cached_memory(device, sources=sources)
+        return True, "caches cleared"
+
+    def _shrink(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
+        strategy = trainer.strategy
+        shrink = getattr(strategy, "shrink", None)
+        if shrink is None:
+            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches"
+        if not shrink(reason):
+            return False, f"shrink skipped: {type(strategy).__name__} cannot split its batches further"
+        return True, f"micro-batch shrunk to {getattr(strategy, 'micro_batch_size', None)} rows"
+
+    def _checkpoint(self, trainer: Trainer) -> tuple[bool, str]:
+        if is_trial(trainer):
+            return False, "checkpoint skipped: fast_dev_run keeps nothing"
+        own = run_checkpoint(trainer)
+        if own is not None:
+            own.request()
+            return True, f"checkpoint due at step {trainer.global_step}"
+        failure = write_state(trainer, Path(trainer.default_root_dir) / _FILE)
+        return failure is None, f"checkpoint skipped: {failure}" if failure else f"checkpoint saved: {_FILE}"
+
+    def _end_run(self, reason: str, trainer: Trainer) -> tuple[bool, str]:
+        if is_trial(trainer):
+            return False, "stop skipped: fast_dev_run ends soon"
+        self.stopped_for = reason
+        self._saved = stop_cleanly(trainer, otherwise=_FILE)
+        return True, f"stopped at step {trainer.global_step}, state in {self._saved}"

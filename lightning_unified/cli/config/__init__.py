@@ -1,0 +1,1 @@
+"""The requested configuration: overrides checked, composed, bound, or read from an earlier run."""

@@ -1,0 +1,176 @@
+"""Continue a run from its saved configuration; overrides given beside `resume=` win and are reported."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_unified.cli.config.composition import Composed, composed, flat
+from lightning_unified.cli.config.overrides import key_of, parse_overrides
+from lightning_unified.errors import CheckpointError, ConfigurationError
+
+__all__ = [
+    "LAST",
+    "OVERRIDES",
+    "Change",
+    "SavedRun",
+    "apply_changes",
+    "check_steps_left",
+    "find_run",
+    "joined",
+    "merged_overrides",
+    "relocated",
+]
+
+OVERRIDES = Path(".hydra", "overrides.yaml")
+LAST = Path("checkpoints", "last.ckpt")
+_OF_THIS_RUN = ("resume", "run_dir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedRun:
+    """A run directory that can be continued.
+
+    Args:
+        directory: The run directory.
+        config: Its resolved configuration.
+        overrides: The overrides of its command line.
+        checkpoint: The checkpoint to continue from.
+    """
+
+    directory: Path
+    config: DictConfig
+    overrides: list[str]
+    checkpoint: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A key whose value differs from the saved run's."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def find_run(directory: str | Path) -> SavedRun:
+    """Return the run in `directory`.
+
+    Raises:
+        ConfigurationError: If it is not a run directory, or has no checkpoint yet.
+    """
+    path = Path(directory).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"resume={directory}: {'that is a file' if path.exists() else 'there is no such directory'}; give a run directory, as in resume=runs/gearhead/2026-01-31_12-00-00."
+        )
+    config, overrides, checkpoint = path / "config.yaml", path / OVERRIDES, path / LAST
+    for needed in (config, overrides):
+        if not needed.is_file():
+            raise ConfigurationError(
+                f"resume={directory}: not a run directory (it has no {needed.relative_to(path)}); give the directory that a run printed as its own."
+            )
+    if not checkpoint.is_file():
+        raise ConfigurationError(
+            f"resume={directory}: that run has no checkpoints/last.ckpt to go on from; start it anew with run_dir={directory}."
+        )
+    return SavedRun(
+        directory=path,
+        config=DictConfig(OmegaConf.load(config)),
+        overrides=[str(each) for each in OmegaConf.load(overrides)],
+        checkpoint=checkpoint,
+    )
+
+
+def merged_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Merge two lists of overrides: a key in `new` replaces the same key of `old`, in its place."""
+    merged: dict[str, str] = {}
+    for text, override in zip((*old, *new), parse_overrides([*old, *new]), strict=True):
+        if key_of(override) not in _OF_THIS_RUN:
+            merged[key_of(override)] = text
+    return list(merged.values())
+
+
+def joined(run: SavedRun, given: Sequence[str]) -> tuple[Composed, list[Change]]:
+    """Return the configuration that continues `run`, and the changes that `given` makes; call it inside `searching`.
+
+    The saved configuration contains detected hardware and values of earlier versions of the shipped files. So it
+    changes only where `given` makes a difference: compose without `given`, compose with it, apply the difference. A
+    newly chosen group replaces the saved one whole.
+    """
+    hardware = f"hardware={run.config.hardware.name}"
+    own = merged_overrides([hardware], run.overrides)
+    before, after = composed(own), composed(merged_overrides(own, given))
+    config = run.config.copy()
+    OmegaConf.set_struct(config, False)
+    for group, choice in after.choices.items():
+        if group in after.config and before.choices.get(group) != choice:
+            config[group] = after.config[group]
+    changes = apply_changes(config, before.config, after.config)
+    return Composed(config=config, choices=after.choices), changes
+
+
+def apply_changes(config: DictConfig, before: DictConfig, after: DictConfig) -> list[Change]:
+    """Apply the differences between `before` and `after` to `config`, and return them."""
+    old, new = flat(_resolved(before)), flat(_resolved(after))
+    changes = []
+    for key in sorted(old.keys() | new.keys()):
+        if key.partition(".")[0] in (*_OF_THIS_RUN, "name") or old.get(key) == new.get(key):
+            continue
+        changes.append(Change(key=key, old=OmegaConf.select(config, key, default=old.get(key)), new=new.get(key)))
+        if key in new:
+            OmegaConf.update(config, key, new[key], force_add=True)
+        else:
+            parent, _, last = key.rpartition(".")
+            node = OmegaConf.select(config, parent) if parent else config
+            if OmegaConf.is_dict(node) and last in node:
+                del node[last]
+    return changes
+
+
+def _resolved(config: DictConfig) -> DictConfig:
+    copy = config.copy()
+    OmegaConf.set_struct(copy, False)
+    copy["run_dir"] = "run_dir"  # holds the time of day, which differs between any two compositions
+    OmegaConf.resolve(copy)
+    return copy
+
+
+def relocated(config: DictConfig, directory: Path) -> DictConfig:
+    """Return `config` with its paths rewritten to `directory`: the run was moved, or `run_dir` was given."""
+    old, new = str(config.run_dir), str(directory)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(member) for key, member in value.items()}
+        if isinstance(value, list):
+            return [moved(member) for member in value]
+        inside = isinstance(value, str) and (value == old or value.startswith(old + os.sep))
+        return new + value.removeprefix(old) if inside else value
+
+    return DictConfig(moved(OmegaConf.to_container(config)))
+
+
+def check_steps_left(run: SavedRun, max_steps: int) -> int:
+    """Return the number of optimizer steps that `run` has done.
+
+    Raises:
+        CheckpointError: If its checkpoint cannot be read.
+        ConfigurationError: If `run` has already done `max_steps` (-1: no limit).
+    """
+    import torch
+
+    try:
+        done = int(torch.load(run.checkpoint, map_location="cpu", mmap=True, weights_only=False)["global_step"])
+    except Exception as error:
+        others = sorted(path.name for path in run.checkpoint.parent.glob("*.ckpt") if path != run.checkpoint)
+        rest = f"copy one of {', '.join(others)} over it" if others else "the run cannot be continued"
+        raise CheckpointError(f"{run.checkpoint} cannot be read ({type(error).__name__}); {rest}.") from error
+    if 0 <= max_steps <= done:
+        raise ConfigurationError(
+            f"resume={run.directory}: that run has already done its {done} steps; add trainer.max_steps={2 * done} to go on."
+        )
+    return done
