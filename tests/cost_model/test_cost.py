@@ -49,14 +49,14 @@ def test_a_step_of_tiny_operations_lasts_as_long_as_their_launches():
     assert step_seconds(trace(*works), rates()) == pytest.approx(1000 * rates().launch)
 
 
-def test_keeping_attention_costs_the_host_for_every_operation_of_the_forward_pass_twice():
+def test_keeping_attention_doubles_the_hosts_cost_of_every_forward_operation():
     works = [Work("add", "forward", moved=64)] * 1000
     kept = Trace(events=works, rows=4, backend="cuda", options={"recompute": str(KEPT)})
 
     assert step_seconds(kept, rates()) == pytest.approx((1000 + 2 * 2500) * rates().launch)
 
 
-def test_an_optimizer_that_loops_over_the_parameters_costs_more_than_one_fused_kernel():
+def test_an_optimizer_that_loops_over_parameters_costs_more_than_a_fused_one():
     fused = [Work("_fused_adamw_", "optimizer step", moved=7 * 10**6)]
     loop = [Work("add_", "optimizer step", moved=3 * 10**4)] * 1400
 

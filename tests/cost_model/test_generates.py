@@ -48,7 +48,7 @@ def test_a_prompt_leaves_room_for_what_is_generated_where_positions_are_counted(
         generated(gearhead, rows=4, prompt=1, new=48)
 
 
-def test_a_model_of_transformers_shares_heads_grows_its_cache_and_counts_with_what_is_around_it():
+def test_a_transformers_model_shares_heads_and_counts_its_growing_cache():
     module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
     found = generated(module, rows=4, prompt=100, new=28, precision="bf16-true")
 
@@ -89,7 +89,7 @@ def test_what_generates_nothing_or_by_an_encoder_is_refused():
             generated(module, rows=1, prompt=1, new=1)
 
 
-def test_completions_of_one_prompt_share_the_pass_over_it_and_keep_caches_of_their_own():
+def test_completions_of_one_prompt_share_its_pass_but_not_their_caches():
     module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
     one, shared = (generated(module, rows=8, prompts=prompts, prompt=100, new=28, grows=False) for prompts in (8, 2))
 

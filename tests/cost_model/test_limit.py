@@ -46,7 +46,7 @@ def test_nothing_fits_within_nothing(step):
     assert not fits_within(step, 0)
 
 
-def test_blocks_that_are_mapped_one_by_one_are_there_for_others_once_they_are_given_back():
+def test_blocks_mapped_one_by_one_are_free_for_others_once_given_back():
     events = [Take(0, MIB, "weights"), Work("mm", "forward")]
     events += [Take(1, 100 * 1024, "activations"), Take(2, 64 * 1024, "activations"), Give(1)]
     events += [Take(3, 120 * 1024, "activations"), Give(2), Give(3)]

@@ -31,7 +31,7 @@ class Codes(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_states_of_8_bits_count_as_what_they_keep_and_an_unknown_optimizer_nothing_before_its_first_step():
+def test_8_bit_states_count_as_kept_and_unknown_optimizers_count_after_a_step():
     class Other(torch.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {})

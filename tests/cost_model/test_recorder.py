@@ -60,7 +60,7 @@ def test_gradients_that_meet_are_added_in_place_as_they_are_without_a_recorder()
     assert not isinstance(events[index + 1], Take)
 
 
-def test_gradients_of_a_tied_table_are_three_at_once_for_a_view_is_not_added_to_in_place():
+def test_a_tied_tables_gradients_are_three_at_once_as_views_are_not_added_in_place():
     with fake_world():
         table, chosen = torch.ones(64, 4, requires_grad=True), torch.zeros(8, dtype=torch.long)
 
@@ -74,7 +74,7 @@ def test_gradients_of_a_tied_table_are_three_at_once_for_a_view_is_not_added_to_
     assert [type(event) for event in events[index + 1 : index + 4]] == [Take, Give, Give]
 
 
-def test_gradients_of_indexed_entries_are_written_in_place_as_they_are_without_a_recorder():
+def test_gradients_of_indexed_entries_are_written_in_place_under_the_recorder():
     with fake_world():
         x, chosen = torch.ones(64, 4, requires_grad=True), torch.zeros(32, dtype=torch.long)
 

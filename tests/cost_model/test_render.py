@@ -89,7 +89,7 @@ def test_a_confidence_says_what_it_means(level, words):
     assert words in line_of(text_of(prediction(confidence=level)), "confidence")
 
 
-def test_categories_come_in_the_order_of_a_step_and_those_that_take_nothing_are_left_out():
+def test_categories_follow_the_order_of_a_step_and_empty_ones_are_left_out():
     names = [row[0] for row in categories_table(prediction()).rows]
 
     assert names == ["weights", "activations", "peak of tensors", "taken by the allocator"]
@@ -135,7 +135,7 @@ def test_a_bar_is_as_long_as_its_share_and_marks_are_seen_beside_it():
     assert bar.endswith(" ┊      ┊")
 
 
-def test_of_many_places_the_highest_of_each_phase_and_of_all_are_shown_in_the_order_of_the_step():
+def test_the_highest_places_of_each_phase_and_of_all_are_shown_in_step_order():
     forward = [(f"forward of {at}", (at * 7 % 20 + 10) * MIB) for at in range(20)]
     table = instants_table(prediction(instants=(("before the step", MIB), *forward, ("optimizer step", 2 * MIB))))
     first, *shown, last = [row[0] for row in table.rows]

@@ -41,7 +41,7 @@ def due(caches, *, idle=5.0, pressed=False):
 @pytest.mark.parametrize(
     ("idle", "pressed", "clears"), [(2.4, False, False), (2.6, False, True), (0.4, True, False), (0.6, True, True)]
 )
-def test_a_quarter_of_the_budget_held_for_nothing_is_cleared_and_a_twentieth_under_pressure(idle, pressed, clears):
+def test_an_idle_quarter_of_the_budget_is_cleared_and_a_twentieth_under_pressure(idle, pressed, clears):
     assert due(policy()[1], idle=idle, pressed=pressed) == clears
 
 

@@ -47,7 +47,7 @@ def test_every_nvidia_card_is_read_by_all_programs_use(machine):
     assert (second.device, second.used.bytes, second.busy) == ("nvidia:1", 0, 0.0)
 
 
-def test_a_spark_whose_driver_supports_no_memory_figures_shows_the_hosts_pool_and_its_processes(machine):
+def test_a_spark_without_memory_figures_shows_the_hosts_pool_and_its_processes(machine):
     answers = {
         "--query-gpu": "0, GPU-a, NVIDIA GB10, [N/A], [N/A], [N/A], 96\n",
         "--query-compute-apps": "GPU-a, 19135\nGPU-a, 865\nGPU-other, 7\n",
@@ -131,7 +131,7 @@ def test_an_apu_counts_its_carve_out_and_what_it_took_of_ram(machine):
     assert device.available.bytes == GIB // 4 + 88 * GIB, "GTT has less left than RAM"
 
 
-def test_apples_gpu_is_read_from_the_registry_and_its_working_set_once_from_a_process_that_ends(machine):
+def test_apples_gpu_is_read_from_the_registry_and_its_working_set_once(machine):
     asked = []
     sources = with_programs(machine("m4_pro"), {"IOAccelerator": IOREG, "read('mps')": f"{36 * GIB}\n"}, installed=())
     reader = GpuReader(replace(sources, run=lambda *call: asked.append(call[0][0]) or sources.run(*call)))

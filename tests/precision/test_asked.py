@@ -60,7 +60,7 @@ def test_a_precision_plugin_of_the_users_own_is_kept(trainer):
 
 
 @pytest.mark.parametrize("asked", ["auto", "bf16-mixed"])
-def test_a_precision_plugin_of_the_users_own_beside_the_strategys_precision_is_a_conflict(trainer, asked):
+def test_a_users_precision_plugin_beside_the_strategys_precision_is_a_conflict(trainer, asked):
     with pytest.raises(PrecisionError, match="the Trainer Custom; give one of them"):
         trainer(UnifiedStrategy(precision=asked), accelerator="cpu", plugins=[Custom()])
 

@@ -50,7 +50,7 @@ def test_the_accelerator_as_an_object_is_repaired(mac, trainer, precision, expec
     assert seen(trainer("unified", accelerator=MPSAccelerator(), precision=precision)) == ("mps", "mps", *expected)
 
 
-def test_a_strategy_that_carries_an_accelerator_object_trains_in_float32_under_lightning_alone(mac, trainer):
+def test_plain_lightning_trains_a_strategy_with_an_accelerator_in_float32(mac, trainer):
     mac()
     carrying = SingleDeviceStrategy("mps", accelerator=MPSAccelerator())
 
@@ -109,7 +109,7 @@ def test_a_strategy_by_name_is_right_under_both(mac, trainer):
         StrategyRegistry.remove("single_mps")
 
 
-def test_a_module_and_its_autocast_on_two_devices_go_unnoticed_under_lightning_alone(mac, trainer):
+def test_plain_lightning_does_not_notice_autocast_on_another_device(mac, trainer):
     mac()
 
     assert seen(trainer(SingleDeviceStrategy("cpu"), accelerator="mps", precision="bf16-mixed"))[:2] == ("cpu", "mps")
@@ -124,14 +124,14 @@ def test_a_module_and_its_autocast_on_two_devices_are_refused_before_the_first_s
         made.fit(BoringModel())
 
 
-def test_a_plugin_that_the_strategy_carries_silences_the_trainers_flag_under_lightning_alone(mac, trainer):
+def test_under_plain_lightning_a_strategys_plugin_silences_the_trainers_flag(mac, trainer):
     mac()
     carrying = SingleDeviceStrategy("mps", precision_plugin=stock.MixedPrecision("16-mixed", "mps"))
 
     assert trainer(carrying, precision="bf16-mixed").precision == "16-mixed"
 
 
-def test_a_plugin_that_the_strategy_carries_and_another_flag_are_refused_before_the_first_step(trainer):
+def test_a_strategys_plugin_beside_another_flag_is_refused_before_the_first_step(trainer):
     carrying = UnifiedStrategy()
     carrying.precision_plugin = stock.MixedPrecision("bf16-mixed", "cpu")
     made = trainer(carrying, accelerator="cpu", precision="64-true")

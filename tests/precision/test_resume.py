@@ -54,7 +54,7 @@ def test_a_scale_goes_from_lightnings_plugin_to_ours_and_back(tmp_path, before, 
     assert scales.seen[0] == (2**12, 1)
 
 
-def test_lightning_drops_the_scale_without_a_word_when_the_plugins_class_has_another_name(tmp_path):
+def test_lightning_silently_drops_the_scale_if_the_plugins_class_is_renamed(tmp_path):
     class Other(stock.MixedPrecision):
         pass
 
@@ -132,7 +132,7 @@ def test_an_open_window_goes_on_under_the_scale_of_the_new_precision(tmp_path, b
     assert all(torch.equal(mine, then * factor) for mine, then in zip(module.found, saved, strict=True))
 
 
-def test_an_open_window_that_has_overflown_goes_on_without_its_gradients_where_nothing_would_skip_it(tmp_path):
+def test_an_overflown_open_window_resumes_without_gradients_if_nothing_skips_it(tmp_path):
     window = {"accumulate_grad_batches": 3}
     fit(fresh(spoilt={0}), Stops(1), RunCheckpoint(tmp_path), **window)
     module = fresh()

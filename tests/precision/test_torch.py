@@ -65,7 +65,7 @@ def rules_of(kind, key):
         torch.set_autocast_enabled(kind, False)
 
 
-def test_binary_cross_entropy_in_float16_is_refused_by_cudas_rules_and_computed_by_those_of_mps():
+def test_float16_binary_cross_entropy_is_refused_on_cuda_and_computed_on_mps():
     probabilities, labels = torch.rand(4).half(), torch.ones(4).half()
     with rules_of("cuda", "AutocastCUDA"), pytest.raises(RuntimeError, match="BCELoss are unsafe to autocast"):
         nn.BCELoss()(probabilities, labels)

@@ -252,7 +252,7 @@ def test_a_gradient_that_lies_otherwise_than_the_output_is_copied(fake, name):
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_cudnn_accumulates_the_gradient_of_queries_and_spreads_grouped_keys_and_values(fake, groups):
+def test_cudnn_accumulates_query_gradients_and_spreads_grouped_keys_and_values(fake, groups):
     said = attention_gradient("_scaled_dot_product_cudnn_attention_backward", torch.bfloat16, groups=groups)
     assert said == 2 * 4 * 100 * (64 + 1) * 4 + (2 * 2 * 4 * 100 * 64 * 2 if groups < 4 else 0) + 256
 
