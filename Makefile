@@ -19,8 +19,9 @@ train-small: ; @$(MAKE) --no-print-directory train ARGS="memory=small $(ARGS)"
 train-small-mps: ; @$(MAKE) --no-print-directory train ARGS="memory=small hardware=mps $(ARGS)"
 train-small-rocm: ; @$(MAKE) --no-print-directory train ARGS="memory=small hardware=rocm $(ARGS)"
 
-test: $(INSTALLED) $(DATA) ## run the fast tests, on as many cores as there are up to 4; ARGS go to pytest
-	@$(PY) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(INSTALLED) $(DATA) ## run the fast tests, on as many cores as there are up to 4; ARGS go to pytest; COVERAGE=1 measures coverage
+	@$(PY) $(if $(COVERAGE),-m coverage run) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(if $(COVERAGE),$(PY) -m coverage combine --quiet && $(PY) -m coverage report --sort=miss --skip-covered | tail -n 30)
 
 doctor: $(INSTALLED) ## what this machine has, can do, and which memory tier fits
 	@$(PY) -m lightning_unified doctor $(ARGS)

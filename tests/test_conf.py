@@ -149,7 +149,7 @@ def test_an_experiment_in_compression_brings_its_data_and_is_judged_as_it_trains
     assert config.callbacks.compression.directory == f"{config.run_dir}/compression"
 
 
-def test_the_classification_experiment_keeps_the_best_by_a_metric_of_choice_and_stops_on_it():
+def test_the_classification_experiment_keeps_the_best_and_stops_by_a_chosen_metric():
     chosen = ("callbacks.checkpoint.monitor=val/brier", "callbacks.checkpoint.mode=min")
     found = compose("experiment=classification", *chosen).callbacks
 
@@ -238,7 +238,7 @@ def test_the_command_line_and_memory_beat_the_rows_of_the_classifier():
     assert (own.batch_size, own.num_workers) == (24, 1)
 
 
-def test_the_command_line_beats_an_experiment_which_beats_memory_which_beats_hardware():
+def test_precedence_is_command_line_then_experiment_then_memory_then_hardware():
     hardware = compose("model=gearhead-34m", "hardware=cuda")
     memory = compose("model=gearhead-34m", "hardware=cuda", "memory=small")
     experiment = compose("experiment=gearhead-34m-cuda", "memory=small")
@@ -281,7 +281,7 @@ def test_a_value_of_the_wrong_kind_is_refused(override, message):
         check_binding(compose("hardware=cpu", *plain, override))
 
 
-def test_a_choice_in_a_folder_of_its_group_is_one_of_the_group_and_a_wrong_one_is_refused():
+def test_a_choice_in_a_subfolder_belongs_to_its_group_and_a_wrong_one_is_refused():
     assert (
         check_overrides(["model=wordle/qwen2_5_3b"], multirun=False).config.data.pretrained
         == "Qwen/Qwen2.5-3B-Instruct"

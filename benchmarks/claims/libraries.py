@@ -1,4 +1,6 @@
-"""Checks what docs/claims.md says of libraries, loaders and data: scaler, pinning, processes, numbers, tokens, splits, pads.
+"""Check the statements of docs/claims.md about libraries, loaders and data.
+
+They concern scaler, pinning, processes, numbers, tokens, splits and padding.
 
     python -m benchmarks.claims.libraries [--output benchmarks/claims/libraries.json]
 

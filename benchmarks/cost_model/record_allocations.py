@@ -1,4 +1,6 @@
-"""Records what CUDA's caching allocator is asked for in training runs, as the truth that its model and predictions are tested against.
+"""Record the requests of training runs to CUDA's caching allocator.
+
+The model of the allocator and the predictions are tested against the records.
 
     python -m benchmarks.cost_model.record_allocations [--output tests/cost_model/recorded] [--only gpt]
 

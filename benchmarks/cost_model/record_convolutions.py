@@ -1,4 +1,6 @@
-"""Records the workspaces that cuDNN's convolutions take of CUDA's caching allocator, as the truth that the formula for them is tested against.
+"""Record the workspaces of cuDNN's convolutions from CUDA's caching allocator.
+
+The formula for these workspaces is tested against the records.
 
     python -m benchmarks.cost_model.record_convolutions [--output tests/cost_model/backends/cudnn_convolutions.json] [--shapes 120]
 

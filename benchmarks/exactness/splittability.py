@@ -1,4 +1,6 @@
-"""Measures the exactness check: what a check costs beside a step, and how often it errs over modules whose answer is known.
+"""Measure the exactness check: its cost beside a step, and its error rate.
+
+The error rate is taken over modules whose correct verdict is known.
 
 Three parts:
 

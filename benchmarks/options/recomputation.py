@@ -1,4 +1,6 @@
-"""Which blocks are found in the models of transformers and torchvision, whether recomputing them changes a bit, and what is kept.
+"""Check the detection and recomputation of blocks in transformers and torchvision models.
+
+Recorded are the blocks found, whether recomputing them changes a bit, and the bytes kept.
 
     python -m benchmarks.options.recomputation [--output benchmarks/options/recomputation.json]
 

@@ -1,4 +1,6 @@
-"""What `strategy="unified"` costs when nothing is split: its time a step against plain Lightning's, pair by pair in one process.
+"""Measure the cost of `strategy="unified"` when nothing is split.
+
+Its time per step is compared with plain Lightning's, pair by pair in one process.
 
 By itself, with the pressure guard's thread and the memory monitor beside it, and with everything on: the watch over gradients too, which
 reads all of them once.

@@ -1,4 +1,6 @@
-"""What `strategy="unified_ddp"` costs against Lightning's `ddp` when nothing runs out of memory: time a step, and peak memory.
+"""Measure the cost of `strategy="unified_ddp"` beside Lightning's `ddp` without shortages.
+
+Compared are the time per step and the peak memory.
 
 Plain DDP reduces gradients while the backward pass still runs; ours reduces them after it, so that ranks can agree first. The case
 that shows the most of it is a module of many weights and little work (`weights`); `transformer` is an ordinary one. Blocks of both

@@ -1,4 +1,6 @@
-"""Whether a run that is given a budget keeps it: six budgets, from 40 to 100 % of what the undivided batch takes, each enforced.
+"""Check whether runs keep their budgets.
+
+Six budgets, from 40 to 100 % of the undivided batch's peak, are enforced.
 
     python -m benchmarks.planner.adherence [--device cuda] [--jobs 12] [--output FILE]
 

@@ -1,4 +1,6 @@
-"""How soon training begins inside a limit: seconds and samples from `fit()` to the first optimizer step that is kept, ours and the finders'.
+"""Measure how soon training begins inside a limit: our planner beside batch-size finders.
+
+Compared are seconds and samples from `fit()` to the first optimizer step that is kept.
 
     python -m benchmarks.planner.finders [--device cuda] [--jobs 3] [--repeats 3] [--output FILE]
 

@@ -1,4 +1,6 @@
-"""Lets hundreds of small runs meet with memory that runs out, full disks, signals and kills, and looks for anything lost.
+"""Run hundreds of small fits with injected faults, and look for losses.
+
+The faults are memory that runs out, full disks, signals and kills.
 
     python -m benchmarks.recovery.fault_campaign [--runs 500] [--seed 0] [--jobs 2] [--only KIND] [--seconds T] [--output FILE]
 

@@ -1,4 +1,6 @@
-"""Lets a memory hog loose beside small runs, in a machine of one small pool; measures how soon they give way, and whether they learn the same.
+"""Measure how small runs give way to a memory hog on a machine with one small pool.
+
+Recorded are the seconds until a run gives way, and whether it learns the same.
 
     python -m benchmarks.recovery.pressure_campaign [--runs 24] [--seed 0] [--jobs 1] [--every-s 1.0] [--batches 120] [--output FILE]
 

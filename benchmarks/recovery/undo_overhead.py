@@ -1,4 +1,6 @@
-"""What noting a step's state for undo costs a step: modules of 10 and of 1,000 submodules, with and without state that moves.
+"""Measure the time per step that noting state for undo takes.
+
+Modules have 10 and 1,000 submodules, with and without state that changes.
 
 Steps with and without the note take turns in one fit, in one process on one thread. `undo` is the time of the note, of the batch's
 note and of what is learnt after the step, timed by themselves inside the fit; `difference` is the median over pairs of neighbouring steps,

@@ -46,7 +46,7 @@ def test_a_killed_run_saves_says_how_to_go_on_and_ends_where_an_unkilled_one_doe
 
 
 @pytest.mark.slow
-def test_two_processes_stop_after_the_same_step_and_go_on_with_their_own_random_states(tmp_path):
+def test_two_processes_stop_after_the_same_step_and_resume_with_their_own_draws(tmp_path):
     straight = run_script(tmp_path / "a", "--devices", "2")
     killed = run_script(tmp_path / "b", "--devices", "2", "--kill-at", "7")
     resumed = run_script(tmp_path / "b", "--devices", "2", "--resume", str(tmp_path / "b/last.ckpt"))
@@ -159,7 +159,7 @@ class Trained(Callback):
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 5, "check_val_every_n_epoch": None}], ids=str
 )
-def test_a_run_stopped_in_the_validation_of_an_epochs_end_goes_on_with_the_next_epoch(small_run, tmp_path, options, at):
+def test_a_run_stopped_in_an_epochs_last_validation_resumes_with_the_next_epoch(small_run, tmp_path, options, at):
     options = {"max_epochs": 3, "max_steps": -1, **options}
     whole, first, second = Trained(), Trained(), Trained()
     straight, _ = small_run.fit(tmp_path, callbacks=[whole, RunCheckpoint(tmp_path / "a")], **options)

@@ -373,9 +373,7 @@ def test_a_reader_that_fails_is_unknown_and_said_once(small_run, tmp_path, caplo
     assert caplog.text.count("Memory pressure cannot be read: OSError: as planned") == 1
 
 
-def test_a_trace_that_cannot_be_written_is_said_once_and_the_run_gives_way_all_the_same(
-    small_run, tmp_path, by_hand, caplog
-):
+def test_an_unwritable_trace_is_said_once_and_the_run_still_gives_way(small_run, tmp_path, by_hand, caplog):
     (tmp_path / "file").write_text("in the way")
     guard = Scripted("critical", trace=tmp_path / "file" / "pressure.jsonl")
     with caplog.at_level(logging.WARNING, "lightning_unified"):

@@ -102,7 +102,7 @@ def test_an_epoch_after_a_resume_begins_as_any_other(small_run, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_a_run_in_another_precision_than_its_module_is_built_in_goes_on_with_every_bit(small_run, tmp_path, precision):
+def test_a_run_in_another_precision_than_its_modules_resumes_with_every_bit(small_run, tmp_path, precision):
     """Lightning reads a checkpoint into the module before it converts it, so float64 weights would go through float32."""
     plugin = {"precision": precision, "max_steps": 6, "limit_val_batches": 0}
     straight, _ = small_run.fit(tmp_path, callbacks=[RunCheckpoint(tmp_path / "a")], **plugin)
@@ -230,7 +230,7 @@ def test_validation_does_not_move_the_random_stream_of_training(small_run, tmp_p
     assert small_run.same_weights(often, never)
 
 
-def test_a_random_state_of_another_number_of_processes_is_not_taken_and_that_is_said(small_run, tmp_path):
+def test_a_random_state_of_another_world_size_is_not_restored_and_that_is_said(small_run, tmp_path):
     small_run.fit(tmp_path, callbacks=[small_run.StopAfterBatch(3), RunCheckpoint(tmp_path)])
     file = tmp_path / "last.ckpt"
     checkpoint = torch.load(file)

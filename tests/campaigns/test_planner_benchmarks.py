@@ -70,7 +70,7 @@ def test_settings_are_about_equally_frequent(device, setting):
     assert max(frequent.values()) - min(frequent.values()) <= 3
 
 
-def test_every_module_is_measured_with_both_batch_sizes_and_where_it_has_blocks_with_and_without_recomputation():
+def test_every_module_is_measured_at_both_sizes_and_with_recomputed_blocks():
     found = cells.select("cpu")
 
     for name, kind in modules.available().items():

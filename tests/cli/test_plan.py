@@ -160,7 +160,7 @@ def test_what_fits_where_asks_every_machine_with_a_precision_and_rates_of_its_ow
     assert by_precision["bf16-mixed"]["h200"][0] == "cuda" and by_precision["bf16-mixed"]["h200"][2] == "rates of h200"
 
 
-def test_the_planner_gets_what_the_configuration_settles_but_for_other_machines_only_what_was_written(command, calls):
+def test_the_planner_gets_resolved_settings_and_other_machines_the_written_ones(command, calls):
     done = command(
         *TINY,
         *("memory=small", "memory.recompute=true", "hardware.precision=bf16-mixed"),
@@ -181,7 +181,7 @@ def test_the_planner_gets_what_the_configuration_settles_but_for_other_machines_
     assert told["plan"]["reasons"]["budget"].startswith("as written")
 
 
-def test_a_simulated_machine_gives_backend_budget_rates_and_what_its_hardware_asks_of_the_model(command, calls):
+def test_a_simulated_machine_gives_backend_budget_rates_and_model_settings(command, calls):
     done = command("model=gearhead-34m", "simulate=m2-16gb", "memory.budget=6GiB")
 
     call = calls.call
@@ -190,7 +190,7 @@ def test_a_simulated_machine_gives_backend_budget_rates_and_what_its_hardware_as
     assert "gearhead-34m on m2-16gb" in done.out
 
 
-def test_hardware_that_is_not_here_is_stood_in_for_by_the_smallest_machine_that_has_the_budget(command, calls):
+def test_absent_hardware_is_simulated_by_the_smallest_machine_with_the_budget(command, calls):
     done = command(*TINY, "hardware=mps", "memory=large")
 
     assert (calls.call.device, calls.call.rates, calls.call.budget) == ("mps", "rates of m4-pro-48gb", 28 * GIB)

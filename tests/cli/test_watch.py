@@ -119,7 +119,7 @@ L.Trainer(strategy=strategy, accelerator="cpu", max_steps=100000, logger=False, 
 
 
 @pytest.mark.slow
-def test_a_training_process_shows_with_its_micro_batch_and_is_gone_once_it_is_killed(tmp_path, monkeypatch, capsys):
+def test_a_training_process_shows_its_micro_batch_and_is_gone_once_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIGHTNING_UNIFIED_STATE_DIR", str(tmp_path / "state"))
     process = subprocess.Popen([sys.executable, "-c", TRAIN, str(tmp_path)], stdout=subprocess.DEVNULL)
     try:

@@ -276,9 +276,7 @@ def test_what_is_not_looked_at_would_not_have_won(option, extra, keeps, rows, bu
     budget=st.integers(1, 10**7),
     align=st.sampled_from([None, aligned(8, 1.2)]),
 )
-def test_asked_one_way_to_cut_at_a_time_by_what_they_take_at_least_the_same_is_found(
-    options, rows, unit, budget, align
-):
+def test_a_search_split_by_split_in_order_of_lower_bounds_finds_the_same_plan(options, rows, unit, budget, align):
     options = [replace(option, least_seconds=option.least_seconds or Least(0)) for option in options]
     each = [replace(option, split=split) for option in options for split in even_splits(rows, unit=unit)]
     each.sort(key=lambda option: option.least_seconds(len(option.split)))

@@ -112,7 +112,7 @@ def test_users_files_are_a_source(tmp_path):
     assert len(list(data.train_dataloader())) == 1
 
 
-def test_a_record_longer_than_a_row_is_refused_and_the_length_that_holds_it_is_named():
+def test_a_record_longer_than_a_row_is_refused_and_the_needed_length_is_named():
     with pytest.raises(
         ValueError, match=r"record\(s\) have more than data.sequence_length=64 tokens.*longest \d+; set"
     ):

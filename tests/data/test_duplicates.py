@@ -34,7 +34,7 @@ def random_texts(count=160, seed=0):
     return texts
 
 
-def test_no_two_texts_that_stay_are_near_copies_and_every_other_is_one_of_a_text_that_stays():
+def test_kept_texts_are_no_near_copies_and_each_dropped_text_is_one_of_a_kept_text():
     texts = random_texts()
     copies = find_copies(texts)
     kept = [place for place in range(len(texts)) if place not in copies.of]

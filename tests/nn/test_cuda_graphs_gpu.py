@@ -229,7 +229,7 @@ def test_memory_that_runs_out_while_recording_is_recovered_from():
     assert_same(net, plain)
 
 
-def test_recomputed_blocks_stay_eager_and_are_recorded_once_they_keep_their_activations():
+def test_recomputed_blocks_are_recorded_only_once_they_keep_activations():
     net = Net(dropout=0.1).cuda()
     recorded, ids = RecordedCalls(net), texts()
     settle(net, ids)

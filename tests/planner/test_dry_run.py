@@ -92,7 +92,7 @@ def test_peak_of_two_optimizers_stepped_by_hand_is_that_of_the_real_step(tmp_pat
     assert peak_of(trace) == pytest.approx(live_peak(Adversaries, Adversaries.batch(ROWS), folder=tmp_path), rel=1e-3)
 
 
-def test_peak_of_a_window_of_batches_cut_in_parts_and_clipped_is_that_of_the_real_one(tmp_path):
+def test_the_peak_of_a_split_and_clipped_window_is_that_of_the_real_one(tmp_path):
     trace = trace_step(Perceptron(), Perceptron.batch(4), rows=ROWS, parts=2, accumulate=2, clip=1.0)
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     real = live_peak(Perceptron, Perceptron.batch(2 * ROWS), rows=ROWS, parts=2, steps=4, folder=tmp_path, **settings)

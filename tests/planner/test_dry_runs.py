@@ -64,7 +64,7 @@ BOTH = ((8, 1), (4, 2))
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [slow(Transformer, BOTH), slow(Switched, BOTH), (Switched, BOTH[1:])])
-def test_steps_that_recompute_something_else_are_followed_on_the_same_fake_copy_as_well(kind, sizes):
+def test_steps_with_other_recomputed_blocks_are_traced_on_the_same_fake_copy(kind, sizes):
     module, batch, fake_copies = kind(), kind.batch(8), {}
     setting = {"backend": "cuda", "trainer": None, "precision": "bf16-mixed"}
     asked = [DryRuns(module, batch, recompute=policy, fake_copies=fake_copies, **setting) for policy in POLICIES]

@@ -109,7 +109,7 @@ def test_a_strategy_by_name_is_right_under_both(mac, trainer):
         StrategyRegistry.remove("single_mps")
 
 
-def test_a_module_and_its_autocast_on_two_devices_go_unnoticed_under_lightning_alone(mac, trainer):
+def test_plain_lightning_does_not_notice_autocast_on_another_device(mac, trainer):
     mac()
 
     assert seen(trainer(SingleDeviceStrategy("cpu"), accelerator="mps", precision="bf16-mixed"))[:2] == ("cpu", "mps")

@@ -372,7 +372,7 @@ def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cu
     assert trainer.global_step == 6
 
 
-def test_a_size_that_recovery_came_down_to_does_not_refuse_a_module_with_larger_units():
+def test_a_size_found_by_recovery_does_not_refuse_a_module_with_larger_units():
     strategy = UnifiedStrategy(micro_batches=MicroBatchRules(unit=4))
     strategy.sizes.limit = 2
     torch.manual_seed(0)

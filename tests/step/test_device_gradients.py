@@ -141,7 +141,7 @@ def test_a_run_that_is_compared_equals_one_that_is_not_bit_for_bit(as_mps):
     assert torch.equal(compared.accuracy.tp, plain.accuracy.tp)
 
 
-def test_a_wrong_gradient_is_named_with_the_issue_and_what_to_do_and_the_run_goes_on(as_mps, caplog):
+def test_a_wrong_gradient_is_named_with_issue_and_remedy_and_the_run_goes_on(as_mps, caplog):
     _, trainer = train(Faulty)
 
     assert trainer.global_step == 6

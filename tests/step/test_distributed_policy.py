@@ -71,7 +71,7 @@ def test_of_two_failures_at_the_same_size_the_one_with_more_memory_counts():
     ]
 
 
-def test_what_worked_on_one_rank_is_worth_a_try_on_the_others_unless_it_failed_there():
+def test_a_size_proven_on_one_rank_is_tried_on_others_unless_it_failed_there():
     long, short = BatchShape(8, 20), BatchShape(6, 20)
     worked, failed = state([("worked", short)]), state([("failed", long)])
 
@@ -79,7 +79,7 @@ def test_what_worked_on_one_rank_is_worth_a_try_on_the_others_unless_it_failed_t
     assert going_on(worked, state([("failed", BatchShape(4, 10))])).at_once(BatchShape(6, 20)) == 2
 
 
-def test_a_size_that_one_rank_knows_to_be_good_is_not_forgotten_for_a_larger_one_that_fails_on_another():
+def test_a_proven_size_is_kept_when_a_larger_one_fails_on_another_rank():
     shape = BatchShape(64, 10)
     roomy, short = MicroBatchSize("auto"), MicroBatchSize("auto")
     roomy.plan(shape, rows=22, refused=32, room_bytes=100)

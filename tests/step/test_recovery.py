@@ -124,7 +124,7 @@ def test_a_recovered_run_equals_the_undisturbed_one_with_that_size(kind, phase, 
     assert torch.equal(seen.gradients[-1], twin_seen.gradients[-1])
 
 
-def test_memory_that_runs_out_in_the_very_first_optimizer_step_leaves_no_trace_of_it():
+def test_running_out_of_memory_in_the_first_optimizer_step_leaves_no_trace():
     module, _, trainer = run(MLP, Fails("optimizer.step", batch=0))
     twin, _, _ = run(MLP, ShrinksAt(4, 0))
 

@@ -112,7 +112,7 @@ def test_a_gradient_that_lies_in_another_order_than_its_parameter_is_put_in_orde
     assert torch.equal(module.odd.grad, expected[3])
 
 
-def test_parameters_without_a_gradient_are_told_and_filled_where_another_rank_has_one():
+def test_missing_gradients_are_told_and_filled_where_another_rank_has_one():
     module = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(3)])
     replicas = Replicas(module, Alone())
     module[0].grad = torch.ones(2)
@@ -125,7 +125,7 @@ def test_parameters_without_a_gradient_are_told_and_filled_where_another_rank_ha
     assert module[2].grad is None
 
 
-def test_a_rank_that_runs_out_of_memory_in_a_reduction_sends_all_its_pieces_all_the_same(monkeypatch):
+def test_a_rank_out_of_memory_in_a_reduction_still_sends_all_its_pieces(monkeypatch):
     module, ranks = Mixed(), Pair()
     replicas = Replicas(module, ranks)
     with_gradients(module)

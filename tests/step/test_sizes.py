@@ -41,7 +41,7 @@ def test_after_enough_batches_one_part_fewer_is_tried_and_kept_if_it_fits():
     assert sizes.at_once(shape(32)) == 7
 
 
-def test_a_larger_size_that_fails_is_tried_once_and_the_next_try_waits_twice_as_long():
+def test_a_larger_size_that_fails_waits_twice_as_long_for_its_next_try():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(32), most=5)
     tried = [size for _ in range(1000) for size in run(sizes, shape(32), most=5)]

@@ -127,7 +127,7 @@ class Writes(Plain):
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["through .data", "in place"])
-def test_a_large_tensor_that_a_failed_step_writes_for_the_first_time_is_refused_by_name(seen):
+def test_a_large_tensor_first_written_by_a_failed_step_is_refused_by_name(seen):
     with pytest.raises(RunError, match=r"written Writes\.encoder\['weight'\] \(.*\) in place.*Resume from"):
         train(lambda: Writes({4}, seen=seen), at=[5])
 
@@ -142,7 +142,7 @@ def test_a_large_tensor_that_every_step_writes_is_put_back(at, seen):
     assert torch.equal(failed.encoder["weight"], undisturbed.encoder["weight"])
 
 
-def test_a_container_too_long_to_copy_may_grow_and_is_refused_if_it_changed_otherwise():
+def test_a_container_too_long_to_copy_may_grow_but_not_change_otherwise():
     class Long(Plain):
         def __init__(self, change):
             super().__init__()

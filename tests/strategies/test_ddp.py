@@ -90,7 +90,7 @@ def test_manual_optimization_is_plain_ddps(plain):
         ("last backward", "smaller still"),
     ],
 )
-def test_memory_that_runs_out_on_one_rank_makes_all_repeat_the_batch_in_the_same_parts(recovered, phase, twin):
+def test_if_one_rank_runs_out_of_memory_all_repeat_the_batch_in_the_same_parts(recovered, phase, twin):
     for fits in recovered:
         assert fits[phase]["recoveries"] == 1
         assert alike(fits[phase], fits[twin])
@@ -207,7 +207,7 @@ def test_ranks_that_have_enough_run_whole_batches_as_planned(foreseen):
         assert fits["enough"]["plan"].prediction.rows == 16
 
 
-def test_all_ranks_run_the_smallest_micro_batch_and_the_memory_options_that_any_of_them_plans(foreseen):
+def test_all_ranks_run_the_smallest_micro_batch_and_options_that_any_plans(foreseen):
     first, second = (fits["one is short"] for fits in foreseen)
 
     assert (first["recoveries"], second["recoveries"]) == (0, 0)
@@ -234,14 +234,14 @@ def test_a_rank_that_cannot_trace_its_step_goes_by_the_others_plan():
     assert "as planned by the other ranks" in second["plan"].reasons["recompute"]
 
 
-def test_a_rank_whose_smallest_plan_does_not_fit_ends_all_before_any_weight_is_written(foreseen):
+def test_a_rank_whose_smallest_plan_does_not_fit_ends_all_before_any_update(foreseen):
     first, second = foreseen
 
     assert first["refused"].startswith("RankError: rank 1 failed: BudgetError: no plan fits: 97.66 KiB of the budget")
     assert second["refused"].startswith("BudgetError: no plan fits: 97.66 KiB of the budget")
 
 
-def test_the_setting_is_taken_that_fits_everywhere_and_is_fastest_on_the_slowest_rank():
+def test_the_setting_that_fits_everywhere_and_is_fastest_on_the_slowest_rank_wins():
     plain, some, every = (Setting(precision="32-true", loss_chunk=chunk) for chunk in (None, 2, 1))
     fits = {"fits": True, "needs": 1}
 
@@ -269,7 +269,7 @@ def test_ranks_on_one_machines_memory_get_a_part_of_it_each(plain):
         assert budget.reason.startswith("one part of 2, for as many processes on the same memory")
 
 
-def test_it_takes_every_argument_of_the_strategy_of_one_device_that_several_can_have():
+def test_it_takes_every_single_device_argument_that_several_devices_can_have():
     own, one = (inspect.signature(kind).parameters for kind in (UnifiedDDPStrategy, UnifiedStrategy))
     shared = set(one) - {"simulate"}  # a simulated machine has one device
 

@@ -35,7 +35,7 @@ def test_a_rank_whose_budget_is_too_small_makes_both_go_on_in_parts(precision):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_rank_whose_optimizer_step_fails_takes_weights_state_and_scale_from_the_other(precision):
+def test_a_rank_whose_optimizer_step_fails_resyncs_weights_state_and_scale(precision):
     first, second = on_ranks(ddp_gpu_runs.step_fails, precision)
 
     assert first["scales"] == second["scales"]

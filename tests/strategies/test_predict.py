@@ -212,7 +212,7 @@ def test_what_fits_in_no_way_is_refused_with_what_would_fit():
         fit(strategy, kind=Whole)
 
 
-def test_where_a_dry_run_cannot_be_trusted_rows_are_tried_on_the_device_and_that_is_said(undivided, caplog):
+def test_without_a_reliable_dry_run_rows_are_probed_on_the_device_and_it_is_said(undivided, caplog):
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         module = fit(strategy, kind=ByValue)
@@ -469,7 +469,7 @@ def in_phases(strategy, module=None):
     return strategy
 
 
-def test_batches_of_another_kind_are_planned_for_anew_and_those_of_the_first_are_known(monkeypatch):
+def test_batches_of_another_kind_get_their_own_plan_and_the_first_kind_keeps_its(monkeypatch):
     planned = []
     plan = FirstStep._plan
     monkeypatch.setattr(

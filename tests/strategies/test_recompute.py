@@ -236,7 +236,7 @@ def test_when_one_row_does_not_fit_recomputation_is_turned_on_and_the_step_repea
     assert not module.recomputes
 
 
-def test_a_batch_is_first_cut_as_small_as_can_be_and_sizes_are_found_anew_afterwards():
+def test_a_batch_is_first_split_as_small_as_possible_and_sizes_are_then_found_anew():
     _, plain, _ = trained(Deep, None, False, recompute=True, strategy={"micro_batch_size": 1})
     _, again, trainer = trained(Deep, 0.5, False, recompute="auto")
 

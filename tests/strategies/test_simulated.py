@@ -120,7 +120,7 @@ def test_weights_that_the_budget_does_not_hold_are_refused_before_the_first_step
         fit(strategy, module=Wide())
 
 
-def test_a_budget_below_the_heap_that_one_embedding_takes_is_refused_before_the_first_step():
+def test_a_budget_below_one_embeddings_heap_is_refused_before_the_first_step():
     class Wide(Deep):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,7 @@
-"""Modules whose loss compares rows, each with the encoders that treat each row by itself and the loader of its batches."""
+"""Modules whose loss compares rows.
+
+Each comes with its row-wise encoders and the loader of its batches.
+"""
 
 from functools import lru_cache
 

@@ -1,4 +1,7 @@
-"""A compressor whose texts and random numbers are those of the row, so that a row is the same on any rank; and how it is trained."""
+"""A compressor whose texts and random numbers depend on the row only, and its training.
+
+A row is therefore the same on any rank.
+"""
 
 from typing import Any
 

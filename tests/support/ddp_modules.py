@@ -1,4 +1,7 @@
-"""Small modules that two ranks train: alike, ragged, broken on one rank only, or waiting for one another in the middle of a step."""
+"""Small modules that two ranks train.
+
+They are alike, ragged, broken on one rank only, or wait for one another in the middle of a step.
+"""
 
 import os
 from typing import Any

@@ -1,4 +1,7 @@
-"""GRPO once more, written the plain way: sequence by sequence without padding, all logits at once, one loop; for comparison only."""
+"""GRPO written the plain way, for comparison only.
+
+It runs sequence by sequence without padding, with all logits at once, in one loop.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Modules that use Lightning's hooks of automatic optimization as users do; each logs, records or changes something in one of them."""
+"""Modules that use Lightning's hooks of automatic optimization as users do.
+
+Each logs, records or changes something in one of them.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,7 @@
-"""Run as a program: trains under a real RLIMIT_AS in which the whole batch does not fit, plainly in a fork, then by `unified`."""
+"""Train under a real RLIMIT_AS in which the whole batch does not fit.
+
+Plain Lightning trains in a fork first, then the strategy `unified`.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""Run as a program: trains a stack of blocks whose activations for one row do not fit within a real RLIMIT_AS. Usage: limited_blocks.py auto|false"""
+"""Train blocks whose activations for one row exceed a real RLIMIT_AS.
+
+Usage: limited_blocks.py auto|false
+"""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""A run of seconds with everything that a resume can get wrong: dropout, AdamW, a scheduler, a stateful shuffling loader.
+"""A run of seconds with everything that a resume can get wrong.
+
+It has dropout, AdamW, a scheduler and a stateful shuffling loader.
 
 Imported by the tests through the `small_run` fixture, and run as a script where a test needs a process of its own:
     python small_run.py FOLDER [--kill-at N [--signals N] [--signal NAME]] [--accumulate N] [--resume FILE] [--devices N]

@@ -1,4 +1,7 @@
-"""Modules that can be split by one rule or by none, each with the loader of its batches; the benchmark of the check runs them too."""
+"""Modules that can be split by one rule or by none, with the loaders of their batches.
+
+The benchmark of the exactness check runs them too.
+"""
 
 import lightning as L
 import torch

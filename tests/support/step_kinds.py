@@ -1,4 +1,7 @@
-"""Training steps as users write them, by what a split of their batches is to be: the same, drawn for each micro-batch, or refused."""
+"""Training steps as users write them, grouped by the expected result of a split.
+
+The result is the same, is drawn for each micro-batch, or is refused.
+"""
 
 import copy
 import random

@@ -1,4 +1,7 @@
-"""Small models of the transformers library with random weights, each with the batches it is trained on and the loss rule it needs."""
+"""Small models of the transformers library with random weights.
+
+Each comes with the batches it is trained on and the loss rule it needs.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

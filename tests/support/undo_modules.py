@@ -1,4 +1,7 @@
-"""Modules whose training_step keeps state of every kind; each scales its loss by `draw`, which reads the state and moves it on."""
+"""Modules whose training_step keeps state of every kind.
+
+Each scales its loss by `draw`, which reads the state and advances it.
+"""
 
 import collections
 import copy

@@ -1,4 +1,6 @@
-"""How well the classifier judges texts that it has not seen: 20 Newsgroups and R8 on their official splits, BBC news free of copies.
+"""Measure the classifier's accuracy on unseen texts.
+
+The corpora are 20 Newsgroups and R8 on their official splits, and BBC news without copies.
 
 Each run is what `train.py experiment=classification` makes, with another seed: `LabelData`, `TextClassifier` from pretrained MiniLM,
 `UnifiedStrategy`, the device's own precision, gradients clipped at 1, early stopping and the best checkpoint by macro F1 on validation, and

@@ -1,4 +1,6 @@
-"""The same effective batch on simulated devices: one fine-tuning on an 8 GB Mac, a 12 GB card and a CPU, and how far their losses part.
+"""Train with one effective batch on simulated devices, and compare the losses.
+
+The devices are an 8 GB Mac, a 12 GB card and a CPU.
 
 Each is `train.py experiment=classification` in a process of its own, on the same rows in the same order. Weights begin alike, dropout
 is off and everything is computed in float32 by this CPU; what differs is how each batch is cut. The simulated devices have budgets below what

@@ -1,4 +1,6 @@
-"""How much memory loading a pretrained encoder takes: resident bytes before, after every weight was read, and after every one was written.
+"""Measure the memory that loading a pretrained encoder takes.
+
+Read are resident bytes before, after every weight was read, and after every weight was written.
 
 A second copy of the weights, at any time, would show in the peak. Linux only, for VmHWM's twin `ru_maxrss`.
 

@@ -1,4 +1,6 @@
-"""What few fixed lengths save of padding: tokens an epoch and time a step against padding to 128, the same rows and weights in one run.
+"""Measure the padding that a few fixed lengths save against padding to 128.
+
+Compared are tokens per epoch and time per step, with the same rows and weights in one run.
 
 Batches are planned once, with our lengths; each is then computed padded to 128 and padded to ours, in turns that change sides, so that
 what disturbs the machine meets both. Before the first step every batch's predictions are compared: the weights are the same, and

@@ -1,4 +1,6 @@
-"""A reader that has practised on what every method keeps, so that none is judged by a reader that only knows another's choices.
+"""A reader that has practised on the tokens that every method keeps.
+
+No method is then judged by a reader that knows only another method's choices.
 
 A compressor's own reader has learnt from its own policy's masks: judged by it, other methods' masks are strange to it. Here a
 copy of the reader goes on learning from masks of all methods in turn, the policy among them, at budgets drawn anew each time.

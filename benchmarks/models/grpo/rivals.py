@@ -1,4 +1,6 @@
-"""Seconds an iteration and peak memory of GRPO: our module under our strategy beside TRL's `GRPOTrainer` without vLLM, in one run.
+"""Compare GRPO's seconds per iteration and peak memory with TRL's.
+
+Our module under our strategy runs beside TRL's `GRPOTrainer` without vLLM, in one run.
 
 A model of Qwen2.5-3B's shape with random weights in bf16, LoRA of rank 16 on the attention's four matrices in float32, bf16 mixed, beta 0, one
 prompt an iteration, the same prompt, reward, temperature and learning rate. Random weights do not end a completion, so that all of them are as long as

@@ -1,4 +1,6 @@
-"""One whole run of `experiment=wordle`, and what reinforcement added: the model that imitation left beside the one at the end.
+"""Run `experiment=wordle` whole, and measure what reinforcement learning added.
+
+The model after imitation is compared with the model at the end.
 
 Trains as a user would, `python train.py experiment=wordle …`, with a checkpoint where imitation ends. Then both checkpoints play the same held-out
 secrets, several games of each as answers are drawn, once as they are trained (temperature 1) and once taking the likeliest

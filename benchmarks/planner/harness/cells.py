@@ -1,4 +1,7 @@
-"""Which settings each module is measured with: a selection of the full product in which every pair of settings is about as frequent."""
+"""Select the settings that each module is measured with.
+
+In the selection from the full product every pair of settings is about as frequent.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

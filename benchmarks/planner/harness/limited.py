@@ -1,4 +1,7 @@
-"""Fits inside a limit that holds: a share of the GPU's memory that the allocator may take, or of address space on a CPU."""
+"""Run fits inside an enforced limit.
+
+The limit is a share of the GPU's memory for the allocator, or the address space on a CPU.
+"""
 
 import contextlib
 import ctypes

@@ -1,4 +1,7 @@
-"""What the planner's benchmarks share as programs: arguments, a record that grows row by row and is taken up again, the GPU's name."""
+"""Arguments and records of the planner's benchmark programs.
+
+A record grows row by row, and a later run continues it. The GPU's name is read here too.
+"""
 
 import argparse
 import importlib.metadata

@@ -1,4 +1,7 @@
-"""Language models of plain PyTorch: encoder, encoder-decoder, decoders with experts, with LoRA, and with a large tied table; GearHead."""
+"""Language models of plain PyTorch, and GearHead.
+
+An encoder, an encoder-decoder, and decoders with experts, with LoRA, and with a large tied table.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""The LightningModule that all the planner's benchmarks train: a network, a loss over a batch of named tensors, a choice of optimizers."""
+"""The LightningModule that all planner benchmarks train.
+
+It holds a network, a loss over a batch of named tensors, and a choice of optimizers.
+"""
 
 import lightning as L
 import torch

@@ -1,4 +1,7 @@
-"""The modules that the planner is measured on: how each is built, its batches, and its sizes for a CPU and for a large GPU."""
+"""The modules that the planner is measured on.
+
+Each has a builder, its batches, and its sizes for a CPU and for a large GPU.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

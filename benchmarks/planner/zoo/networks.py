@@ -1,4 +1,7 @@
-"""Networks that are no language models: perceptron, convolutions, recurrent nets, a U-Net and message passing on graphs."""
+"""Networks that are no language models.
+
+A perceptron, convolutions, recurrent nets, a U-Net and message passing on graphs.
+"""
 
 import itertools
 

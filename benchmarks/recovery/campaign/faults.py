@@ -1,4 +1,4 @@
-"""What goes wrong in a run, on purpose: memory that is not there, signals, and disks that are full, each at a point of its own."""
+"""Inject faults into a run: missing memory, signals and full disks, each at its own point."""
 
 import errno
 import io

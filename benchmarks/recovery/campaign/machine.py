@@ -1,4 +1,6 @@
-"""A small machine of one memory pool, made of real processes: a run, a hog that eats the pool up, and a warden that enforces its size.
+"""A small machine with one memory pool, made of real processes.
+
+They are a run, a hog that fills the pool, and a warden that enforces its size.
 
 What is in use is what the kernel says the two processes hold. The warden writes it where the run's `PressureGuard` looks for
 `/proc/meminfo`, and moves the run's RLIMIT_AS with it, so that an allocation beyond what is left fails for real. A run that holds more

@@ -1,4 +1,7 @@
-"""The modules that campaigns train. Each counts by gradient how often a row took part in a step, beside whatever its loss is."""
+"""The modules that campaigns train.
+
+Each counts by gradient how often a row took part in a step, beside its loss.
+"""
 
 import copy
 from weakref import WeakKeyDictionary

@@ -1,4 +1,4 @@
-"""A piece of work in a process of its own, forked so that it starts at once, and ended from outside where it is to be."""
+"""Run a function in a forked process of its own, which can be ended from outside."""
 
 import os
 import resource

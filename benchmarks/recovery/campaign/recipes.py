@@ -1,4 +1,7 @@
-"""What is trained in one run of a campaign, drawn at random: model, optimizer, batch, window, sizes, validation, checkpoints."""
+"""Draw the settings of one run of a campaign at random.
+
+They are model, optimizer, batch, window, sizes, validation and checkpoints.
+"""
 
 import random
 from dataclasses import dataclass

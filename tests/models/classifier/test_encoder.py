@@ -40,7 +40,7 @@ def test_a_head_of_other_labels_begins_anew_over_the_same_encoder(saved):
     assert found.model.classifier.weight.std() > 0
 
 
-def test_weights_of_a_bare_encoder_in_half_precision_and_old_names_find_their_places(saved):
+def test_a_bare_encoders_weights_in_half_precision_with_old_names_are_loaded(saved):
     model, folder = saved
     renamed = {}
     for name, value in load_file(folder / "model.safetensors").items():

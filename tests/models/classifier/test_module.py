@@ -118,9 +118,7 @@ def test_matrices_decay_and_vectors_do_not(build):
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 
-def test_with_adapters_only_they_and_the_head_are_trained_and_the_first_step_starts_from_the_encoder(
-    build, data, batches, fit
-):
+def test_only_adapters_and_head_train_and_the_first_step_starts_at_the_encoder(build, data, batches, fit):
     pytest.importorskip("peft")
     plain, adapted = build(labels=3).eval(), build(labels=3, lora_rank=2, class_weights="balanced").eval()
     torch.testing.assert_close(adapted.batch_logits(batches[0]), plain.batch_logits(batches[0]))

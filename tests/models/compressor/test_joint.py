@@ -126,7 +126,7 @@ def test_the_others_of_a_text_are_each_masks_baseline():
     torch.testing.assert_close(objectives.advantages(rewards), torch.tensor([[-3.0, -1.5, 4.5], [0.0, 0.0, 0.0]]))
 
 
-def test_the_best_logit_is_what_a_token_saves_less_its_price_over_the_entropys_weight():
+def test_the_best_logit_is_a_tokens_saving_less_price_over_the_entropy_weight():
     logit = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     mask, price, saves, weight = torch.ones(1, 1, dtype=torch.bool), torch.tensor(2.0), 3.5, 0.5
     optimizer = torch.optim.LBFGS([logit], max_iter=50, line_search_fn="strong_wolfe")
@@ -151,7 +151,7 @@ def test_entropy_is_exact_and_finite_at_the_extremes():
     assert objectives.binary_entropy(logits)[3:].tolist() == pytest.approx([0.0, 0.0], abs=1e-30)
 
 
-def test_half_of_the_texts_are_read_from_their_beginning_and_none_from_beyond_its_end(build, batch):
+def test_half_of_the_texts_are_read_from_the_beginning_and_none_past_the_end(build, batch):
     torch.manual_seed(0)
     lengths = batch["mask"].sum(1)
     model = build()
@@ -193,7 +193,7 @@ def test_four_texts_are_learnt_by_heart(build, batch, objective, reading):
 
 
 @pytest.mark.parametrize("objective", ["reinforce", "relaxed"])
-def test_a_text_whose_log_odds_are_moved_down_is_dropped_and_its_expected_ratio_is_not(build, batch, objective):
+def test_a_text_with_lowered_log_odds_is_dropped_but_not_its_expected_ratio(build, batch, objective):
     model = build(objective=objective)
     prepared = model.prepare_batch(batch)
     assert 0 < prepared["shifts"].abs().max() <= 2

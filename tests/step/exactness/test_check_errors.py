@@ -41,7 +41,7 @@ def test_memory_that_runs_out_in_a_check_makes_it_smaller(rows, checked):
     torch.testing.assert_close(weights(tight), weights(plain), rtol=1e-12, atol=1e-14)
 
 
-def test_memory_that_never_suffices_for_two_rows_leaves_the_likeliest_rule_and_says_so(caplog):
+def test_memory_for_one_row_only_leaves_the_likeliest_rule_and_says_so(caplog):
     tight, _, strategy = run(out_of_memory(Tokens, rows=1), strategy=UnifiedStrategy(micro_batch_size=1))
     plain, _, _ = run(Tokens, strategy="auto")
 
