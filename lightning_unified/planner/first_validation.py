@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.planner.validation import foresee_validation, outline
+from lightning_unified.planner.other_phases import foresee_validation, outline
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
 

@@ -24,7 +24,7 @@ from lightning_unified.planner.adjusted_trace import told
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.dry_run import DryRuns
 from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.sizes import TracedSizes
+from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 

@@ -18,10 +18,10 @@ from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
 from lightning_unified.planner.generation import with_generation
+from lightning_unified.planner.other_phases import foresee_validation
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.setting import Setting
 from lightning_unified.planner.settings import settings_to_compare
-from lightning_unified.planner.validation import foresee_validation
 
 __all__ = ["plan", "plan_many", "predict"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.planner.fake.quick import QuickFakeMode
+from lightning_unified.planner.fake.cached_mode import QuickFakeMode
 
 
 def looks(tensors):

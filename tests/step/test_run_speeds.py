@@ -4,9 +4,9 @@ import pytest
 
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.speeds import RunSpeeds
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from tests.support.dry_run_zoo import Perceptron
 

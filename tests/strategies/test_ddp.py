@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planner.distributed_first_step import Offer, settled
+from lightning_unified.planner.first_batch.distributed import Offer, settled
 from lightning_unified.planner.setting import Setting
 from tests.support import ddp_compressor, ddp_modules, ddp_runs
 from tests.support.lanes import slow, some

@@ -15,7 +15,7 @@ from lightning_unified.cost_model.rates.calibration import Calibration, calibrat
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
 from lightning_unified.planner import generation
-from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
@@ -322,7 +322,7 @@ def test_longer_rows_are_planned_for_after_shorter_ones_were_cut():
 
 @pytest.mark.slow
 def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
-    monkeypatch.setattr("lightning_unified.planner.first_step._SHORTER", 1)
+    monkeypatch.setattr("lightning_unified.planner.first_batch.first_step._SHORTER", 1)
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB", recompute=False)
     fit(strategy, lengths=(128, 120, 116))
 

@@ -14,11 +14,11 @@ from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.distributed_first_step import DistributedFirstStep
-from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.first_batch.distributed import DistributedFirstStep
+from lightning_unified.planner.first_batch.first_step import FirstStep
+from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.speeds import RunSpeeds
 from lightning_unified.step.ranks import reduction
 from tests.support.ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 from tests.support.lasting import Lasting

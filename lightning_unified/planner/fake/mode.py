@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_unified.planner.fake.cached_mode import QuickFakeMode
 from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
-from lightning_unified.planner.fake.quick import QuickFakeMode
 
 __all__ = ["World", "fake_world"]
 

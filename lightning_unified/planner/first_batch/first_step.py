@@ -18,17 +18,17 @@ from lightning_unified.cost_model.search import Candidate, Choice
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.cuda_graphs import is_recorded
-from lightning_unified.planner.batch_kinds import Kinds
-from lightning_unified.planner.batch_size_probe import tried
+from lightning_unified.planner.first_batch.batch_size_probe import tried
+from lightning_unified.planner.first_batch.decide import smallest
+from lightning_unified.planner.first_batch.gather import RunSpeeds
+from lightning_unified.planner.first_batch.planned_batches import Kinds
+from lightning_unified.planner.first_batch.step_budget import held_bytes
 from lightning_unified.planner.first_validation import FirstValidation
 from lightning_unified.planner.generation import with_generation
-from lightning_unified.planner.held import held_bytes
+from lightning_unified.planner.other_phases import outline
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.refusal import smallest
 from lightning_unified.planner.setting import Setting
 from lightning_unified.planner.settings import settings_to_compare
-from lightning_unified.planner.speeds import RunSpeeds
-from lightning_unified.planner.validation import outline
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
 from lightning_unified.units import format_bytes

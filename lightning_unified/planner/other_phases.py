@@ -16,7 +16,7 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.dry_run import trace_validation
-from lightning_unified.planner.sizes import TracedSizes
+from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
 from lightning_unified.units import format_bytes

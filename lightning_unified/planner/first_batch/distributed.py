@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import DryRunError
-from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.planner.planner import Planner
 from lightning_unified.planner.setting import Setting
 from lightning_unified.step.ranks.consensus import Point, Ranks
