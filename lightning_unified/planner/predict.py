@@ -17,11 +17,9 @@ from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
-from lightning_unified.planner.generation import with_generation
-from lightning_unified.planner.other_phases import foresee_validation
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.settings import settings_to_compare
+from lightning_unified.planner.other_phases import plan_validation, with_generation
+from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
+from lightning_unified.planner.settings import Setting, settings_to_compare
 
 __all__ = ["plan", "plan_many", "predict"]
 
@@ -70,11 +68,18 @@ def predict(
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
     setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
-    planner = Planner(module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step)
+    planner = Planner(
+        module,
+        batch,
+        backend=_backend(device),
+        trainer=trainer,
+        rates=rates,
+        counted=CountedMemory(updates=optimizer_step),
+    )
     found = planner.predict(setting, micro_batch_size=micro_batch_size)
     if validation_batch is None:
         return found
-    foreseen = foresee_validation(
+    foreseen = plan_validation(
         module,
         validation_batch,
         backend=planner.backend,
@@ -129,7 +134,14 @@ def plan(
     backend = _backend(device)
     count = budget if isinstance(budget, int) else _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
-    planner = Planner(module, batch, backend=backend, trainer=trainer, most=micro_batch_size, calibration=calibration)
+    planner = Planner(
+        module,
+        batch,
+        backend=backend,
+        trainer=trainer,
+        limits=SizeLimits(micro_batch_size=micro_batch_size),
+        calibration=calibration,
+    )
     settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     known = rates if calibration is None else calibration.rates
     assert known is not None
@@ -176,7 +188,11 @@ def plan_many(
     for name, (backend, count, rates) in machines.items():
         if backend not in planners:
             planners[backend] = Planner(
-                module, batch, backend=_backend(backend), trainer=trainer, most=micro_batch_size
+                module,
+                batch,
+                backend=_backend(backend),
+                trainer=trainer,
+                limits=SizeLimits(micro_batch_size=micro_batch_size),
             )
         planner = planners[backend]
         known = rates or tabled_rates(name)
@@ -244,7 +260,7 @@ def _with_validation(
     """Return the plan with what the validation step takes under it; why not, where that cannot be traced."""
     assert found.prediction is not None
     try:
-        foreseen = foresee_validation(
+        foreseen = plan_validation(
             module,
             batch,
             backend=backend,

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.planner.first_batch.distributed import Offer, settled
-from lightning_unified.planner.setting import Setting
+from lightning_unified.planner.settings import Setting
 from tests.support import ddp_compressor, ddp_modules, ddp_runs
 from tests.support.lanes import slow, some
 from tests.support.on_ranks import Ended, on_ranks

@@ -1,34 +1,40 @@
-"""The plan of a fit on several ranks: each traces its own batch, and all act on one decision, before anything collective."""
+"""The plan of a fit on several ranks: each rank decides for its own batch, and all apply one common plan.
+
+The same three steps as on one rank, with an exchange between the second and the third: gather, decide, agree, apply. The exchange comes
+before any collective operation of the step.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from typing_extensions import override
 
-from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import DryRunError
+from lightning_unified.planner.first_batch.decide import decide
 from lightning_unified.planner.first_batch.first_step import FirstStep
+from lightning_unified.planner.first_batch.planning import Decision, StepPlanning, set_memory_options
+from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.setting import Setting
+from lightning_unified.planner.settings import Setting
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["DistributedFirstStep", "Offer", "settled"]
+__all__ = ["DistributedFirstStep", "DistributedPlanning", "Offer", "settled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a setting of the memory options comes to on one rank.
+    """The outcome of a combination of memory options on one rank.
 
     Attributes:
-        fits: Whether the rank's batch fits under it, in some size.
-        seconds: Predicted of its step.
-        needs: Bytes that its best way to cut takes.
+        fits: Whether the rank's batch fits under it at some micro-batch size.
+        seconds: The predicted seconds of the rank's step.
+        needs: Bytes that the step needs at its best micro-batch size.
     """
 
     fits: bool
@@ -37,116 +43,140 @@ class Offer:
 
 
 class DistributedFirstStep(FirstStep):
-    """Has every rank plan for its own first batch, and then go on with one setting of the memory options and the smallest micro-batch.
-
-    At the first batch ranks tell each other what they would set, and if that differs, what each of these settings would come to for
-    them: the fastest that fits everywhere is taken, timed by the slowest rank. Then sizes are joined, as after a failure. A rank that
-    cannot trace its step, or gains nothing by it, takes what the others settle. One whose smallest plan does not fit ends all
-    ranks, before weights are written. Rows that are longer come to ranks at different times: a rank then plans with the memory options as
-    they are, and sizes are joined after the batch.
+    """Plans on every rank, and agrees with the other ranks on memory options and the smallest micro-batch size.
 
     Args:
-        trainer: The fit's.
-        policy: Whose sizes and memory options are set.
-        precision: That the fit runs in, by Lightning's name.
-        ranks: All of them.
-        reduction_bytes: What each rank holds on its device to average gradients.
+        trainer: The Trainer of the fit.
+        policy: The memory policy whose sizes and memory options are set.
+        precision: Lightning's name of the fit's precision.
+        ranks: The connection to all ranks.
+        reduction_bytes: Bytes that each rank holds on its device to average gradients.
     """
 
     def __init__(
         self, trainer: L.Trainer, policy: DistributedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
     ) -> None:
         super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes)
-        self._distributed_policy, self._ranks = policy, ranks
-        self._has_agreed = False
-        self._mine: tuple[Planner, Setting, Prediction, str] | None = None
-        self._settled: Setting | None = None
+        self._common = DistributedPlanning(trainer, policy, self.budget, precision=precision, ranks=ranks)
+        self.planning = self._common
 
     @override
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         super().look(batch, shape, step=step)
-        if not self._has_agreed:
-            self._has_agreed = True
-            self._agree(shape)
-            self._mine = None  # it holds the batch
+        self._common.agree(shape)
 
     @override
     def _begin_kind(self) -> None:
-        """Forget nothing: sizes are the ranks' together, and a kind of batch may be one that this rank alone has seen."""
+        """Discard nothing: all ranks share their sizes, and only this rank may have seen the new kind of batch."""
 
-    @override
-    def _settings(self) -> list[Setting]:
-        if not self._has_agreed:
-            return super()._settings()
-        return [self._settled] if self._settled is not None else super()._settings()[:1]
 
-    @override
-    def _act(
-        self, planner: Planner, setting: Setting, prediction: Prediction, shape: BatchShape | None, *, reason: str
+class DistributedPlanning(StepPlanning):
+    """Decides for one rank's batch, and applies the plan that all ranks agree on.
+
+    At the first batch, each rank sends the combination of memory options that it would set. If these differ, each rank answers with the
+    outcome of every one of them. The fastest combination that fits on all ranks wins, timed by the slowest rank. Then all ranks take the
+    smallest micro-batch size, as after a failure. A rank that cannot trace its step, or gains nothing from a plan, follows the others. A
+    rank whose smallest plan does not fit ends all ranks before weights are written.
+
+    Longer rows reach ranks at different times. A rank then plans with the agreed memory options, and sizes are joined after the batch.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The memory policy to set.
+        budget: The part of the budget that a step may take.
+        precision: Lightning's name of the fit's precision.
+        ranks: The connection to all ranks.
+    """
+
+    def __init__(
+        self, trainer: L.Trainer, policy: DistributedPolicy, budget: StepBudget, *, precision: str, ranks: Ranks
     ) -> None:
-        if self._has_agreed:
-            super()._act(planner, setting, prediction, shape, reason=reason)
-        else:
-            self._mine = planner, setting, prediction, reason
+        super().__init__(trainer, policy, budget, precision=precision)
+        self._distributed_policy, self._ranks = policy, ranks
+        self._has_agreed = False
+        self._mine: Decision | None = None
+        self._settled: Setting | None = None
 
-    def _agree(self, shape: BatchShape | None) -> None:
-        """Settle memory options and sizes with the other ranks; each of them comes here at its first batch."""
-        mine = self._mine
-        said = self._ranks.exchange(Point.PLAN, None if mine is None else mine[1])
-        wanted = list(dict.fromkeys(setting for setting in said if setting is not None))
+    @override
+    def settings(self) -> list[Setting]:
+        if not self._has_agreed:
+            return super().settings()
+        return [self._settled] if self._settled is not None else super().settings()[:1]
+
+    @override
+    def apply(self, decision: Decision, shape: BatchShape | None) -> None:
+        """Keep the first decision until all ranks agree; apply later ones at once."""
+        if self._has_agreed:
+            super().apply(decision, shape)
+        else:
+            self._mine = decision
+
+    def agree(self, shape: BatchShape | None) -> None:
+        """Agree on memory options and sizes with the other ranks, once: at the first batch of each rank.
+
+        Args:
+            shape: The shape of the batch; None for a batch without a row dimension.
+        """
+        if self._has_agreed:
+            return
+        self._has_agreed, mine = True, self._mine
+        answers = self._ranks.exchange(Point.PLAN, None if mine is None else mine.plan.setting)
+        wanted = list(dict.fromkeys(setting for setting in answers if setting is not None))
         if not wanted:
             self._distributed_policy.join_sizes()
             return
         chosen, choices = wanted[0], {}
         if len(wanted) > 1:
-            choices = {} if mine is None else {setting: self._choice(mine[0], setting) for setting in wanted}
+            choices = {} if mine is None else {setting: self._choice(mine.planner, setting) for setting in wanted}
             offers = self._ranks.exchange(Point.PLAN, {setting: _offer(found) for setting, found in choices.items()})
             chosen = settled(wanted, offers)
         self._settled = chosen
-        self._adopt_settled(chosen, choices.get(chosen), shape)
+        self._apply_settled(chosen, choices.get(chosen), shape)
         self._distributed_policy.join_sizes()
         self._predict_joined(shape)
+        self._mine = None  # it holds the batch
 
     def _choice(self, planner: Planner, setting: Setting) -> Choice | None:
-        assert self._speeds is not None
+        assert self.speeds is not None
         try:
-            return planner.choose([setting], budget_bytes=self._left(), rates=self._speeds.rates)
+            return planner.choose([setting], budget_bytes=self._budget.left, rates=self.speeds.rates)
         except DryRunError:
             return None
 
-    def _adopt_settled(self, chosen: Setting, choice: Choice | None, shape: BatchShape | None) -> None:
-        if self._mine is None:
-            self._set_memory_options(chosen, why="as planned by the other ranks")
+    def _apply_settled(self, chosen: Setting, choice: Choice | None, shape: BatchShape | None) -> None:
+        mine = self._mine
+        if mine is None:
+            set_memory_options(self._policy, chosen, why="as planned by the other ranks")
             return
-        planner, own, prediction, reason = self._mine
-        if own == chosen or choice is None:
-            super()._act(planner, chosen, prediction, shape, reason=reason)
+        if mine.plan.setting == chosen or choice is None:
+            plan = replace(mine.plan, setting=chosen)
         else:
-            setting, prediction, reason = self._chosen(choice, planner, budget=self._left())
-            self._act(planner, setting, prediction, shape, reason=reason)
+            budget = self._budget.left
+            plan = decide(replace(mine.inputs, settings=(chosen,), choice=choice, budget_bytes=budget))
+        self.apply(replace(mine, plan=plan), shape)
 
     def _predict_joined(self, shape: BatchShape | None) -> None:
-        """Predict what runs, where another rank asked for fewer rows at once."""
-        if self._mine is None or self._prediction is None or shape is None or self._settled is None:
+        """Predict the step again if another rank asked for a smaller micro-batch size."""
+        if self._mine is None or self.prediction is None or shape is None or self._settled is None:
             return
         rows = self._policy.sizes.at_once(shape)
-        if rows < self._prediction.rows:
-            self._prediction = self._mine[0].predict(self._settled, micro_batch_size=rows)
-            self.reason = f"{self.reason}; {rows} rows at once, as the most careful rank has it"
+        if rows < self.prediction.rows:
+            self.prediction = self._mine.planner.predict(self._settled, micro_batch_size=rows)
+            self.reason = f"{self.reason}; micro-batch size {rows}, as the most careful rank has it"
 
 
 def settled(wanted: Sequence[Setting], offers: Sequence[dict[Setting, Offer]]) -> Setting:
-    """Return the setting that fits on all ranks and is fastest on the slowest; if none fits on all, the one that needs least.
+    """Return the combination that fits on all ranks and is fastest on the slowest; if none fits on all, the one that needs least.
 
     Args:
-        wanted: What ranks would set, in their order.
-        offers: What each rank says of all of these; of nothing, if it cannot tell.
+        wanted: The combinations that ranks would set, in the order of the ranks.
+        offers: Each rank's outcome of all of these; empty for a rank that cannot tell.
     """
 
     def rank_of(setting: Setting) -> tuple[bool, float, int]:
-        said = [offer[setting] for offer in offers if setting in offer]
-        fits = all(one.fits for one in said)
-        cost = max((one.seconds if fits else one.needs for one in said), default=0.0)
+        known = [offer[setting] for offer in offers if setting in offer]
+        fits = all(one.fits for one in known)
+        cost = max((one.seconds if fits else one.needs for one in known), default=0.0)
         return not fits, cost, wanted.index(setting)
 
     return min(wanted, key=rank_of)

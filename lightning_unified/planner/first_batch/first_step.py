@@ -1,413 +1,264 @@
-"""The plan of a fit, made when its first batch is there and acted upon before it runs; then held against what was measured."""
+"""Plan a fit's step before its first batch runs, and compare the prediction with measurements after a few steps.
 
-import logging
-import time
-from collections.abc import Callable
+A batch gets a plan if it is the first of its kind, or if its rows are longer than any planned before. Planning has three steps:
+
+1. gather: a dry run of the step, the bytes left in the budget, the open memory options and the machine's speeds (`gather.py`);
+2. decide: a pure function from these inputs to a plan (`decide.py`);
+3. apply: memory options and micro-batch size are set on the policy (`planning.py`).
+
+If the step cannot be traced, the batch-size probe runs a few rows on the device instead (`batch_size_probe.py`).
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
-from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
-from lightning_unified.cost_model.search import Candidate, Choice
+from lightning_unified.cost_model.search import Candidate
 from lightning_unified.cost_model.trace.interpolation import MisalignedError
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.cuda_graphs import is_recorded
-from lightning_unified.planner.first_batch.batch_size_probe import tried
-from lightning_unified.planner.first_batch.decide import smallest
-from lightning_unified.planner.first_batch.gather import RunSpeeds
-from lightning_unified.planner.first_batch.planned_batches import Kinds
-from lightning_unified.planner.first_batch.step_budget import held_bytes
-from lightning_unified.planner.first_validation import FirstValidation
-from lightning_unified.planner.generation import with_generation
-from lightning_unified.planner.other_phases import outline
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.settings import settings_to_compare
+from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
+from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.other_phases import FirstValidation, with_generation
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
-from lightning_unified.units import format_bytes
 
-__all__ = ["FirstStep"]
+__all__ = ["BatchKinds", "FirstStep"]
 
-log = logging.getLogger("lightning_unified")
-
-_NEGLIGIBLE = 2000  # judgement: a step takes less than so many times its weights, state and batch, and what is between
-_STEADY = 3  # batches after which the peak is that of every step: optimizer state is there, caches have their size
-_SHORTER = 4  # judgement: lengths below the longest that are planned for; each takes a second or two, and data has few or countless
+_STEADY = 3  # batches until the peak is that of every step: optimizer state exists, and caches have their final size
+_KINDS = 4  # kinds that are kept apart; in a fit with more, batches differ by chance
 
 
 class FirstStep:
-    """Traces a fit's step before the first batch runs, and sets its memory options and sizes so that it fits.
+    """Traces a fit's step before the first batch runs, and sets memory options and sizes so that the step fits.
 
-    Does nothing where nothing can be gained: sizes were found by another run, or the budget is thousands of times what weights and
-    batch take. Where a step cannot be traced, or the dry run cannot be trusted, that is said, and sizes are found by trying.
+    It does nothing if a plan gains nothing: an earlier run found the sizes, or the budget is thousands of times the bytes of weights and
+    batch. If the step cannot be traced or the dry run cannot be trusted, it says so and the batch-size probe finds the sizes.
 
     Args:
-        trainer: The fit's.
-        policy: Whose sizes and memory options are set.
-        precision: That the fit runs in, by Lightning's name.
-        reduction_bytes: What the device holds all the while to average gradients over ranks.
+        trainer: The Trainer of the fit.
+        policy: The memory policy whose sizes and memory options are set.
+        precision: Lightning's name of the fit's precision.
+        reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
 
     Attributes:
-        prediction: Of the step as it is set to run, with that of the validation step in it; None while there is none.
-        alternatives: What else was looked at.
-        reason: How the plan came about, in words.
-        validation: What is foreseen of the validation step.
+        budget: The part of the budget that a step may take.
+        planning: Gathers, decides and applies; holds the current plan.
+        validation: The plan of the validation step.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str, reduction_bytes: int = 0) -> None:
         self._trainer, self._policy, self._precision = trainer, policy, precision
-        self._reduction_bytes = reduction_bytes
         self._module = trainer.lightning_module
-        self._kinds, self._earlier_peak = Kinds(), 0  # the latter predicted of kinds before this one
-        self._setting: Setting | None = None
-        self._shorter: dict[int, Prediction | None] = {}
-        self._kept_room = 0  # of the budget, for what the module keeps from step to step
-        self._begun = 0.0
-        self._foreign = self._batches = 0
-        self._has_validated = self._is_negligible = False
-        self._calibration: Calibration | None = None
-        self._speeds: RunSpeeds | None = None
+        self.budget = StepBudget(trainer, policy, reduction_bytes=reduction_bytes)
+        self.planning = StepPlanning(trainer, policy, self.budget, precision=precision)
         self.validation = FirstValidation(trainer, policy, precision=precision)
-        self._prediction: Prediction | None = None
-        self._generation = self._kind = ""
-        self.alternatives: tuple[Candidate, ...] = ()
-        self.reason = "no batch has run yet"
+        self._kinds, self._earlier_peak = BatchKinds(), 0  # the predicted peak of earlier kinds
+        self._batches = 0
+        self._has_validated = self._is_ample = False
+        self._generation = ""
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
-        """Plan for `batch`, if it is the first of its kind, its rows are longer than any planned for, or shorter than some that were cut.
+        """Plan for `batch` if its kind is new or its rows are longer; for shorter rows, plan a larger micro-batch size.
 
         Args:
-            batch: Whole, and prepared.
-            shape: Of it; None for one that has no rows to count.
+            batch: The whole batch, after the rule `prepare`.
+            shape: The shape of the batch; None for a batch without a row dimension.
             step: Runs `training_step` on a batch, as the loop does.
 
         Raises:
             BudgetError: If no plan fits.
         """
-        elements = 1 if shape is None else shape.elements
+        watch, elements = self._policy.watch, 1 if shape is None else shape.elements
         if self._kinds.covers(batch, elements):
-            if shape is not None and self._could_run_more(shape):
-                self._plan_shorter(batch, shape)
-                if self._policy.watch.counts_process:
-                    self._policy.watch.release()
-                    self._policy.watch.count_anew()
+            if shape is not None and self.planning.leaves_rows_unused(shape):
+                self.planning.plan_shorter(batch, shape)
+                if watch.counts_process:
+                    watch.release()
+                    watch.count_anew()
             return
         if self._kinds.add(batch, elements):
             self._begin_kind()
         if not self._is_worth_it(batch):
-            self.reason = "not worth it: sizes are known, or the budget is thousands of times weights and batch"
+            self.planning.reason = (
+                "not worth it: sizes are known, or the budget is thousands of times weights and batch"
+            )
             return
         try:
-            self._plan_beside_kept(batch, shape)
-            if self._prediction is not None:
-                self._prediction, self._generation = with_generation(
-                    self._prediction, self._module, batch, precision=self._precision
-                )
-            self.validation.training_planned(batch, limit=self._left(), factor=self._factor)
-            if self._policy.watch.counts_process:
-                self._policy.watch.release()
-            self._policy.watch.count_anew()  # what the dry run took of the host is no part of the run's peak
+            self._plan_all(batch, shape)
+            if watch.counts_process:
+                watch.release()
+            watch.count_anew()  # memory of the dry run on the host is no part of the run's peak
         except BudgetError:
             raise
-        except Exception as error:  # of the module or the planner itself: a run must not end for want of a plan
+        except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "
-            self._prediction, self.reason = None, f"not predicted: {kind}{error}"
-            what_then = tried(
-                self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=f"{kind}{error}"
-            )
-            self.reason = f"{self.reason}; {what_then}"
+            why = f"{kind}{error}"
+            self.planning.prediction = None
+            found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
+            self.planning.reason = f"not predicted: {why}; {found}"
 
-    def _plan_beside_kept(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan around what the module keeps, and a tenth more for what it will; without it where nothing fits beside it."""
-        kept = self._policy.kept
-        self._kept_room = kept.bytes + kept.bytes // 10
-        kept.give_back()
-        try:
-            self._plan(batch, shape)
-        except BudgetError:
-            if not self._kept_room:
-                raise
-            self._kept_room = 0
-            self._plan(batch, shape)
+    def _plan_all(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan the training step, the generation before it and the validation step."""
+        planning = self.planning
+        planning.plan_beside_kept(batch, shape)
+        if planning.prediction is not None:
+            planning.prediction, self._generation = with_generation(
+                planning.prediction, self._module, batch, precision=self._precision
+            )
+        self.validation.training_planned(batch, limit=self.budget.left, factor=self._factor)
 
     def _begin_kind(self) -> None:
-        """Forget what was found for other kinds of batches; the run's peak is the largest of any."""
+        """Discard the sizes found for other kinds of batches, and keep their predicted peak: the run's peak is the largest."""
         self._earlier_peak = self.predicted_peak_bytes or 0
-        self._shorter.clear()
+        self.planning.shorter.clear()
         self._policy.sizes.forget()
         self._policy.events.append("batches are of another kind from here on: sizes are found for them anew")
 
-    def _could_run_more(self, shape: BatchShape) -> bool:
-        """Return whether such a batch would run in larger parts than longer rows, and nobody has told yet that these fit."""
-        sizes = self._policy.sizes
-        asked = shape.elements in self._shorter or len(self._shorter) >= _SHORTER
-        untold = self._prediction is None or sizes.runs_whole or sizes.is_proven(shape)
-        return not asked and not untold and not self._policy.refuses_cut(shape)
-
-    def _plan_shorter(self, batch: Any, shape: BatchShape) -> None:
-        """Predict how many of these rows fit at once, with the memory options as they are set; the plan of the longest stays the run's."""
-        self._shorter[shape.elements] = None
-        if self._setting is None or self._speeds is None:
-            return
-        began, planner, limit = time.monotonic(), self._planner(batch, shape), self._left()
-        try:
-            size = self._policy.sizes.limit
-            if planner.fits(self._setting, micro_batch_size=size, limit=limit):
-                self._shorter[shape.elements] = planner.predict(self._setting, micro_batch_size=size)
-                return
-            best = planner.choose([self._setting], budget_bytes=limit, rates=self._speeds.rates).best
-            self._shorter[shape.elements] = None if best is None else planner.prediction_of(best)
-        except Exception as error:  # as in `look`; what fits is then found by trying
-            log.info("Shorter rows could not be planned for: %s", error)
-            return
-        if best is None or best.parts == 1:
-            return
-        self._begin_with(shape, rows=best.micro_batch_size, parts=best.parts)
-        seconds = time.monotonic() - began
-        self._policy.events.append(f"shorter rows planned in {seconds:.1f} s: {best.micro_batch_size} at once")
-        log.info("%s", self._policy.events[-1])
+    def _is_worth_it(self, batch: Any) -> bool:
+        policy = self._policy
+        follows_plan = self.planning.prediction is not None and not policy.recoveries
+        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.has_evidence
+        self._is_ample = self.budget.is_ample(batch)
+        return not found_already and not self._is_ample
 
     def fits(self, rows: int) -> bool | None:
-        """Return whether so many rows are predicted to fit at once, by no more than what was planned; None where nothing was.
+        """Return whether `rows` are predicted to fit in one micro-batch; None without a plan.
 
-        They do where the budget is thousands of times weights and batch, so that nothing is planned. A step of more rows than were
-        planned takes at most as many times the memory: what does not grow with rows is counted too.
+        They fit if the budget is thousands of times weights and batch. A larger micro-batch than planned takes at most proportionally
+        more memory, because the prediction includes memory that does not grow with rows.
         """
-        if self._prediction is None:
-            return True if self._is_negligible else None
-        times = rows / max(self._prediction.rows, 1)
-        return times <= 1 or times * self._prediction.reserved_bytes <= self._left()
+        prediction = self.planning.prediction
+        if prediction is None:
+            return True if self._is_ample else None
+        times = rows / max(prediction.rows, 1)
+        return times <= 1 or times * prediction.reserved_bytes <= self.budget.left
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for a batch of validation, in the sanity check or later, if none as large has been planned for.
+        """Plan for a validation batch, in the sanity check or later, unless a batch as large already has a plan.
 
         Args:
-            batch: Whole.
-            shape: Of it; None for one that has no rows to count.
+            batch: The whole batch.
+            shape: The shape of the batch; None for a batch without a row dimension.
         """
         self._has_validated = self._batches > 0
         if not self._kinds.any and self._is_worth_it(batch):  # the sanity check
-            self._foreign = self._held_by_others(batch)
-        elif self._prediction is None:
+            self.budget.note_foreign(batch)
+        elif self.planning.prediction is None:
             return
-        self.validation.look(batch, shape, limit=self._left(), factor=self._factor)
+        self.validation.look(batch, shape, limit=self.budget.left, factor=self._factor)
 
     def batch_done(self) -> None:
-        """Hold the prediction against what was measured, once the first batches are through; kept for the machine's next runs."""
-        self._batches += self._prediction is not None
-        if self._batches != _STEADY or self._calibration is None or self._has_validated or is_recorded(self._module):
-            return  # nothing counts the activations that a replay has
+        """After the first batches, record the measured peak beside the predicted one for later runs on this machine."""
+        planning = self.planning
+        self._batches += planning.prediction is not None
+        calibration = planning.calibration
+        if self._batches != _STEADY or calibration is None or self._has_validated or is_recorded(self._module):
+            return  # a replayed graph's activations are in no counter
         watch, predicted = self._policy.watch, self.predicted_peak_bytes
         measured = watch.measured_peak().bytes
         if watch.machine is not None or measured is None or predicted is None:
             return
-        taken = measured - watch.fresh_code_bytes - self._foreign
+        foreign = self.budget.foreign_bytes
+        taken = measured - watch.fresh_code_bytes - foreign
         if taken > 0:
-            self._calibration.record(self._kind, predicted_bytes=predicted - self._foreign, measured_bytes=taken)
+            calibration.record(planning.kind, predicted_bytes=predicted - foreign, measured_bytes=taken)
 
     @property
     def prediction(self) -> Prediction | None:
-        """What a step of training takes, and one of validation where there is one."""
-        return None if self._prediction is None else replace(self._prediction, validation=self.validation.prediction)
+        """The prediction for the training step, with that of the validation step where there is one; None without a plan."""
+        own = self.planning.prediction
+        return None if own is None else replace(own, validation=self.validation.prediction)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """What the device's counter is to show at the peak of training or validation, with what the process held before and what the
-        module keeps from step to step; None while nothing is predicted.
+        """The peak that the device's counter will show in training or validation; None without a prediction.
+
+        It includes the memory that the process held before, and the memory that the module keeps from step to step.
         """
-        if self._prediction is None:
+        own = self.planning.prediction
+        if own is None:
             return None
         of_process = self._policy.watch.counts_process
-        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._steps]
+        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._predictions]
         beside = max(peaks) + self._policy.kept.bytes
-        return max(self._foreign + max(beside, self._prediction.generation_bytes), self._earlier_peak)
+        return max(self.budget.foreign_bytes + max(beside, own.generation_bytes), self._earlier_peak)
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the budget beside the steps of training and validation; all of it without a plan: it would go around what is there."""
-        if self._prediction is None:
-            return self._policy.watch.bytes
-        taken = int(self._factor * max(one.reserved_bytes for one in self._steps)) + self._policy.watch.driver_bytes
-        left = self._policy.watch.bytes - max(self._foreign + taken, self._earlier_peak)
-        return max(left, self._kept_room)  # steps that were planned around it give back what they hold for reuse
+        """Bytes of the budget that no step takes; the whole budget without a plan, because a plan leaves room for kept memory."""
+        watch = self._policy.watch
+        if self.planning.prediction is None:
+            return watch.bytes
+        taken = int(self._factor * max(one.reserved_bytes for one in self._predictions)) + watch.driver_bytes
+        left = watch.bytes - max(self.budget.foreign_bytes + taken, self._earlier_peak)
+        return max(left, self.budget.kept_bytes)  # the plan left room for these bytes: a step returns cached blocks
 
     @property
-    def _steps(self) -> list[Prediction]:
-        known = (self._prediction, self.validation.prediction, *self._shorter.values())
+    def _predictions(self) -> list[Prediction]:
+        known = (self.planning.prediction, self.validation.prediction, *self.planning.shorter.values())
         return [one for one in known if one is not None]
 
     @property
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """The other results of the last search."""
+        return self.planning.alternatives
+
+    @property
+    def reason(self) -> str:
+        """How the plan came about, in words."""
+        return self.planning.reason
+
+    @property
     def reasons(self) -> dict[str, str]:
-        """What else there is to say, by what it is about: the validation step, the speeds that were gone by, sizes that are multiples."""
-        compared = bool(self.alternatives) and self._speeds is not None
-        alignment = self._calibration.alignment if compared and self._calibration is not None else None
-        said = {
+        """Further explanations by subject: the validation step, generation, the speeds used, the gain of aligned sizes."""
+        planning = self.planning
+        speeds = planning.speeds if planning.alternatives else None
+        alignment = None if speeds is None or planning.calibration is None else planning.calibration.alignment
+        found = {
             "validation": self.validation.reason,
             "generation": self._generation,
-            "speeds": self._speeds.describe() if compared and self._speeds is not None else "",
+            "speeds": "" if speeds is None else speeds.describe(),
             "alignment": "" if alignment is None else alignment.describe(),
         }
-        return {name: words for name, words in said.items() if words}
+        return {name: words for name, words in found.items() if words}
 
     @property
     def _factor(self) -> float:
-        """By what predictions of this kind were too low on this machine."""
-        return 1.0 if self._calibration is None else self._calibration.peak_factor(self._kind)
+        """Correction for predictions of this kind on this machine, 1 or more."""
+        calibration = self.planning.calibration
+        return 1.0 if calibration is None else calibration.peak_factor(self.planning.kind)
 
-    def _is_worth_it(self, batch: Any) -> bool:
-        policy = self._policy
-        held = self._held(batch) + static_bytes(self._module, self._trainer.optimizers)["gradients"]
-        planned = self._prediction is not None and not policy.recoveries  # sizes are as predicted, and not as tried
-        found_already = not planned and not policy.sizes.runs_whole and policy.sizes.has_evidence
-        self._is_negligible = _NEGLIGIBLE * held <= policy.watch.bytes
-        return not found_already and not self._is_negligible
 
-    def _held_by_others(self, batch: Any) -> int:
-        """Return the bytes of the pool that are held now and that no dry run counts."""
-        watch = self._policy.watch
-        return max((watch.reading().allocated.bytes or 0) - watch.fresh_code_bytes - self._held(batch), 0)
+class BatchKinds:
+    """The longest rows that have a plan, by kind of batch; a fit may change its batches, e.g. from supervised to RL phases."""
 
-    def _held(self, batch: Any) -> int:
-        """Return the bytes on the device that a dry run counts too."""
-        on_host = self._policy.watch.counts_process
-        return held_bytes(self._trainer, batch, on_host=on_host) + self._reduction_bytes
+    def __init__(self) -> None:
+        self._longest: dict[tuple[str, ...], int] = {}
 
-    def _plan(self, batch: Any, shape: BatchShape | None) -> None:
-        policy, watch, self._begun = self._policy, self._policy.watch, time.monotonic()
-        reading = watch.reading()
-        self._foreign = self._held_by_others(batch)
-        self._calibration = Calibration.load(
-            machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
-        )
-        self._speeds = RunSpeeds(watch, self._calibration, precision=self._precision)
-        planner = self._planner(batch, shape)
-        settings = self._settings()
-        prediction = planner.predict(settings[0], micro_batch_size=policy.sizes.limit)
-        if prediction.confidence == "low":
-            notes = "; ".join(prediction.notes)
-            raise DryRunError(f"values that decide shapes were made up on the way{f' ({notes})' if notes else ''}")
-        setting, decided, reason = self._decided(planner, settings, prediction)
-        if self._took_room(batch) and not planner.fits(setting, micro_batch_size=decided.rows, limit=self._left()):
-            setting, decided, reason = self._decided(planner, settings, prediction)
-        self._act(planner, setting, decided, shape, reason=reason)
+    @property
+    def any(self) -> bool:
+        """Whether any batch has a plan."""
+        return bool(self._longest)
 
-    def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:
-        policy, watch, light = self._policy, self._policy.watch, outline(batch)
-        return Planner(
-            self._module,
-            batch if light is None else light,  # what a dry run has seen lives until garbage is collected
-            is_prepared=True,
-            backend=watch.reading().backend,
-            trainer=self._trainer,
-            calibration=self._calibration,
-            least=policy.sizes.least,
-            most=policy.sizes.limit,
-            unit=self._unit(shape),
-            workspaces=watch.machine is None,
-            reduction_bytes=self._reduction_bytes,
-            mmap_threshold=watch.mmap_threshold,
-        )
+    def covers(self, batch: Any, elements: int) -> bool:
+        """Return whether rows of this kind that are as long, or longer, have a plan."""
+        return elements <= self._longest.get(self._of(batch), 0)
 
-    def _decided(
-        self, planner: Planner, settings: list[Setting], prediction: Prediction
-    ) -> tuple[Setting, Prediction, str]:
-        """Return what is set for what is left of the budget, what it takes, and why; `prediction` is that of the first of `settings`."""
-        budget = self._left()
-        if self._is_simple(planner, settings, prediction, budget=budget):
-            return settings[0], prediction, f"fits: {format_bytes(prediction.reserved_bytes)} of {format_bytes(budget)}"
-        return self._chosen(self._searched(planner, settings, budget=budget), planner, budget=budget)
+    def add(self, batch: Any, elements: int) -> bool:
+        """Note that rows of this length have a plan; return whether their kind is new and not the first."""
+        kind = self._of(batch)
+        is_new = bool(self._longest) and kind not in self._longest
+        self._longest[kind] = elements
+        return is_new
 
-    def _searched(self, planner: Planner, settings: list[Setting], *, budget: int) -> Choice:
-        """Return the search's choice; again with what alignment gains where that could matter, by dry runs that were made."""
-        assert self._speeds is not None
-        choose = partial(planner.choose, settings, budget_bytes=budget, rates=self._speeds.rates, only_best=True)
-        choice = choose()
-        speeds = self._speeds
-        if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
-            return choose()
-        return choice
-
-    def _chosen(self, choice: Choice, planner: Planner, *, budget: int) -> tuple[Setting, Prediction, str]:
-        self.alternatives = choice.alternatives
-        best = choice.best or smallest(
-            choice, budget=budget, whose=type(self._module).__name__, tries=not self._kept_room
-        )
-        return planner.setting_of(best), planner.prediction_of(best), choice.reason
-
-    def _took_room(self, batch: Any) -> bool:
-        """Count what planning itself left in the pool of a CPU, code and holes, as held from now on; return whether it did."""
-        watch, before = self._policy.watch, self._foreign
-        if watch.counts_process:
-            watch.release()
-            self._foreign = self._held_by_others(batch)
-        return self._foreign > before
-
-    def _act(
-        self, planner: Planner, setting: Setting, prediction: Prediction, shape: BatchShape | None, *, reason: str
-    ) -> None:
-        """Set memory options and sizes as decided."""
-        self._adopt(planner, setting, prediction, reason=reason)
-        sizes = self._policy.sizes
-        if shape is not None and prediction.parts > 1 and (sizes.limit is None or prediction.rows < sizes.limit):
-            self._begin_with(shape, rows=prediction.rows, parts=prediction.parts)
-
-    def _begin_with(self, shape: BatchShape, *, rows: int, parts: int) -> None:
-        """Have such batches cut into so many parts, where fewer are predicted not to fit."""
-        refused, room = -(-shape.rows // (parts - 1)), self._policy.watch.bytes
-        self._policy.sizes.plan(shape, rows=rows, refused=refused, room_bytes=room)
-
-    def _settings(self) -> list[Setting]:
-        """Return what is compared, the user's own first."""
-        policy, now = self._policy, self._policy.recomputation.policy
-        scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
-        return settings_to_compare(
-            self._precision,
-            # what another run needed, or shorter rows than these, is not tried with less
-            policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
-            kernels=policy.memory_options.kernel_choices(scaled=scaled),
-            chunks=policy.memory_options.chunk_choices(),
-        )
-
-    def _left(self) -> int:
-        """Return the bytes of the budget that neither the process held before the fit nor the driver or the module holds beside it."""
-        watch = self._policy.watch
-        room = watch.room()
-        whole = watch.bytes if room is None else min(watch.bytes, room)
-        return whole - self._foreign - watch.driver_bytes - self._kept_room
-
-    def _is_simple(self, planner: Planner, settings: list[Setting], prediction: Prediction, *, budget: int) -> bool:
-        """Return whether the step fits as the user has it, and nothing that was left open could make it faster."""
-        could_be_larger = prediction.parts > 1 and self._policy.sizes.limit is None
-        could_be_faster = could_be_larger or any(one.optimizer_kernel for one in settings)
-        if could_be_faster and len(settings) > 1:
-            return False
-        return planner.fits(settings[0], micro_batch_size=prediction.rows, limit=budget)
-
-    def _unit(self, shape: BatchShape | None) -> int | None:
-        """Return the rows that stay together: all of them where such a batch may not be cut."""
-        return None if shape is None or not self._policy.refuses_cut(shape) else shape.rows
-
-    def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
-        prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
-        self._set_memory_options(setting, why="as planned")
-        self._prediction, self.reason = prediction, reason
-        self._setting, self._kind = setting, planner.kind(setting)
-        self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {reason}")
-        log.info("Planned in %.1f s: %s", prediction.planning_seconds, reason)
-
-    def _set_memory_options(self, setting: Setting, *, why: str) -> None:
-        policy = self._policy
-        now = policy.recomputation.policy
-        if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
-            policy.recomputation.set(setting.recompute, why=why)
-        if setting.optimizer_kernel is not None:
-            policy.memory_options.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
-        if setting.loss_chunk is not None:
-            policy.memory_options.set_loss_chunk(setting.loss_chunk, why=why)
+    def _of(self, batch: Any) -> tuple[str, ...]:
+        """Return the kind of a batch, its type and a mapping's field names; the newest known kind once there are too many."""
+        names = sorted(map(str, batch.keys())) if isinstance(batch, Mapping) else []
+        kind = (type(batch).__name__, *names)
+        return kind if kind in self._longest or len(self._longest) < _KINDS else next(reversed(self._longest))
