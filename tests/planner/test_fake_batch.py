@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lightning_unified import MicroBatchRules, RowRules
 from lightning_unified.errors import DryRunError
-from lightning_unified.planner.dry_run.batch import Template
+from lightning_unified.planner.dry_run.fake_batch import Template
 from lightning_unified.planner.fake.known_values import value_of
 from lightning_unified.planner.fake.mode import fake_world
 

@@ -16,11 +16,11 @@ from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import LossChunk, RecomputedBlocks
-from lightning_unified.planner.dry_run.batch import Template
-from lightning_unified.planner.dry_run.conductor import Conductor
 from lightning_unified.planner.dry_run.counters import Counters
+from lightning_unified.planner.dry_run.fake_batch import Template
+from lightning_unified.planner.dry_run.isolation import untouched
 from lightning_unified.planner.dry_run.kernels import KERNELS
-from lightning_unified.planner.dry_run.stage import untouched
+from lightning_unified.planner.dry_run.recording import Conductor
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy, fake_copy_precision
 from lightning_unified.planner.dry_run.trainer import DryRunTrainer, averaging, batches_of, tensors_held
 from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
