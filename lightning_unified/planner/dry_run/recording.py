@@ -17,12 +17,12 @@ from lightning_unified.planner.fake.known_values import Answers
 from lightning_unified.planner.fake.recorder import Lives, Recorder, alike
 from lightning_unified.step.results.metrics import metrics_of
 
-__all__ = ["Conductor"]
+__all__ = ["RecordingCallback"]
 
 _LIMIT = 16  # batches without an optimizer step, after which the last one is taken for a step all the same
 
 
-class Conductor(Callback):
+class RecordingCallback(Callback):
     """Gives the batches of a dry run, and has the last of them recorded: the one whose step follows another one's.
 
     Args:
@@ -144,8 +144,8 @@ class Conductor(Callback):
 class _Loader:
     """Batches without end; an epoch of them is never over before the dry run is, and it goes on after it has ended a fit."""
 
-    def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
-        self._conductor, self._validation, self._count = conductor, validation, count
+    def __init__(self, recording: RecordingCallback, *, validation: bool, count: int) -> None:
+        self._recording, self._validation, self._count = recording, validation, count
 
     def __len__(self) -> int:
         return self._count
@@ -154,7 +154,7 @@ class _Loader:
         return self
 
     def __next__(self) -> Any:
-        return self._conductor.next_batch(validation=self._validation)
+        return self._recording.next_batch(validation=self._validation)
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """Trace a step: a fake copy of the module, fitted by a real Trainer without a value, followed operation by operation."""
 
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -8,6 +7,7 @@ import lightning as L
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run.dry_run import DryRun
+from lightning_unified.planner.dry_run.fake_fit import StepSpec
 from lightning_unified.planner.dry_run.strategy import precision_of
 
 __all__ = ["DryRuns", "trace_step", "trace_validation"]
@@ -55,20 +55,19 @@ def trace_step(
     Raises:
         DryRunError: If the step cannot be run without values; the message says where and why.
     """
-    dry_run = DryRun(
-        module,
-        batch,
+    spec = StepSpec(
+        module=module,
+        batch=batch,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
-        recompute=recompute,
         kernel=optimizer_kernel,
         loss_chunk=loss_chunk,
         live=trainer,
         accumulate=accumulate,
         clip=clip,
     )
-    return dry_run.run(rows, parts, later_rows)
+    return DryRun(spec, recompute=recompute).run(rows, parts, later_rows)
 
 
 def trace_validation(
@@ -101,9 +100,9 @@ def trace_validation(
     Raises:
         DryRunError: As for `trace_step`.
     """
-    dry_run = DryRun(
-        module,
-        batch,
+    spec = StepSpec(
+        module=module,
+        batch=batch,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
@@ -114,7 +113,7 @@ def trace_validation(
         train_batch=train_batch,
         is_prepared=is_prepared,
     )
-    return dry_run.run(rows)
+    return DryRun(spec).run(rows)
 
 
 class DryRuns:
@@ -154,14 +153,12 @@ class DryRuns:
     ) -> None:
         self._recompute, self._key = recompute, (precision, optimizer_kernel, loss_chunk)
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
-        self._anew = partial(
-            DryRun,
-            module,
-            batch,
+        self._spec = StepSpec(
+            module=module,
+            batch=batch,
             is_prepared=is_prepared,
             backend=backend,
             precision=precision,
-            recompute=recompute,
             kernel=optimizer_kernel,
             loss_chunk=loss_chunk,
             live=trainer,
@@ -181,7 +178,7 @@ class DryRuns:
         last = self._last
         trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
         if trace is None:
-            last = self._fake_copies[self._key] = self._anew()
+            last = self._fake_copies[self._key] = DryRun(self._spec, recompute=self._recompute)
             trace = last.run(rows, parts, later_rows)
         return trace
 

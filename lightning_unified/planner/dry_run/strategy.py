@@ -99,7 +99,7 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared)
         loop.automatic_optimization.optim_progress = progress
 
-    def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
+    def split(self, micro_batch_size: int | None, *, parts: int) -> None:
         """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from typing_extensions import override
 
-__all__ = ["QuickFakeMode"]
+__all__ = ["CachedFakeMode"]
 
 aten = torch.ops.aten
 _UNSAFE_VIEW = aten._unsafe_view.default  # shares its argument's storage, though its schema does not say so
@@ -24,7 +24,7 @@ class _UnknownError(Exception):
     """Arguments of which nothing is remembered."""
 
 
-class QuickFakeMode(FakeTensorMode):
+class CachedFakeMode(FakeTensorMode):
     """Makes the tensors that torch's own mode makes, in a fraction of the time.
 
     That mode takes a tenth of a millisecond for each operation even where its own cache answers. Here an operation is looked up by what

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_unified.planner.fake.cached_mode import QuickFakeMode
+from lightning_unified.planner.fake.cached_mode import CachedFakeMode
 from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
 
 __all__ = ["World", "fake_world"]
@@ -20,16 +20,24 @@ _ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for 
 
 
 class World:
-    """What makes tensors fake, and what answers reads of their values; tensors of one world are no use in another.
+    """A fake-tensor mode with the answers to reads of values; tensors of one world cannot be used in another.
 
     Args:
-        place: Tells the module that runs, for what is noted of reads.
-        other: Whether reads that can decide a shape are answered otherwise than by default.
+        other: Whether a made-up value that can decide a shape differs from the default one.
+
+    Attributes:
+        mode: Makes tensors fake.
+        answers: Answers reads of values.
+        place: Returns the name of the module that runs, noted with each read.
     """
 
-    def __init__(self, *, place: Callable[[], str] = str, other: bool = False) -> None:
-        self.mode: FakeTensorMode = QuickFakeMode()
-        self.answers = Answers(place, other=other)
+    def __init__(self, *, other: bool = False) -> None:
+        self.place: Callable[[], str] = str
+        self.mode: FakeTensorMode = CachedFakeMode()
+        self.answers = Answers(self._here, other=other)
+
+    def _here(self) -> str:
+        return self.place()
 
 
 @contextmanager
