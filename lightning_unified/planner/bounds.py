@@ -1,4 +1,4 @@
-"""What a step under one setting of the memory options takes and lasts at least, told from the user's own step before it is traced."""
+"""Lower bounds of a step's bytes and seconds under other memory options, computed from the trace of the user's own step."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,16 +16,16 @@ __all__ = ["Bounds"]
 
 
 class Bounds:
-    """What the user's own step tells of others.
+    """Lower bounds for combinations of memory options that have not been traced.
 
     Args:
-        module: Whose blocks are recomputed.
-        own: The user's own setting.
-        step: Gives the trace of the step under it, in as few parts as may be.
-        sizes: Rows of each micro-batch of that.
+        module: The module, whose blocks may recompute their activations.
+        own: The user's own combination of memory options.
+        step: Returns the trace of the step under `own`, in the fewest micro-batches allowed.
+        sizes: The rows of each of these micro-batches.
 
     Attributes:
-        own: The user's own setting.
+        own: As given.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class Bounds:
         self._module, self._step, self._sizes = module, step, sizes
 
     def seconds(self, setting: Setting, *, rates: Rates) -> Callable[[int], float]:
-        """Return what tells, by the number of micro-batches, the seconds that no step under a setting is faster than.
+        """Return a function from the number of micro-batches to a lower bound of the step's seconds.
 
-        They are those of the own step, of what runs again, and of each micro-batch's start.
-
-        A loss in chunks is taken to be no faster than as the module computes it; of an optimizer's other kernel nothing is said.
+        The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. A chunked loss
+        counts as no faster than the module's own loss. Another optimizer kernel may be faster by any factor, so the optimizer's time is
+        then left out.
 
         Args:
-            setting: How the memory options are set.
-            rates: Of the machine.
+            setting: The combination of memory options.
+            rates: The speeds of the machine.
         """
         own = self.own
         if setting.precision != own.precision or (own.again and setting != own):
@@ -63,10 +63,10 @@ class Bounds:
         )
 
     def bytes(self, setting: Setting) -> Callable[[int], int] | None:
-        """Return what tells, by the rows of the smallest micro-batch, what a step under a setting takes at least; None if nothing is known.
+        """Return a function from the rows of the smallest micro-batch to a lower bound of the step's bytes; None if none is known.
 
         Args:
-            setting: How the memory options are set, otherwise than the user's own.
+            setting: A combination of memory options other than the user's own.
         """
         own = self.own
         recomputes = setting.recompute is not None and setting.recompute.blocks != 0
@@ -78,12 +78,12 @@ class Bounds:
         return lambda rows: least_bytes(self._step(), rows, without=again, only=only)
 
     def _names_again(self, setting: Setting) -> frozenset[str]:
-        """Return the names of the blocks that run again."""
+        """Return the names of the blocks that recompute their activations."""
         policy = setting.recompute
         return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:
-        """Return the names of the blocks that a policy is about; none if there are none."""
+        """Return the names of the blocks that a policy chooses; empty if the module has none."""
         try:
             chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
         except ValueError:

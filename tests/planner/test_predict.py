@@ -178,4 +178,4 @@ def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said
 
 
 def test_of_a_machine_that_is_not_this_one_no_alignment_is_known(tight):
-    assert tight.reasons["alignment"].startswith("not measured, for the machine is not this one")
+    assert tight.reasons["alignment"].startswith("not measured, because the machine is not this one")

@@ -1,4 +1,4 @@
-"""A fake batch of as many rows, and as long ones, as asked for, made after a real one."""
+"""Fake batches: make a batch of any number of rows and any row length from a real batch."""
 
 from collections import Counter
 from typing import Any
@@ -28,25 +28,24 @@ from lightning_unified.step.split.roles import Role, Roles
 
 __all__ = ["Template"]
 
-_KNOWN = 1 << 18  # entries up to which whole numbers keep their values: lengths, labels, masks
+_KNOWN = 1 << 18  # entries: larger integer tensors lose their values; lengths, labels and masks keep them
 
 
 class Template:
-    """What batches of a module look like: rows are repeated or left out, tensors of real numbers keep their shapes only.
+    """Makes fake batches like a real one: repeats or drops rows, and keeps only the shapes of floating-point tensors.
 
-    Whole numbers keep their values (those of rows that are repeated are repeated too), so that lengths, labels and masks that a step
-    reads are ones that occur.
+    Integer tensors keep their values, and repeated rows repeat them. So a step reads lengths, labels and masks that occur in real data.
 
     Args:
-        module: Whose batches they are.
+        module: The module of the batches.
         batch: A batch as `training_step` gets it, on any device.
-        rules: Its rules; `rows.split` makes batches of fewer rows.
-        splitter: Knows where the rows of such batches are; None for one of its own.
+        rules: The module's rules for batches; `rows.split` makes batches of fewer rows.
+        splitter: Knows the rows of such batches; None for a new splitter.
 
     Attributes:
-        rows: Of the batch given; None for one whose rows are not known, or cannot be split.
-        length: Entries of a row, where rows are sequences; None elsewhere.
-        roles: Of the entries of the batch, by path.
+        rows: Rows of the batch; None if they are unknown or cannot be split.
+        length: Positions of a row, if rows are sequences; else None.
+        roles: The roles of the batch's entries, by path.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class Template:
         """Return a fake batch; call it inside `fake_world`.
 
         Args:
-            rows: Of the batch.
-            length: Entries of a row; None leaves them as they are.
-            device: Where its tensors pretend to be.
+            rows: Rows of the fake batch.
+            length: Positions of a row; None keeps the length.
+            device: The device that its tensors report.
 
         Raises:
-            DryRunError: If a batch of that size cannot be made after the one given.
+            DryRunError: If no batch of that size can be made from the real one.
         """
         if length is not None and self.length is None:
             raise DryRunError(
@@ -88,7 +87,7 @@ class Template:
         assert self.rows is not None
         if rows > self.rows:
             raise DryRunError(
-                f"a batch of {rows} rows cannot be made after one of {self.rows}, for batches of {self._name} are of a kind of their own; "
+                f"a batch of {rows} rows cannot be made from one of {self.rows}: rows in batches of {self._name} cannot be repeated; "
                 f"give a batch of at least {rows} rows."
             )
         with no_dispatch():
@@ -96,7 +95,7 @@ class Template:
 
 
 class _Resize:
-    """Makes a fake of everything in a batch, batched things with another number of rows or of positions."""
+    """Makes a fake copy of all entries of a batch; entries with a row dimension get the new number of rows and positions."""
 
     def __init__(
         self, roles: Roles, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device
@@ -122,7 +121,7 @@ class _Resize:
         return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
-        """Return what one row is in a list of rows."""
+        """Return the fake copy of one row in a list of rows."""
         return entry if isinstance(entry, PLAIN) else fake_copy(entry, device=self._device)
 
     def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
@@ -146,7 +145,7 @@ class _Resize:
 
 
 def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
-    """Return the strides of a dense tensor of `shape` whose dimensions lie in the order of those of `tensor`."""
+    """Return the strides of a dense tensor of `shape` with the dimension order of `tensor`."""
     strides, step = [1] * len(shape), 1
     for index in sorted(range(len(shape)), key=lambda index: (tensor.stride(index), -index)):
         strides[index] = step
@@ -155,7 +154,7 @@ def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
 
 
 def _length(batch: Any, rows: int) -> int | None:
-    """Return the second dimension that most of the batch's tensors of whole numbers have; no length where there is none."""
+    """Return the most frequent second dimension of the batch's integer tensors; None if there is none."""
     votes = Counter(
         tensor.shape[1]
         for tensor in tensors_in(batch)
@@ -169,12 +168,12 @@ def _length(batch: Any, rows: int) -> int | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a `TensorDict` has rows of its own, so that it is copied as one."""
+    """Return whether `value` is a `TensorDict` with its own row dimension, which is copied as a whole."""
     return is_tensor_collection(value) and len(value.batch_size) > 0
 
 
 def _holds_special_kinds(value: Any) -> bool:
-    """Return whether rows of anything in a batch can be left out and not repeated: packed sequences, graphs, nested tensors."""
+    """Return whether a batch holds entries whose rows cannot be repeated: packed sequences, graphs, nested tensors."""
     if isinstance(value, PLAIN):
         return False
     kind = kind_of(value)

@@ -159,7 +159,7 @@ class _Loader:
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
-    """Yield what torchmetrics objects keep, and what they begin with; it moves with the module though it is no buffer."""
+    """Yield the states of torchmetrics objects and their defaults; they move with the module although they are no buffers."""
     for metric in metrics_of(module):
         for name, default in metric._defaults.items():
             state = getattr(metric, name)

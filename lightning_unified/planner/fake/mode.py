@@ -1,4 +1,4 @@
-"""A world in which tensors have shapes and no values, and what a training step does to them works all the same."""
+"""The fake world: a block in which all new tensors are fake, and a whole training step works on them."""
 
 import copy
 import sys
@@ -16,7 +16,7 @@ from lightning_unified.planner.fake.known_values import Answers, array_of, value
 
 __all__ = ["World", "fake_world"]
 
-_ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for one `.numpy()`
+_ARRAY_ENTRIES = 1 << 24  # judgement: the largest array of zeros that is made up for `.numpy()`
 
 
 class World:
@@ -42,16 +42,19 @@ class World:
 
 @contextmanager
 def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
-    """Make every tensor that is created inside the block a fake one, of the device asked for, and answer reads of its values.
+    """Make every tensor that is created inside the block a fake tensor, and answer reads of its values.
 
-    What torch's mode leaves open is closed here: copies (`copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes them
-    in `self.log`), formatting and conversion to NumPy.
+    It closes three gaps of torch's mode:
+
+    1. `copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes such copies in `self.log`.
+    2. Formatting a fake tensor needs its value.
+    3. Conversion to NumPy needs it too.
 
     Args:
-        world: One that was entered before, to go on in it; None for a new one.
+        world: A world that was entered before, to continue in it; None for a new one.
 
     Yields:
-        The mode, and what answers reads.
+        The mode that makes tensors fake, and the mode that answers reads.
     """
     world = World() if world is None else world
     mode, answers = world.mode, world.answers
@@ -67,7 +70,7 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
         stack.enter_context(_set(nn.Module, "_apply", _apply))
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
-            # it takes fakes for a sign of a compiler, and then makes masks that it leaves out in training
+            # it takes fake tensors for a sign of a compiler, and then makes masks that training does not make
             stack.enter_context(_set(transformers, "is_fake_tensor", lambda _: False))
         stack.enter_context(mode)
         stack.enter_context(answers)
@@ -91,7 +94,7 @@ _APPLY = nn.Module._apply
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move or convert a module as torch does real ones: torch swaps fake weights, and refuses where something refers to them."""
+    """Move or convert a module as torch does with real weights; torch swaps fake weights, and fails if they have references."""
     own = [one for one in module._parameters.values() if one is not None]
     if not all(isinstance(one, FakeTensor) for one in own):
         return _APPLY(module, fn, recurse)
@@ -116,7 +119,7 @@ def _put(fake: Any, applied: Any) -> None:
 
 
 def _deep_copy(fake: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy as `Tensor.__deepcopy__` makes one, by an operation and not by the bytes there are not."""
+    """Return a copy as `Tensor.__deepcopy__` makes one, by an operation, because there are no bytes to copy."""
     if id(fake) in memo:
         return memo[id(fake)]
     with torch.no_grad():
