@@ -85,7 +85,7 @@ def test_packed_rows_can_be_left_out_and_not_repeated():
     fake = made(packed, 2)
     assert fake.data.shape == (5, 2)
     assert value_of(fake.batch_sizes).tolist() == [2, 2, 1]
-    with pytest.raises(DryRunError, match="rows in batches of .* cannot be repeated"):
+    with pytest.raises(DryRunError, match=r"rows in batches of .* cannot be repeated"):
         made(packed, 4)
 
 
