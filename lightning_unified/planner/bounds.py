@@ -1,4 +1,7 @@
-"""Lower bounds of a step's bytes and seconds under other memory options, computed from the trace of the user's own step."""
+"""Lower bounds of a step's bytes and seconds under other memory options.
+
+They are computed from the trace of the user's own step.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +13,7 @@ from lightning_unified.cost_model.rates.cost import least_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.settings import Setting
+from lightning_unified.planner.combinations import Combination
 
 __all__ = ["Bounds"]
 
@@ -29,27 +32,27 @@ class Bounds:
     """
 
     def __init__(
-        self, module: L.LightningModule, own: Setting, step: Callable[[], Trace], *, sizes: Sequence[int]
+        self, module: L.LightningModule, own: Combination, step: Callable[[], Trace], *, sizes: Sequence[int]
     ) -> None:
         self.own = own
         self._module, self._step, self._sizes = module, step, sizes
 
-    def seconds(self, setting: Setting, *, rates: Rates) -> Callable[[int], float]:
-        """Return a function from the number of micro-batches to a lower bound of the step's seconds.
+    def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
+        """Return a lower bound of the step's seconds, as a function of the number of micro-batches.
 
         The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. A chunked loss
         counts as no faster than the module's own loss. Another optimizer kernel may be faster by any factor, so the optimizer's time is
         then left out.
 
         Args:
-            setting: The combination of memory options.
+            combination: The combination of memory options.
             rates: The speeds of the machine.
         """
         own = self.own
-        if setting.precision != own.precision or (own.again and setting != own):
+        if combination.precision != own.precision or (own.again and combination != own):
             return lambda _: 0.0
-        again = frozenset() if setting == own else self._names_again(setting)
-        keeps = setting.recompute is not None and setting.recompute.keep_attention
+        again = frozenset() if combination == own else self._names_again(combination)
+        keeps = combination.recompute is not None and combination.recompute.keep_attention
 
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
@@ -59,27 +62,31 @@ class Bounds:
             self._sizes,
             rates,
             again=runs_again,
-            optimizer=setting.optimizer_kernel == own.optimizer_kernel,
+            optimizer=combination.optimizer_kernel == own.optimizer_kernel,
         )
 
-    def bytes(self, setting: Setting) -> Callable[[int], int] | None:
-        """Return a function from the rows of the smallest micro-batch to a lower bound of the step's bytes; None if none is known.
+    def bytes(self, combination: Combination) -> Callable[[int], int] | None:
+        """Return a lower bound of the step's bytes; None if none is known.
+
+        It is a function of the rows of the smallest micro-batch.
 
         Args:
-            setting: A combination of memory options other than the user's own.
+            combination: A combination of memory options other than the user's own.
         """
         own = self.own
-        recomputes = setting.recompute is not None and setting.recompute.blocks != 0
-        again = self._names_again(setting)
-        differs = setting.precision != own.precision or setting.optimizer_kernel != own.optimizer_kernel or own.again
-        if setting == own or differs or (recomputes and not again):
+        recomputes = combination.recomputes
+        again = self._names_again(combination)
+        differs = (
+            combination.precision != own.precision or combination.optimizer_kernel != own.optimizer_kernel or own.again
+        )
+        if combination == own or differs or (recomputes and not again):
             return None
-        only = None if setting.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
+        only = None if combination.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
         return lambda rows: least_bytes(self._step(), rows, without=again, only=only)
 
-    def _names_again(self, setting: Setting) -> frozenset[str]:
+    def _names_again(self, combination: Combination) -> frozenset[str]:
         """Return the names of the blocks that recompute their activations."""
-        policy = setting.recompute
+        policy = combination.recompute
         return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:

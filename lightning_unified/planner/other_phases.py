@@ -1,4 +1,4 @@
-"""Memory of the phases beside the training step: validation in the middle of a fit, and generation before a step.
+"""Memory of the other phases of a fit: validation, and generation before a step.
 
 A validation step runs with the optimizer state allocated and without gradients, and its batch may be larger than a training batch. It
 is traced by a dry run, like a training step. Generation is not traced: `cost_model.generation` computes it by formula.
@@ -69,7 +69,9 @@ def plan_validation(
     workspaces: bool = True,
     mmap_threshold: int | None = None,
 ) -> ValidationPlan:
-    """Return the plan with the fewest micro-batches that fit within `limit` bytes; nothing runs on the device.
+    """Return the plan with the fewest micro-batches that fit within `limit` bytes.
+
+    Nothing runs on the device.
 
     Args:
         module: The module as the fit runs it, with its memory options applied.
@@ -133,7 +135,9 @@ def plan_validation(
 
 
 def outline(batch: Any) -> Any | None:
-    """Return a light copy of a batch for later dry runs: shapes, and the values of small integer tensors.
+    """Return a light copy of a batch for later dry runs.
+
+    It keeps shapes, and the values of small integer tensors.
 
     Args:
         batch: Any batch. For a custom type whose tensors cannot be reached, the result is None.
@@ -152,7 +156,10 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def _fewest_parts(count: int, fits: Callable[[int], bool]) -> int:
-    """Return the index of the first way that fits, or the last index; later ways never take more. A binary search."""
+    """Return the index of the first way that fits, or the last index, by binary search.
+
+    Later ways never take more.
+    """
     if count == 1 or fits(0):
         return 0
     low, high = 1, count - 1
@@ -177,7 +184,9 @@ def _reason(prediction: Prediction, *, fits: bool, limit: int | None) -> str:
 
 
 class FirstValidation:
-    """Plans a fit's validation steps: traces each validation batch that is larger than those before it.
+    """Plans a fit's validation steps.
+
+    It traces each validation batch that is larger than those before it.
 
     The first one comes from the sanity check. The dry run includes the optimizer state, as in the middle of a fit. So the run knows
     before training begins whether the validation after the first epoch fits. In two cases the plan waits for the first training batch:
@@ -221,7 +230,7 @@ class FirstValidation:
         self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
-        """Keep a light copy of the training batch, and plan validation again if the training plan changed its memory.
+        """Keep the training batch, and plan validation again if its memory changed.
 
         Args:
             train_batch: The whole batch, after the rule `prepare`.
@@ -272,7 +281,9 @@ class FirstValidation:
 def with_generation(
     prediction: Prediction, module: L.LightningModule, batch: Any, *, precision: str
 ) -> tuple[Prediction, str]:
-    """Add the memory of generation before the step to `prediction`; return it with a description, empty without generation.
+    """Add the memory of generation before the step to `prediction`.
+
+    The second result describes it in words, and is empty without generation.
 
     During generation there are no activations. Gradients of the previous step are still allocated, because Lightning drops them after
     the forward pass. The optimizer state is allocated too.

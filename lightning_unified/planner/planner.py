@@ -1,4 +1,4 @@
-"""The planner: predict the memory and time of a module's step, and choose the fastest step that fits a budget.
+"""The planner: predict a step's memory and time, and choose the fastest step that fits.
 
 `StepTraces` gives the trace of a step at any size, from dry runs. A model of the backend's allocator turns a trace into reserved bytes.
 The cost model turns it into seconds. `search` then takes the combination of memory options and micro-batch size with the least seconds
@@ -25,7 +25,7 @@ from lightning_unified.cost_model.search import Candidate, Choice, Option, searc
 from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
-from lightning_unified.planner.settings import Setting
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 
 __all__ = ["CountedMemory", "Planner", "SizeLimits", "is_under"]
@@ -71,43 +71,45 @@ class Planner:
             limits=self._limits,
             counted=counted,
         )
-        self._settings: dict[tuple[Any, ...], Setting] = {}
+        self._combinations: dict[tuple[Any, ...], Combination] = {}
         self._begun = time.monotonic()
 
-    def predict(self, setting: Setting, *, micro_batch_size: int | None = None) -> Prediction:
-        """Predict a step under `setting`, from a dry run at exactly that size.
+    def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
+        """Predict a step under `combination`, from a dry run at exactly that size.
 
         Args:
-            setting: The combination of memory options.
+            combination: The combination of memory options.
             micro_batch_size: Rows of a micro-batch; None for the whole batch.
 
         Raises:
             DryRunError: If the step cannot be traced.
         """
         self._begun = time.monotonic()
-        trace, parts = self._traces.exactly(setting, micro_batch_size)
+        trace, parts = self._traces.exactly(combination, micro_batch_size)
         return self._summary(trace, parts=parts)
 
-    def fits(self, setting: Setting, *, micro_batch_size: int | None, limit: int) -> bool:
-        """Return whether a step fits within `limit` bytes, after correction by earlier measurements.
+    def fits(self, combination: Combination, *, micro_batch_size: int | None, limit: int) -> bool:
+        """Return whether a step fits within `limit` bytes, corrected by earlier measurements.
 
         Args:
-            setting: As in `predict`.
+            combination: As in `predict`.
             micro_batch_size: As in `predict`.
             limit: Bytes that the machine gives.
 
         Raises:
             DryRunError: If the step cannot be traced.
         """
-        return self._fits(self._traces.exactly(setting, micro_batch_size)[0], limit=limit)
+        return self._fits(self._traces.exactly(combination, micro_batch_size)[0], limit=limit)
 
     def choose(
-        self, settings: Sequence[Setting], *, budget_bytes: int, rates: Rates, only_best: bool = False
+        self, combinations: Sequence[Combination], *, budget_bytes: int, rates: Rates, only_best: bool = False
     ) -> Choice:
-        """Return the combination and micro-batch size of least predicted time that fits; a split batch is checked by a dry run.
+        """Return the fastest combination and micro-batch size that fits.
+
+        A dry run checks the size of a split batch.
 
         Args:
-            settings: The combinations to choose from, the user's own first, the one that needs least memory next.
+            combinations: The combinations to choose from, the user's own first, the one that needs least memory next.
             budget_bytes: Bytes that the run may use.
             rates: The speeds of the machine.
             only_best: Whether to trace only combinations that can win, by the bounds from the user's own step. The choice is the same and
@@ -118,18 +120,18 @@ class Planner:
         """
         self._begun, self._rates = time.monotonic(), rates
         for _ in range(_ATTEMPTS):
-            options = self._promising(settings, rates=rates) if only_best else self._options(settings)
-            choice = self._searched(options, settings[0], budget_bytes=budget_bytes, rates=rates)
+            options = self._promising(combinations, rates=rates) if only_best else self._options(combinations)
+            choice = self._searched(options, combinations[0], budget_bytes=budget_bytes, rates=rates)
             best = choice.best
             if best is None or best.parts == 1:
                 break
-            sizes = self._traces.of(self.setting_of(best))
+            sizes = self._traces.of(self.combination_of(best))
             if self._fits(sizes.exactly(best.micro_batch_size, parts=best.parts), limit=budget_bytes):
                 break
             sizes.distrust_lines()
         return choice  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _searched(self, options: Iterator[Option], own: Setting, *, budget_bytes: int, rates: Rates) -> Choice:
+    def _searched(self, options: Iterator[Option], own: Combination, *, budget_bytes: int, rates: Rates) -> Choice:
         return search(
             options,
             budget_bytes=budget_bytes,
@@ -143,21 +145,24 @@ class Planner:
             own=self._option(own),
         )
 
-    def setting_of(self, candidate: Candidate) -> Setting:
+    def combination_of(self, candidate: Candidate) -> Combination:
         """Return the combination of memory options of a candidate that `choose` found."""
-        return self._settings[_key(candidate)]
+        return self._combinations[_key(candidate)]
 
     def prediction_of(self, candidate: Candidate) -> Prediction:
         """Return the prediction for a candidate that `choose` found."""
-        trace = self._traces.of(self.setting_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
+        trace = self._traces.of(self.combination_of(candidate)).at(candidate.micro_batch_size, parts=candidate.parts)
         return replace(self._summary(trace, parts=candidate.parts), seconds=candidate.seconds)
 
     def could_be_aligned(self, choice: Choice) -> bool:
-        """Return whether the choice splits into sizes that are no multiples of 64 or 8 positions, while other sizes are."""
+        """Return whether another split has aligned sizes and the choice has not.
+
+        Aligned sizes are multiples of 64 or 8 positions.
+        """
         best = choice.best
         if best is None or best.parts == 1:
             return False
-        trace = self._traces.of(self.setting_of(best)).at(best.micro_batch_size, parts=best.parts)
+        trace = self._traces.of(self.combination_of(best)).at(best.micro_batch_size, parts=best.parts)
         length = trace.length or 1
         coarse, fine = (multiple // math.gcd(multiple, length) for multiple in (64, 8))
         ways = {len(way): way for way in self._traces.ways}
@@ -166,23 +171,23 @@ class Planner:
             parts > best.parts and not any(rows % fine for rows in way) for parts, way in ways.items()
         )
 
-    def kind(self, setting: Setting) -> str:
+    def kind(self, combination: Combination) -> str:
         """Return the name under which measurements correct predictions of this kind."""
-        return kind_of(backend=self.backend, precision=setting.precision, recomputes=setting.recomputes)
+        return kind_of(backend=self.backend, precision=combination.precision, recomputes=combination.recomputes)
 
-    def _options(self, settings: Sequence[Setting]) -> Iterator[Option]:
-        for index, setting in enumerate(settings):
+    def _options(self, combinations: Sequence[Combination]) -> Iterator[Option]:
+        for index, combination in enumerate(combinations):
             if index > 1 and time.monotonic() - self._begun > _LONGEST:
                 return
-            yield self._option(setting)
+            yield self._option(combination)
 
-    def _promising(self, settings: Sequence[Setting], *, rates: Rates) -> Iterator[Option]:
+    def _promising(self, combinations: Sequence[Combination], *, rates: Rates) -> Iterator[Option]:
         """Yield combinations and ways to split in the order of their lower bounds of seconds."""
-        bounds, ways = self._traces.bounds(settings[0]), self._traces.ways
-        least = [bounds.seconds(setting, rates=rates) for setting in settings]
+        bounds, ways = self._traces.bounds(combinations[0]), self._traces.ways
+        least = [bounds.seconds(combination, rates=rates) for combination in combinations]
         options = [
-            self._option(setting, least=seconds, bounds=bounds)
-            for setting, seconds in zip(settings, least, strict=True)
+            self._option(combination, least=seconds, bounds=bounds)
+            for combination, seconds in zip(combinations, least, strict=True)
         ]
         waiting = [(seconds(len(ways[0])), index, 0) for index, seconds in enumerate(least)]
         heapq.heapify(waiting)
@@ -195,25 +200,28 @@ class Planner:
                 heapq.heappush(waiting, (least[index](len(ways[way + 1])), index, way + 1))
 
     def _option(
-        self, setting: Setting, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
+        self, combination: Combination, *, least: Callable[[int], float] | None = None, bounds: Bounds | None = None
     ) -> Option:
-        own = None if bounds is None or bounds.own == setting else bounds.own
+        own = None if bounds is None or bounds.own == combination else bounds.own
         option = Option(
-            lines=self._traces.of(setting, bounds=bounds),
-            recompute="none" if setting.recompute is None else str(setting.recompute),
-            again=setting.again,
-            precision=setting.precision,
-            optimizer_kernel=setting.optimizer_kernel,
-            loss_chunk=setting.loss_chunk,
-            changes=setting.changes,
+            lines=self._traces.of(combination, bounds=bounds),
+            recompute="none" if combination.recompute is None else str(combination.recompute),
+            again=combination.again,
+            precision=combination.precision,
+            optimizer_kernel=combination.optimizer_kernel,
+            loss_chunk=combination.loss_chunk,
+            changes=combination.changes,
             least_seconds=least,
-            no_faster_than=None if own is None or setting.loss_chunk == own.loss_chunk else self._traces.of(own),
+            no_faster_than=None if own is None or combination.loss_chunk == own.loss_chunk else self._traces.of(own),
         )
-        self._settings[_key(option)] = setting
+        self._combinations[_key(option)] = combination
         return option
 
     def _needed(self, trace: Trace, *, limit: int) -> int:
-        """Return the bytes that a step reserves. At its limit, an allocator first returns cached blocks."""
+        """Return the bytes that a step reserves.
+
+        At its limit, an allocator first returns cached blocks.
+        """
         reserved = int(reserved_bytes(trace, mmap_threshold=self._mmap_threshold) * self._factor(trace))
         return min(reserved, limit) if reserved <= limit or self._fits(trace, limit=limit) else reserved
 
@@ -234,10 +242,10 @@ class Planner:
         return replace(found, parts=parts)
 
 
-def is_under(setting: Setting, candidate: Candidate) -> bool:
-    """Return whether a candidate of a search runs under `setting`."""
-    recompute = "none" if setting.recompute is None else str(setting.recompute)
-    return _key(candidate) == (recompute, setting.precision, setting.optimizer_kernel, setting.loss_chunk)
+def is_under(combination: Combination, candidate: Candidate) -> bool:
+    """Return whether a candidate of a search runs under `combination`."""
+    recompute = "none" if combination.recompute is None else str(combination.recompute)
+    return _key(candidate) == (recompute, combination.precision, combination.optimizer_kernel, combination.loss_chunk)
 
 
 def _key(one: Candidate | Option) -> tuple[Any, ...]:

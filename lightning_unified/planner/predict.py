@@ -1,4 +1,4 @@
-"""`predict` and `plan`: the memory and time of a module's step on a device, and the fastest step that fits a budget."""
+"""`predict` and `plan`: a step's memory and time, and the fastest step that fits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,9 +17,9 @@ from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
+from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.other_phases import plan_validation, with_generation
 from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
-from lightning_unified.planner.settings import Setting, settings_to_compare
 
 __all__ = ["plan", "plan_many", "predict"]
 
@@ -43,7 +43,7 @@ def predict(
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
 ) -> Prediction:
-    """Predict the memory and time of a training step of `module` on `device`, which need not be here.
+    """Predict a training step's memory and time on a device, which need not be here.
 
     A dry run executes the real `training_step`, backward pass, optimizer and Lightning's loop on tensors without storage. Nothing is
     allocated or run on the device. Module, batch and random generators stay unchanged.
@@ -67,7 +67,9 @@ def predict(
         ConfigurationError: If the device is not one of these.
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
-    setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
+    combination = Combination(
+        precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+    )
     planner = Planner(
         module,
         batch,
@@ -76,7 +78,7 @@ def predict(
         rates=rates,
         counted=CountedMemory(updates=optimizer_step),
     )
-    found = planner.predict(setting, micro_batch_size=micro_batch_size)
+    found = planner.predict(combination, micro_batch_size=micro_batch_size)
     if validation_batch is None:
         return found
     validation = plan_validation(
@@ -142,10 +144,10 @@ def plan(
         limits=SizeLimits(micro_batch_size=micro_batch_size),
         calibration=calibration,
     )
-    settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     known = rates if calibration is None else calibration.rates
     assert known is not None
-    choice = planner.choose(settings, budget_bytes=count, rates=known)
+    choice = planner.choose(combinations, budget_bytes=count, rates=known)
     found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
     alignment = None if calibration is None else calibration.alignment
     aligned = _UNALIGNED if alignment is None else alignment.describe()
@@ -182,7 +184,7 @@ def plan_many(
         DryRunError: If the step cannot be traced.
         ConfigurationError: If no speeds are given for a machine, and the table has none.
     """
-    settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     planners: dict[str, Planner] = {}
     plans = {}
     for name, (backend, count, rates) in machines.items():
@@ -198,24 +200,24 @@ def plan_many(
         known = rates or tabled_rates(name)
         if known is None:
             raise ConfigurationError(f"nothing is tabled about the speed of {name!r}; give its rates.")
-        choice = planner.choose(settings, budget_bytes=count, rates=known)
+        choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _plan(planner, choice, precision=precision, budget_bytes=count)
         plans[name] = _with_generation(found, module, batch)
     return plans
 
 
-def _settings(
+def _combinations(
     module: L.LightningModule, precision: str, *, recompute: bool | Literal["auto"], optimizer_kernel: str
-) -> list[Setting]:
+) -> list[Combination]:
     if optimizer_kernel not in ("keep", "auto", *KERNELS):
         raise ConfigurationError(
             f"optimizer_kernel={optimizer_kernel!r} is not offered; choose from keep, auto, {', '.join(KERNELS)}."
         )
     policies = recompute_policies(module) if recompute == "auto" else (_ALL if recompute else _NONE,)
     kernels = KERNELS if optimizer_kernel == "auto" else ()
-    found = settings_to_compare(precision, policies=policies, kernels=kernels, chunks=chunk_choices(module))
+    found = combinations_to_compare(precision, policies=policies, kernels=kernels, chunks=chunk_choices(module))
     if optimizer_kernel in KERNELS:
-        found = [replace(setting, optimizer_kernel=optimizer_kernel) for setting in found]
+        found = [replace(combination, optimizer_kernel=optimizer_kernel) for combination in found]
     return found
 
 
@@ -230,10 +232,10 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
             alternatives=choice.alternatives,
             reasons={"micro_batch_size": choice.reason},
         )
-    setting = planner.setting_of(best)
+    combination = planner.combination_of(best)
     return Plan(
         micro_batch_size=best.micro_batch_size,
-        recompute=setting.recompute is not None and setting.recompute.blocks != 0,
+        recompute=combination.recomputes,
         recomputed=best.recompute,
         precision=precision,
         optimizer_kernel=best.optimizer_kernel,
@@ -295,7 +297,9 @@ def _real(device: str | torch.device) -> torch.device:
 
 
 def _calibration(device: str | torch.device) -> Calibration:
-    """Return the kept measurements of a device; its speeds and the gain of aligned sizes are measured now if they never were.
+    """Return the kept measurements of a device.
+
+    Its speeds and the gain of aligned sizes are measured now if they never were.
 
     Raises:
         ConfigurationError: If this machine has no such device.

@@ -1,4 +1,4 @@
-"""Traces of one module's step for one batch, by combination of memory options and micro-batch size."""
+"""Traces of one module's step, by combination of memory options and micro-batch size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import lightning as L
 from lightning_unified.cost_model.even_splits import cuts
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.dry_run import DryRuns
-from lightning_unified.planner.settings import Setting
 from lightning_unified.planner.traced_sizes import TracedSizes, adjusted
 from lightning_unified.step.split import splitter_of, tensors_in
 from lightning_unified.step.split.rules import given_to, rules_of
@@ -93,44 +93,50 @@ class StepTraces:
         self._dry_runs = partial(
             DryRuns, module, batch, is_prepared=is_prepared, backend=backend, trainer=trainer, fake_copies={}
         )
-        self._sizes: dict[Setting, TracedSizes] = {}
+        self._sizes: dict[Combination, TracedSizes] = {}
 
-    def of(self, setting: Setting, *, bounds: Bounds | None = None) -> TracedSizes:
-        """Return the step under `setting` at any micro-batch size.
+    def of(self, combination: Combination, *, bounds: Bounds | None = None) -> TracedSizes:
+        """Return the step under `combination` at any micro-batch size.
 
         Args:
-            setting: The combination of memory options.
+            combination: The combination of memory options.
             bounds: Lower bounds from the user's own step, used the first time a combination is asked for.
         """
-        if setting not in self._sizes:
-            self._sizes[setting] = TracedSizes(
-                self._traced(setting),
+        if combination not in self._sizes:
+            self._sizes[combination] = TracedSizes(
+                self._traced(combination),
                 rows=self.rows,
                 unit=self.unit,
                 row_bytes=self._row_bytes,
                 workspaces=self._counted.workspaces,
-                least=None if bounds is None else bounds.bytes(setting),
+                least=None if bounds is None else bounds.bytes(combination),
                 holds_batch=self._has_encoders,
             )
-        return self._sizes[setting]
+        return self._sizes[combination]
 
-    def exactly(self, setting: Setting, micro_batch_size: int | None) -> tuple[Trace, int]:
-        """Return the trace of a dry run at that micro-batch size, None for the whole batch, and the number of micro-batches."""
+    def exactly(self, combination: Combination, micro_batch_size: int | None) -> tuple[Trace, int]:
+        """Return the trace of a dry run at that size, and the number of micro-batches.
+
+        A size of None means the whole batch.
+        """
         rows = min(micro_batch_size or self.rows, self.rows)
         parts = -(-self.rows // rows)
-        return self.of(setting).exactly(rows, parts=parts), parts
+        return self.of(combination).exactly(rows, parts=parts), parts
 
-    def bounds(self, own: Setting) -> Bounds:
-        """Return lower bounds for other combinations, computed from the user's own step in the fewest micro-batches allowed."""
+    def bounds(self, own: Combination) -> Bounds:
+        """Return lower bounds for other combinations.
+
+        They follow from the user's own step in the fewest micro-batches allowed.
+        """
         fewest = self.ways[0]
         return Bounds(self._module, own, lambda: self.of(own).at(fewest[0], parts=len(fewest)), sizes=fewest)
 
-    def _traced(self, setting: Setting) -> Callable[[int, int, int], Trace]:
+    def _traced(self, combination: Combination) -> Callable[[int, int, int], Trace]:
         step = self._dry_runs(
-            precision=setting.precision,
-            recompute=setting.recompute,
-            optimizer_kernel=setting.optimizer_kernel,
-            loss_chunk=setting.loss_chunk,
+            precision=combination.precision,
+            recompute=combination.recompute,
+            optimizer_kernel=combination.optimizer_kernel,
+            loss_chunk=combination.loss_chunk,
         ).step
         counted = self._counted
 

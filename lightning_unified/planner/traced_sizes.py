@@ -1,4 +1,4 @@
-"""Traces of one step at any micro-batch size: dry runs at a few sizes, straight lines through them for the others.
+"""Traces of one step at any size: dry runs at a few, straight lines for the others.
 
 A dry run of one size takes a second or two. The peak of a step is no straight line in its rows, but the size of each allocation is.
 Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`interpolation.fit`).
@@ -29,7 +29,7 @@ _FIT = (
 
 
 class TracedSizes:
-    """The step under one combination of memory options, traced at the sizes that a search asks for.
+    """The step under one combination of memory options, at the sizes that a search needs.
 
     The whole batch gets a dry run, and so do the first smaller sizes. Known sizes give a lower bound of larger ones, so the first size
     that can fit usually does. If several do not fit, further sizes lie on lines through two dry runs. Where there are no such lines,
@@ -69,7 +69,9 @@ class TracedSizes:
         self._lines: dict[int, Lines | None] = {}
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step in `parts` micro-batches of `rows`; it shows at most two micro-batches.
+        """Return the trace of a step in `parts` micro-batches of `rows`.
+
+        It shows at most two micro-batches.
 
         Further micro-batches add only their share of the batch, which waits on the device. The trace counts that share.
         """
@@ -80,7 +82,10 @@ class TracedSizes:
         return self._traces[key]
 
     def exactly(self, rows: int, *, parts: int) -> Trace:
-        """Return the trace from a dry run at that size, not from lines; `at` returns it from now on."""
+        """Return the trace from a dry run at that size, not from lines.
+
+        `at` returns it from now on.
+        """
         parts = min(parts, 2)
         self._traces[rows, parts] = self._by_itself(rows, parts)
         self._peaks.pop((rows, parts), None)
@@ -92,7 +97,9 @@ class TracedSizes:
         self._traces, self._peaks = {}, {}
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the peak of live bytes in that step; a lower bound of it where the peak needs another dry run.
+        """Return the peak of live bytes in that step, or a lower bound of it.
+
+        It is a lower bound if the peak needs another dry run.
 
         A peak is the maximum of straight lines. So more rows take at least as much as fewer rows, and at least as much as the line
         through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large
@@ -158,12 +165,18 @@ class TracedSizes:
         return self._own[key]
 
     def _complete(self, trace: Trace, *, rows: int) -> Trace:
-        """Add the rest of the batch and the libraries' workspaces to a trace that holds `rows` of the batch."""
+        """Add the rest of the batch and the libraries' workspaces to a trace.
+
+        The trace holds `rows` of the batch.
+        """
         whole = self._whole_batch(trace, rows=rows)
         return with_workspaces(whole) if self._workspaces else whole
 
     def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
-        """Add the rows of the batch that the trace leaves out: they stay on the device during the whole step."""
+        """Add the rows of the batch that the trace leaves out.
+
+        They stay on the device during the whole step.
+        """
         missing = (self._rows - rows) * self._row_bytes
         if missing <= 0 or (self._holds_batch and trace.parts > 1):
             return trace
@@ -185,7 +198,7 @@ def adjusted(trace: Trace, *, updates: bool, reduction_bytes: int) -> Trace:
 
 
 def _with_reduction(trace: Trace, count: int) -> Trace:
-    """Add `count` bytes that are allocated before the step and stay, for the reduction over ranks."""
+    """Add `count` bytes for the reduction over ranks, allocated before the step."""
     if not count:
         return trace
     taken = (event.storage for event in trace.events if isinstance(event, Take))
@@ -194,7 +207,7 @@ def _with_reduction(trace: Trace, count: int) -> Trace:
 
 
 def _without_optimizer(trace: Trace) -> Trace:
-    """Remove optimizer state and the operations of the optimizer step: this step does not write weights."""
+    """Remove optimizer state and the optimizer step: this step does not write weights."""
     events: list[Event] = []
     left_out: set[int] = set()
     phase = "setup"

@@ -6,18 +6,19 @@ import pytest
 
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Candidate, Choice
+from lightning_unified.cost_model.trace.trace import Confidence
 from lightning_unified.errors import BudgetError, DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import StepInputs, StepPlan, decide, needs_search, trusted
-from lightning_unified.planner.settings import Setting
 
 MIB = 1 << 20
-PLAIN = Setting(precision="32-true", recompute=RecomputePolicy(blocks=0))
-ALL = Setting(precision="32-true", recompute=RecomputePolicy(blocks="all"))
-FUSED = Setting(precision="32-true", recompute=RecomputePolicy(blocks=0), optimizer_kernel="fused")
+PLAIN = Combination(precision="32-true", recompute=RecomputePolicy(blocks=0))
+ALL = Combination(precision="32-true", recompute=RecomputePolicy(blocks="all"))
+FUSED = Combination(precision="32-true", recompute=RecomputePolicy(blocks=0), optimizer_kernel="fused")
 
 
-def prediction(*, rows=8, parts=1, mib=4, confidence="high"):
+def prediction(*, rows=8, parts=1, mib=4, confidence: Confidence = "high"):
     return Prediction(
         peak_bytes=mib * MIB,
         reserved_bytes=mib * MIB,
@@ -30,14 +31,14 @@ def prediction(*, rows=8, parts=1, mib=4, confidence="high"):
     )
 
 
-def candidate(setting, *, rows=8, parts=1, mib=4, fits=True):
+def candidate(combination, *, rows=8, parts=1, mib=4, fits=True):
     return Candidate(
         micro_batch_size=rows,
         parts=parts,
-        recompute=str(setting.recompute),
-        precision=setting.precision,
-        optimizer_kernel=setting.optimizer_kernel,
-        loss_chunk=setting.loss_chunk,
+        recompute=str(combination.recompute),
+        precision=combination.precision,
+        optimizer_kernel=combination.optimizer_kernel,
+        loss_chunk=combination.loss_chunk,
         peak_bytes=mib * MIB,
         reserved_bytes=mib * MIB,
         seconds=1.0,
@@ -45,9 +46,9 @@ def candidate(setting, *, rows=8, parts=1, mib=4, fits=True):
     )
 
 
-def inputs(*, settings=(PLAIN, ALL), budget=5, own=None, fits=True, **changes):
+def inputs(*, combinations=(PLAIN, ALL), budget=5, own=None, fits=True, **changes):
     return StepInputs(
-        settings=settings,
+        combinations=combinations,
         own=own or prediction(),
         own_fits=fits,
         budget_bytes=budget * MIB,
@@ -60,7 +61,7 @@ def found(best, *others, reason="searched"):
 
 
 @pytest.mark.parametrize(
-    ("fits", "settings", "needed"),
+    ("fits", "combinations", "needed"),
     [
         (True, (PLAIN,), False),
         (True, (PLAIN, ALL), False),
@@ -70,14 +71,14 @@ def found(best, *others, reason="searched"):
         (True, (FUSED,), False),  # the kernel was asked for
     ],
 )
-def test_a_search_is_needed_where_the_step_does_not_fit_or_a_kernel_is_open(fits, settings, needed):
-    assert needs_search(inputs(fits=fits, settings=settings)) is needed
+def test_a_search_is_needed_where_the_step_does_not_fit_or_a_kernel_is_open(fits, combinations, needed):
+    assert needs_search(inputs(fits=fits, combinations=combinations)) is needed
 
 
-OWN = StepPlan(setting=PLAIN, micro_batch_size=8, parts=1, refused=None, reason="fits: 4.00 MiB of 5.00 MiB")
+OWN = StepPlan(combination=PLAIN, micro_batch_size=8, parts=1, refused=None, reason="fits: 4.00 MiB of 5.00 MiB")
 HALF, RECOMPUTED = candidate(PLAIN, rows=4, parts=2), candidate(ALL)
-SEARCHED = StepPlan(setting=ALL, micro_batch_size=8, parts=1, refused=None, reason="searched", candidate=RECOMPUTED)
-SPLIT = replace(SEARCHED, setting=PLAIN, micro_batch_size=4, parts=2, refused=8, candidate=HALF)
+SEARCHED = StepPlan(combination=ALL, micro_batch_size=8, parts=1, refused=None, reason="searched", candidate=RECOMPUTED)
+SPLIT = replace(SEARCHED, combination=PLAIN, micro_batch_size=4, parts=2, refused=8, candidate=HALF)
 THIRDS = candidate(PLAIN, rows=3, parts=3)
 TIGHT = candidate(ALL, rows=1, parts=8, mib=5, fits=False)
 
@@ -106,7 +107,7 @@ PLANS = {
         replace(SPLIT, refused=None),
     ),
     "no rows to count": (inputs(fits=False, rows=None, choice=found(HALF)), replace(SPLIT, refused=None)),
-    "the search, though the step fits": (inputs(settings=(PLAIN, ALL), choice=found(RECOMPUTED)), SEARCHED),
+    "the search, though the step fits": (inputs(combinations=(PLAIN, ALL), choice=found(RECOMPUTED)), SEARCHED),
     "the smallest, if it may fit after all": (
         inputs(fits=False, choice=found(None, replace(HALF, reserved_bytes=9 * MIB), TIGHT)),
         replace(

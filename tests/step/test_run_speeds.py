@@ -4,9 +4,9 @@ import pytest
 
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.planner import Planner, SizeLimits
-from lightning_unified.planner.settings import Setting
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from tests.support.dry_run_zoo import Perceptron
 
@@ -42,7 +42,7 @@ def test_alignment_matters_where_an_unaligned_cut_has_an_aligned_one_beside_it(r
     planner = Planner(
         Perceptron(), Perceptron.batch(rows), backend="cpu", limits=SizeLimits(micro_batch_size=rows // 2)
     )
-    choice = planner.choose([Setting(precision="32-true")], budget_bytes=1 << 40, rates=RATES)
+    choice = planner.choose([Combination(precision="32-true")], budget_bytes=1 << 40, rates=RATES)
 
     assert choice.best.parts == 2
     assert planner.could_be_aligned(choice) is could

@@ -1,4 +1,4 @@
-"""Dry run: execute one real training step on fake tensors, and record every allocation in it.
+"""Dry run: execute one real training step on fake tensors, and record its allocations.
 
 A fake tensor has a shape, a dtype and a device, but no storage (`torch._subclasses.FakeTensorMode`). Operations on fake tensors compute
 shapes only. So a step of any size runs in a second or two, without a GPU and without memory for weights or activations.

@@ -1,4 +1,7 @@
-"""Step counters of a dry run: saved before one traced step and restored before the next, so that both are the same step of a fit."""
+"""Step counters of a dry run: saved before one traced step, restored before the next.
+
+So both are the same step of a fit.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,7 @@
-"""One dry run: trace the first step of a fake fit, and further steps on the same fake copy where that gives the same result."""
+"""One dry run: trace one step of a fake fit, or several on the same fake copy.
+
+Further steps are traced on the same copy only where that gives the same result as a new dry run.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -69,7 +72,9 @@ class DryRun:
     def go_on(
         self, rows: int, parts: int, later_rows: int | None = None, *, recompute: RecomputePolicy | bool | None = None
     ) -> Trace | None:
-        """Trace one more step on the same fake copy, from the state in which the first traced step began.
+        """Trace one more step on the same fake copy.
+
+        It begins in the state in which the first traced step began.
 
         All step counters are first set back. The recomputed blocks may differ from the first step's: they decide which storages live
         within a step, and between two steps only their order.
@@ -100,7 +105,10 @@ class DryRun:
         return None
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
-        """Return the trace and leave everything around the dry run unchanged; turn errors into `DryRunError`."""
+        """Return the trace and leave everything around the dry run unchanged.
+
+        Turn errors into `DryRunError`.
+        """
         name, noted = type(self._spec.module).__name__, self._state.note()
         try:
             with untouched():

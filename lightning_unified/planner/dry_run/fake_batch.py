@@ -32,7 +32,9 @@ _KNOWN = 1 << 18  # entries: larger integer tensors lose their values; lengths, 
 
 
 class Template:
-    """Makes fake batches like a real one: repeats or drops rows, and keeps only the shapes of floating-point tensors.
+    """Makes fake batches like a real one, with any number of rows.
+
+    It repeats or drops rows, and keeps only the shapes of floating-point tensors.
 
     Integer tensors keep their values, and repeated rows repeat them. So a step reads lengths, labels and masks that occur in real data.
 
@@ -77,10 +79,12 @@ class Template:
             )
         if self.rows is None:
             return fake_copy(self._batch, device=device)
-        batch, had = self._batch, self.rows
-        if rows != had and (self._splits_itself or _holds_special_kinds(batch)):
-            batch, had = self._split(rows), rows
-        resize = _Resize(self.roles, had=had, rows=rows, length=self.length, asked=length or self.length, device=device)
+        batch, known = self._batch, self.rows
+        if rows != known and (self._splits_itself or _holds_special_kinds(batch)):
+            batch, known = self._split(rows), rows
+        resize = _Resize(
+            self.roles, rows=known, new_rows=rows, length=self.length, new_length=length or self.length, device=device
+        )
         return resize(batch)
 
     def _split(self, rows: int) -> Any:
@@ -95,23 +99,33 @@ class Template:
 
 
 class _Resize:
-    """Makes a fake copy of all entries of a batch; entries with a row dimension get the new number of rows and positions."""
+    """Makes a fake copy of all entries of a batch.
+
+    Entries with a row dimension get the new number of rows and positions.
+    """
 
     def __init__(
-        self, roles: Roles, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device
+        self,
+        roles: Roles,
+        *,
+        rows: int,
+        new_rows: int,
+        length: int | None,
+        new_length: int | None,
+        device: torch.device,
     ) -> None:
         self._roles, self._device = roles, device
-        self._had, self._rows, self._length, self._asked = had, rows, length, asked
+        self._rows, self._new_rows, self._length, self._new_length = rows, new_rows, length, new_length
 
     def __call__(self, value: Any, path: str = "") -> Any:
         if isinstance(value, Tensor) and kind_of(value) is TENSOR:
             return self._tensor(value, batched=self._roles.get((path, "leaf")) is Role.ROWS)
         if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
-            return value[np.arange(self._rows) % self._had]
+            return value[np.arange(self._new_rows) % self._rows]
         if isinstance(value, PackedSequence):
             return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
         if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
-            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))  # pyright: ignore[reportArgumentType]
+            return type(value)(self._one(value[index % self._rows]) for index in range(self._new_rows))  # pyright: ignore[reportArgumentType]
         entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
         if entries is not None:
             return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
@@ -127,19 +141,19 @@ class _Resize:
     def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
         shape = list(tensor.shape)
         for index in range(int(batched), len(shape)):
-            if shape[index] == self._length and self._asked is not None:
-                shape[index] = self._asked
+            if shape[index] == self._length and self._new_length is not None:
+                shape[index] = self._new_length
         if batched:
-            shape[0] = self._rows
+            shape[0] = self._new_rows
         if shape == list(tensor.shape):
             return fake_tensor(tensor, device=self._device)
         fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device=self._device)
         if not tensor.is_floating_point() and not tensor.is_meta and fake.numel() <= _KNOWN:
             with no_dispatch():
                 value = tensor.detach().cpu()
-                for index, (had, asked) in enumerate(zip(tensor.shape, shape, strict=True)):
-                    if had != asked:
-                        value = value.index_select(index, torch.arange(asked) % had)
+                for index, (size, new_size) in enumerate(zip(tensor.shape, shape, strict=True)):
+                    if size != new_size:
+                        value = value.index_select(index, torch.arange(new_size) % size)
             set_value(fake, value.clone() if value is tensor else value)
         return fake
 
@@ -154,7 +168,10 @@ def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
 
 
 def _length(batch: Any, rows: int) -> int | None:
-    """Return the most frequent second dimension of the batch's integer tensors; None if there is none."""
+    """Return the most frequent second dimension of the batch's integer tensors.
+
+    The result is None if there is none.
+    """
     votes = Counter(
         tensor.shape[1]
         for tensor in tensors_in(batch)
@@ -168,12 +185,15 @@ def _length(batch: Any, rows: int) -> int | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether `value` is a `TensorDict` with its own row dimension, which is copied as a whole."""
+    """Return whether `value` is a `TensorDict` with rows: it is copied as a whole."""
     return is_tensor_collection(value) and len(value.batch_size) > 0
 
 
 def _holds_special_kinds(value: Any) -> bool:
-    """Return whether a batch holds entries whose rows cannot be repeated: packed sequences, graphs, nested tensors."""
+    """Return whether a batch holds entries whose rows cannot be repeated.
+
+    These are packed sequences, graphs and nested tensors.
+    """
     if isinstance(value, PLAIN):
         return False
     kind = kind_of(value)

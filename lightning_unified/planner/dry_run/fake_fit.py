@@ -1,4 +1,4 @@
-"""The fit of a fake copy: the copy with its memory options, its Trainer and strategy, and the recorder that follows them."""
+"""The fit of a fake copy, with its memory options, Trainer, strategy and recorder."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,9 @@ _DEVICE = torch.device("cpu")  # of all fake tensors: those of other devices fai
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec:
-    """The step to trace; the arguments of `trace_step` and `trace_validation` explain the fields.
+    """The step to trace.
+
+    The arguments of `trace_step` and `trace_validation` explain the fields.
 
     Attributes:
         module: The user's module, which stays unchanged.
@@ -72,7 +74,7 @@ class StepSpec:
             raise DryRunError(f"optimizer_kernel={self.kernel!r}: give one of {', '.join(KERNELS)}, or None.")
 
     def trainer_settings(self) -> dict[str, Any]:
-        """Return the arguments of the dry run's Trainer that follow from this step and from the live Trainer."""
+        """Return the dry run's Trainer arguments, from this step and the live Trainer."""
         live = self.live
         settings: dict[str, Any] = {"val_check_interval": 1} if self.validates else {"limit_val_batches": 0}
         if not self.module.automatic_optimization:
@@ -102,7 +104,9 @@ class StepSize:
 
 
 class Templates:
-    """The templates of a step's batches. Create them outside the fake world, because they look at real tensors.
+    """The templates of a step's batches.
+
+    Create them outside the fake world, because they look at real tensors.
 
     Args:
         spec: The step to trace.
@@ -124,7 +128,9 @@ class Templates:
 
 
 class FakeFit:
-    """A fit of a fake copy, from its set-up to any number of traced steps; create and run it inside `fake_world(world)`.
+    """A fit of a fake copy, from its set-up to any number of traced steps.
+
+    Create and run it inside `fake_world(world)`.
 
     Args:
         spec: The step to trace.
@@ -204,7 +210,10 @@ class FakeFit:
             self.trainer.go_on()
 
     def recompute(self, policy: RecomputePolicy | bool | None) -> None:
-        """Set the blocks of the fake copy that recompute their activations; None leaves the module as it is."""
+        """Set the blocks of the fake copy that recompute their activations.
+
+        The result is None leaves the module as it is.
+        """
         if self._recomputed is not None:
             self._recomputed.undo()
         if isinstance(policy, bool):
@@ -213,7 +222,10 @@ class FakeFit:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether further steps may be traced on this copy: no step differs from others, and nothing is torn down."""
+        """Whether further steps may be traced on this copy.
+
+        They may if no step differs from others, and nothing is torn down.
+        """
         datamodule = getattr(self._spec.live, "datamodule", None)
         return (
             not self._spec.validates
@@ -260,7 +272,7 @@ class FakeFit:
         return strategy
 
     def _copy_callbacks(self) -> None:
-        """Copy the tensors that the live Trainer's callbacks hold, and the callbacks that average weights."""
+        """Copy tensors that live callbacks hold, and the callbacks that average weights."""
         live, on_host = self._spec.live, self._spec.backend == "cpu"
         self.recording.held = [fake_tensor(one, device=_DEVICE) for one in list(tensors_held(live, on_host=on_host))]
         self.recording.averages = [

@@ -1,4 +1,4 @@
-"""Isolation of a dry run: restore generators, loggers, standard output and the garbage collector after it."""
+"""Isolation of a dry run: restore generators, loggers and standard output after it."""
 
 import contextlib
 import gc
@@ -19,7 +19,9 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytor
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore generators, loggers, standard output and garbage collection at the end; begin without autocast and inference mode.
+    """Restore generators, loggers, standard output and garbage collection at the end.
+
+    Begin without autocast and inference mode.
 
     The garbage collector is off inside. A real run frees tensors by reference counts, and a collection in the middle of a trace would
     free storages at arbitrary places.

@@ -1,4 +1,7 @@
-"""Start and end of a dry run's recording: between two batches, once a step has written weights."""
+"""Start and end of a dry run's recording, between two batches.
+
+It starts once a step has written weights.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -97,7 +100,10 @@ class RecordingCallback(Callback):
         self._recorder.phase = "callbacks"
 
     def next_batch(self, *, validation: bool) -> Any:
-        """End the recording if a step is complete, begin it if one follows, and return the next batch."""
+        """Return the next batch; begin or end the recording before it.
+
+        It ends if a step is complete, and begins if one follows.
+        """
         if self._records:
             self._look()
         self._seen += 1
@@ -143,7 +149,10 @@ class RecordingCallback(Callback):
 
 
 class _Loader:
-    """An endless loader: its epoch outlasts the dry run, and it continues after it has ended a fit."""
+    """An endless loader.
+
+    Its epoch outlasts the dry run, and it continues after it has ended a fit.
+    """
 
     def __init__(self, recording: RecordingCallback, *, validation: bool, count: int) -> None:
         self._recording, self._validation, self._count = recording, validation, count
@@ -159,7 +168,10 @@ class _Loader:
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the states of torchmetrics objects and their defaults; they move with the module although they are no buffers."""
+    """Yield the states of torchmetrics objects and their defaults.
+
+    They move with the module although they are no buffers.
+    """
     for metric in metrics_of(module):
         for name, default in metric._defaults.items():
             state = getattr(metric, name)

@@ -1,4 +1,4 @@
-"""Entry points of the dry run: trace a training step, a validation step, or many sizes of one step."""
+"""Entry points of the dry run: a training step, a validation step, or many sizes of one."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def trace_step(
     accumulate: int | None = None,
     clip: float | None = None,
 ) -> Trace:
-    """Return the trace of a training step: its operations, allocations and frees, from a run on fake tensors.
+    """Return the operations, allocations and frees of a training step, run on fake tensors.
 
     Lightning's loops and this package's step run in full: `training_step`, backward, clipping, the optimizers, logging and callbacks that
     average weights. The traced step is the second one that writes weights, so optimizer state and the previous step's gradients exist.
@@ -84,7 +84,9 @@ def trace_validation(
     is_prepared: bool = False,
     loss_chunk: int | None = None,
 ) -> Trace:
-    """Return the trace of a validation step in the middle of a fit: with optimizer state, without gradients.
+    """Return the trace of a validation step in the middle of a fit.
+
+    Optimizer state exists then, and gradients do not.
 
     Args:
         module: As for `trace_step`.
@@ -118,7 +120,9 @@ def trace_validation(
 
 
 class DryRuns:
-    """Traces one module's step at many sizes under one combination of memory options, faster than `trace_step` and with equal results.
+    """Traces one module's step at many sizes, faster than `trace_step` with equal results.
+
+    All sizes share one combination of memory options.
 
     A dry run executes an untraced step first, which leaves optimizer state and gradients. Further sizes are traced on the same fake copy
     if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.

@@ -1,4 +1,4 @@
-"""The strategy of a dry run: this package's step on a device that need not exist, without a budget."""
+"""The strategy of a dry run: this package's step without a device or a budget."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -260,7 +260,9 @@ def precision_of(trainer: L.Trainer | None) -> str:
 
 
 def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
-    """Return the precision plugin of a dry run, and the dtype of the fake copy; None keeps each tensor's own dtype.
+    """Return the precision plugin of a dry run, and the dtype of the fake copy.
+
+    The result is None keeps each tensor's own dtype.
 
     Args:
         precision: Lightning's name.

@@ -1,4 +1,4 @@
-"""The Trainer of a dry run: Lightning's own, without loggers, signal handlers, checkpoints and progress bars."""
+"""The Trainer of a dry run: Lightning's own, without loggers, signals and checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

@@ -1,4 +1,6 @@
-"""Fake tensors: shapes without storage, a cached mode that makes them, copies of modules with them, and a recorder.
+"""Fake tensors: a cached mode that makes them, copies of modules, and a recorder.
+
+A fake tensor has a shape, strides, a dtype and a device, but no storage.
 
 A dry run stacks three dispatch modes. Each operation passes them from the top to the bottom:
 

@@ -1,4 +1,6 @@
-"""Fake-tensor mode with a cache: each operation's output shapes are inferred once per argument signature.
+"""Cached fake-tensor mode: infers each operation's output shapes once per signature.
+
+The signature of a call describes its arguments.
 
 torch's own fake mode takes a tenth of a millisecond for each operation, even if its cache answers. A dry run executes thousands. This
 mode looks up a recipe by the operation and the signature of its arguments: shapes, strides, dtypes, devices and all numbers. The recipe
@@ -71,7 +73,10 @@ class CachedFakeMode(FakeTensorMode):
         return result
 
     def _is_plain(self, value: Any) -> bool:
-        """Return whether `value` is a strided fake tensor of this mode, not constant and not complex: conjugates are hidden views."""
+        """Return whether `value` is a strided, variable, real fake tensor of this mode.
+
+        Complex tensors are left out, because conjugates are hidden views.
+        """
         return (
             type(value) is FakeTensor
             and value.fake_mode is self
@@ -115,7 +120,10 @@ class CachedFakeMode(FakeTensorMode):
         return [_fake(one, device, attributes) for one in result]
 
     def _recipe(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, key: list[Any]) -> Recipe | None:
-        """Return the recipe that makes such results from such arguments; None if only torch's mode can."""
+        """Return the recipe that makes such results from such arguments.
+
+        The result is None if only torch's mode can.
+        """
         if not isinstance(func, torch._ops.OpOverload) or any(tag in func.tags for tag in _SHAPING):
             return None
         if not func._schema.is_mutable:
@@ -146,7 +154,10 @@ class CachedFakeMode(FakeTensorMode):
         return lambda _: kind([make() for make in makers])
 
     def _maker(self, one: Any, storages: set[int]) -> Callable[[], Tensor] | None:
-        """Return a function that makes a tensor like `one`, if that is new, dense and plain; add its storage to `storages`."""
+        """Return a function that makes a tensor like `one`, if that is new, dense and plain.
+
+        Add its storage to `storages`.
+        """
         if type(one) is not FakeTensor or one.layout is not torch.strided or one.dtype.is_complex or one.requires_grad:
             return None
         storage = one.untyped_storage()

@@ -1,4 +1,7 @@
-"""Fake copies: deep copies of modules with a fake tensor in place of each tensor, equal in all that a step can read."""
+"""Fake copies: deep copies of modules with a fake tensor in place of each tensor.
+
+A step reads the same from the copy as from the module, except values.
+"""
 
 import copy
 import threading
@@ -38,7 +41,9 @@ def fake_copy(
     cast: Mapping[int, torch.dtype] | None = None,
     shared: Iterable[Any] = (),
 ) -> Copied:
-    """Return a deep copy of `thing` with a fake tensor in place of each tensor in it; call it inside `fake_world`.
+    """Return a deep copy of `thing` with a fake tensor in place of each tensor in it.
+
+    Call it inside `fake_world`.
 
     Tied weights and views of one storage stay tied. Tensors on the meta device become fake tensors of `device` like all others. NumPy arrays
     are shared, because a step does not write them. Objects that cannot be copied are shared too.
@@ -123,7 +128,10 @@ class _Fakes:
 
 @contextmanager
 def _copying(fakes: _Fakes) -> Iterator[None]:
-    """Let `copy.deepcopy` make fake tensors, and share objects that need no copy or cannot be copied."""
+    """Let `copy.deepcopy` make fake tensors, and share objects that need no copy.
+
+    Objects that cannot be copied are shared too.
+    """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = [kind for kind in _SHARED if kind not in dispatch]
     own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter, UninitializedParameter)}

@@ -1,4 +1,4 @@
-"""Known values of fake tensors: answer a step's reads with values that are known, and make up all others.
+"""Known values of fake tensors: answer a step's reads, and make up unknown values.
 
 A fake tensor has no storage, yet steps read values: `loss.item()`, `lengths.max()`, `x[mask]`. Small integer tensors, such as labels, masks
 and counters, therefore carry a real tensor beside them. Each operation on such tensors is executed on the real values too.
@@ -105,7 +105,10 @@ class Answers(TorchDispatchMode):
         return result
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of `tensor`; None if it is unknown or was overwritten by an unknown value."""
+        """Return the value of `tensor`.
+
+        The result is None if it is unknown or was overwritten by an unknown value.
+        """
         value = value_of(tensor)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
@@ -183,7 +186,7 @@ def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: b
 
 
 def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
-    """Return the result of `tensor[mask]` if the mask selects every entry, or one of `share` entries."""
+    """Return the result of `tensor[mask]` if the mask selects one of `share` entries."""
     before, mask = next((place, index) for place, index in enumerate(indices) if index is not None and _is_mask(index))
     kept = -(-mask.numel() // share)
     return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))

@@ -1,4 +1,4 @@
-"""The fake world: a block in which all new tensors are fake, and a whole training step works on them."""
+"""The fake world: a block in which all new tensors are fake, and a training step works."""
 
 import copy
 import sys
@@ -20,7 +20,9 @@ _ARRAY_ENTRIES = 1 << 24  # judgement: the largest array of zeros that is made u
 
 
 class World:
-    """A fake-tensor mode with the answers to reads of values; tensors of one world cannot be used in another.
+    """A fake-tensor mode with the answers to reads of values.
+
+    Tensors of one world cannot be used in another.
 
     Args:
         other: Whether a made-up value that can decide a shape differs from the default one.
@@ -42,7 +44,7 @@ class World:
 
 @contextmanager
 def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
-    """Make every tensor that is created inside the block a fake tensor, and answer reads of its values.
+    """Make every tensor created inside the block a fake tensor, and answer reads of values.
 
     It closes three gaps of torch's mode:
 
@@ -94,7 +96,10 @@ _APPLY = nn.Module._apply
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move or convert a module as torch does with real weights; torch swaps fake weights, and fails if they have references."""
+    """Move or convert a module as torch does with real weights.
+
+    Torch swaps fake weights, and fails if they have references.
+    """
     own = [one for one in module._parameters.values() if one is not None]
     if not all(isinstance(one, FakeTensor) for one in own):
         return _APPLY(module, fn, recurse)
@@ -119,7 +124,10 @@ def _put(fake: Any, applied: Any) -> None:
 
 
 def _deep_copy(fake: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy as `Tensor.__deepcopy__` makes one, by an operation, because there are no bytes to copy."""
+    """Return a copy as `Tensor.__deepcopy__` makes one.
+
+    An operation makes it, because a fake tensor has no bytes to copy.
+    """
     if id(fake) in memo:
         return memo[id(fake)]
     with torch.no_grad():

@@ -1,4 +1,7 @@
-"""Find the module that an operation belongs to: by open calls in the forward pass, by autograd's node numbers in the backward pass."""
+"""Find the module that an operation belongs to.
+
+In the forward pass, it is the innermost open call. In the backward pass, autograd's node numbers lead to it.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Follows the calls of a module's submodules without hooks, because hooks disable fast paths.
+    """Follows the calls of a module's submodules without hooks, which disable fast paths.
 
     Args:
         module: The module whose submodules are named.
@@ -26,7 +29,10 @@ class Places:
         self.last_linear: nn.Module | None = None
 
     def here(self) -> str:
-        """Return the name of the innermost module that runs, or whose forward pass made the current backward node; empty outside."""
+        """Return the name of the innermost module that runs; empty outside all of them.
+
+        In a backward pass, it is the module whose forward pass made the current node.
+        """
         if self._open:
             return self._open[-1]
         node = torch._C._current_autograd_node()

@@ -95,7 +95,9 @@ class Recorder(TorchDispatchMode):
         return self._storages.lives
 
     def begin(self, *, order: Sequence[Lives] | None = None) -> None:
-        """Begin the trace here, with an allocation of each live storage; `order` is as for `Storages.begin`.
+        """Begin the trace here, with an allocation of each live storage.
+
+        `order` is as for `Storages.begin`.
 
         Raises:
             ValueError: If the live storages differ from `order`.
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self._storages.begin(order)
 
     def stop(self) -> tuple[Event, ...]:
-        """Return the events since `begin`, each allocation with its category, and end the recording."""
+        """End the recording, and return its events; each allocation has its category."""
         return self._storages.stop()
 
     def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
@@ -112,12 +114,18 @@ class Recorder(TorchDispatchMode):
             self._storages.enter(tensor, self.phase).category = category
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Count the tensors' storages as 0 bytes: on the backend that is meant, they lie in other memory."""
+        """Count the tensors' storages as 0 bytes.
+
+        On the backend that is meant, they lie in other memory.
+        """
         for tensor in _strided(tensors):
             self._storages.enter(tensor, self.phase).bytes = 0
 
     def backward_begins(self) -> None:
-        """Begin the backward phase: storages that the forward pass made and that still live are activations or logits."""
+        """Begin the backward phase.
+
+        Storages that the forward pass made and that still live are activations or logits.
+        """
         self.phase = "backward"
         for storage in self._storages.live.values():
             if storage.category is None and storage.in_forward:
@@ -153,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _follow(self, hidden: Hidden, outputs: tuple[Tensor, ...]) -> Storage | None:
-        """Note a call's allocations and frees, results and hidden blocks in their order; return the storage of the first result."""
+        """Note the allocations and frees of a call in their order; return the first result's storage."""
         storages, waiting = self._storages, list(reversed(outputs))
         entered = [storages.enter(waiting.pop(), self.phase) for _ in range(len(waiting) - hidden.order.count(RESULT))]
         inside: list[Storage] = []
@@ -194,12 +202,15 @@ class Recorder(TorchDispatchMode):
 
 
 def _strided(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors with a plain storage; a sparse tensor consists of two others, which were seen when they were made."""
+    """Yield the tensors with a plain storage.
+
+    A sparse tensor consists of two others, which were seen when they were made.
+    """
     return (tensor for tensor in tensors_among(values) if tensor.layout == torch.strided)
 
 
 def _called_by_engine() -> bool:
-    """Return whether only torch's own Python frames lie between the backward engine and this operation."""
+    """Return whether the backward engine called this operation, with only torch's frames between."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The storages that live during a recording, and the events that they cause: allocations and frees."""
+"""The live storages of a recording, and their events: allocations and frees."""
 
 import weakref
 from collections import deque
@@ -19,7 +19,7 @@ Lives = tuple[Category | None, int]
 
 
 class Storage:
-    """A live storage: its number in the trace, its bytes, and what is known of its category so far."""
+    """A live storage: its number in the trace, its bytes, and its category if known."""
 
     __slots__ = ("bytes", "category", "in_forward", "number", "wide")
 
@@ -78,7 +78,7 @@ class Storages:
         self._sum = None
 
     def stop(self) -> tuple[Event, ...]:
-        """Return the events since `begin`, each allocation with its category, and end the recording."""
+        """End the recording, and return its events; each allocation has its category."""
         raw, self.events = self.events or [], None
         return tuple(
             Take(one.number, one.bytes, one.category or "temporaries") if isinstance(one, Storage) else one
@@ -123,7 +123,10 @@ class Storages:
             self.events.append(Give(storage.number))
 
     def tie(self, count: int, outputs: tuple[Tensor, ...], phase: Phase) -> None:
-        """Allocate memory that a kernel saves beside its results; it lives as long as the result that stands for it."""
+        """Allocate memory that a kernel saves beside its results.
+
+        It lives as long as the result that stands for it.
+        """
         keys = [tensor.untyped_storage()._cdata for tensor in outputs]
         owner = next((key for key in keys if self.live[key].bytes == 0), keys[0])
         storage = self.take(count)
@@ -131,11 +134,16 @@ class Storages:
         self._tied.setdefault(owner, []).append(storage)
 
     def forget_sum(self) -> None:
-        """Forget the last sum of gradients: the next operation has begun, and its first term did not end with it."""
+        """Forget the last sum of gradients.
+
+        The next operation has begun, and the sum's first term was not freed before it.
+        """
         self._sum = None
 
     def note_sum(self, result: Storage, term: Tensor) -> None:
-        """Note a sum of gradients that the backward engine forms; if its first term is freed next, the engine adds in place.
+        """Note a sum of gradients that the backward engine forms.
+
+        If its first term is freed next, the engine adds in place.
 
         Args:
             result: The storage of the sum.
@@ -181,7 +189,9 @@ class Storages:
 
 
 def alike(some: Iterable[Lives], others: Iterable[Lives]) -> bool:
-    """Return whether the same storages live: in each category as many, of the same sizes, in the same order.
+    """Return whether the same storages live.
+
+    Each category must hold the same number of storages, of the same sizes, in the same order.
 
     Storages that a step left over have no lasting category and no order that matters; of them, the number of each size must agree.
     """

@@ -1,4 +1,6 @@
-"""Batch-size probe: find how many rows fit by running 1, 2, 4, … of them on the device, where a step cannot be traced.
+"""Batch-size probe: run 1, 2, 4, … rows on the device to find how many fit.
+
+A run uses it where a step cannot be traced.
 
 Nothing of a probe stays: gradients, buffers, generators and all other state are put back after each run.
 """
@@ -39,7 +41,7 @@ class ProbeResult:
 
 
 class BatchSizeProbe:
-    """Runs forward and backward passes of 1, 2, 4, … units of rows, until twice as many would not fit.
+    """Runs 1, 2, 4, … units of rows forward and backward, until twice as many do not fit.
 
     A line through the last two peaks, with the bytes that the optimizer state will add, then gives the size that fits the budget.
     Everything a run changes is put back, as after the exactness check. Dropout is off meanwhile, so its masks are not counted.
@@ -54,7 +56,9 @@ class BatchSizeProbe:
         self._splitter = policy.splitter("fit")
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> ProbeResult | None:
-        """Return the size that fits; None if the device reports no peak, or fewer than two sizes ran.
+        """Return the size that fits.
+
+        The result is None if the device reports no peak, or fewer than two sizes ran.
 
         Args:
             batch: The whole batch.
@@ -112,7 +116,10 @@ class BatchSizeProbe:
 
 
 def _line(points: list[tuple[int, int]], rows: int) -> float:
-    """Return the bytes for `rows` on the line through the last two points; at least the last peak, as a process does not shrink."""
+    """Return the bytes for `rows` on the line through the last two points.
+
+    At least the last peak, as a process does not shrink.
+    """
     (fewer, low), (more, high) = points[-2:]
     return high + max(high - low, 0) / (more - fewer) * (rows - more)
 
@@ -126,7 +133,7 @@ def probe_sizes(
     step: Callable[[Any], ClosureResult],
     why: str,
 ) -> str:
-    """Probe on the device for the micro-batch size that fits, set it, and return the outcome in words.
+    """Probe for the micro-batch size that fits, set it, and return the outcome in words.
 
     Args:
         trainer: In `fit`.
@@ -150,7 +157,9 @@ def probe_sizes(
         what_then = "sizes are found by trying"
     else:
         rows = ", ".join(map(str, found.tried))
-        what_then = f"{rows} rows were run on the device and undone: {found.micro_batch_size} at once fit"
+        what_then = (
+            f"{rows} rows were run on the device and undone: a micro-batch size of {found.micro_batch_size} fits"
+        )
         if found.refused is not None and shape is not None:
             policy.sizes.plan(shape, rows=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room())
     policy.events.append(f"the step could not be traced ({why}); {what_then}")

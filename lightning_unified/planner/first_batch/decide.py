@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.search import Candidate, Choice, what_would_fit
 from lightning_unified.errors import BudgetError, DryRunError
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.planner import is_under
-from lightning_unified.planner.settings import Setting
 from lightning_unified.units import format_bytes
 
 __all__ = ["StepInputs", "StepPlan", "decide", "more_rows", "needs_search", "trusted"]
@@ -22,7 +22,7 @@ class StepInputs:
     """The values that the decision depends on.
 
     Attributes:
-        settings: The combinations of memory options that may run, the user's own first.
+        combinations: The combinations of memory options that may run, the user's own first.
         own: The prediction for the user's own combination at the size that was asked for.
         own_fits: Whether that step fits within `budget_bytes`.
         budget_bytes: Bytes of the budget that are left for the step.
@@ -30,10 +30,10 @@ class StepInputs:
         micro_batch_size: The largest micro-batch size that the user or memory pressure allows; None for the whole batch.
         module: The module's class name, for messages.
         may_try: Whether a plan that almost fits may be tried.
-        choice: The result of a search over `settings`; None if `needs_search` is false.
+        choice: The result of a search over `combinations`; None if `needs_search` is false.
     """
 
-    settings: tuple[Setting, ...]
+    combinations: tuple[Combination, ...]
     own: Prediction
     own_fits: bool
     budget_bytes: int
@@ -49,7 +49,7 @@ class StepPlan:
     """How the step of a batch runs.
 
     Attributes:
-        setting: The combination of memory options to apply.
+        combination: The combination of memory options to apply.
         micro_batch_size: Rows of the largest micro-batch.
         parts: The number of micro-batches.
         refused: The next larger micro-batch size, predicted not to fit; None if the sizes in use stay as they are.
@@ -58,7 +58,7 @@ class StepPlan:
         alternatives: The other results of the search.
     """
 
-    setting: Setting
+    combination: Combination
     micro_batch_size: int
     parts: int
     refused: int | None
@@ -80,13 +80,19 @@ def trusted(own: Prediction) -> Prediction:
 
 
 def needs_search(inputs: StepInputs) -> bool:
-    """Return whether other combinations may be needed to fit, or may be faster: a kernel that is left open can be."""
-    may_be_faster = len(inputs.settings) > 1 and any(one.optimizer_kernel for one in inputs.settings)
+    """Return whether another combination may be needed to fit, or may be faster.
+
+    An optimizer kernel that is left open may be faster.
+    """
+    may_be_faster = len(inputs.combinations) > 1 and any(one.optimizer_kernel for one in inputs.combinations)
     return may_be_faster or not inputs.own_fits
 
 
 def decide(inputs: StepInputs) -> StepPlan:
-    """Return the plan: the step as the user set it, else the best of the search, else the smallest if it almost fits.
+    """Return the plan of a step.
+
+    It is the best of the search if there was one, else the step as the user set it. If the search found none that fits, it is the smallest,
+    provided that it almost fits.
 
     Raises:
         BudgetError: If no plan fits and none may be tried.
@@ -95,7 +101,7 @@ def decide(inputs: StepInputs) -> StepPlan:
     if choice is None:
         own = inputs.own
         return StepPlan(
-            setting=inputs.settings[0],
+            combination=inputs.combinations[0],
             micro_batch_size=own.rows,
             parts=own.parts,
             refused=_refused(inputs, own.rows, own.parts),
@@ -103,7 +109,7 @@ def decide(inputs: StepInputs) -> StepPlan:
         )
     best = choice.best or _smallest(choice, inputs)
     return StepPlan(
-        setting=next(setting for setting in inputs.settings if is_under(setting, best)),
+        combination=next(combination for combination in inputs.combinations if is_under(combination, best)),
         micro_batch_size=best.micro_batch_size,
         parts=best.parts,
         refused=_refused(inputs, best.micro_batch_size, best.parts),
@@ -114,12 +120,15 @@ def decide(inputs: StepInputs) -> StepPlan:
 
 
 def more_rows(rows: int, parts: int) -> int:
-    """Return the micro-batch size with one micro-batch fewer than `parts`, for a batch of `rows`."""
+    """Return the size of a micro-batch if `rows` are split into one micro-batch fewer."""
     return -(-rows // (parts - 1))
 
 
 def _refused(inputs: StepInputs, micro_batch_size: int, parts: int) -> int | None:
-    """Return the next larger size if the plan is smaller than the sizes in use; None if it is not."""
+    """Return the next larger size if the plan is smaller than the sizes in use.
+
+    The result is None if it is not.
+    """
     is_smaller = inputs.micro_batch_size is None or micro_batch_size < inputs.micro_batch_size
     return more_rows(inputs.rows, parts) if inputs.rows is not None and parts > 1 and is_smaller else None
 

@@ -1,4 +1,4 @@
-"""The plan of a fit on several ranks: each rank decides for its own batch, and all apply one common plan.
+"""The plan of a fit on several ranks: each rank decides, and all apply one common plan.
 
 The same three steps as on one rank, with an exchange between the second and the third: gather, decide, agree, apply. The exchange comes
 before any collective operation of the step.
@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import DryRunError
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import decide
 from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.planner.first_batch.planning import Decision, StepPlanning, set_memory_options
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.settings import Setting
 from lightning_unified.step.ranks.consensus import Point, Ranks
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.split import BatchShape
@@ -43,7 +43,7 @@ class Offer:
 
 
 class DistributedFirstStep(FirstStep):
-    """Plans on every rank, and agrees with the other ranks on memory options and the smallest micro-batch size.
+    """Plans on every rank; all ranks agree on memory options and a micro-batch size.
 
     Args:
         trainer: The Trainer of the fit.
@@ -67,7 +67,10 @@ class DistributedFirstStep(FirstStep):
 
     @override
     def _begin_kind(self) -> None:
-        """Discard nothing: all ranks share their sizes, and only this rank may have seen the new kind of batch."""
+        """Discard nothing.
+
+        All ranks share their sizes, and only this rank may have seen the new kind of batch.
+        """
 
 
 class DistributedPlanning(StepPlanning):
@@ -95,13 +98,13 @@ class DistributedPlanning(StepPlanning):
         self._distributed_policy, self._ranks = policy, ranks
         self._has_agreed = False
         self._mine: Decision | None = None
-        self._settled: Setting | None = None
+        self._settled: Combination | None = None
 
     @override
-    def settings(self) -> list[Setting]:
+    def combinations(self) -> list[Combination]:
         if not self._has_agreed:
-            return super().settings()
-        return [self._settled] if self._settled is not None else super().settings()[:1]
+            return super().combinations()
+        return [self._settled] if self._settled is not None else super().combinations()[:1]
 
     @override
     def apply(self, decision: Decision, shape: BatchShape | None) -> None:
@@ -112,7 +115,7 @@ class DistributedPlanning(StepPlanning):
             self._mine = decision
 
     def agree(self, shape: BatchShape | None) -> None:
-        """Agree on memory options and sizes with the other ranks, once: at the first batch of each rank.
+        """Agree on memory options and sizes with the other ranks, once at the first batch.
 
         Args:
             shape: The shape of the batch; None for a batch without a row dimension.
@@ -120,15 +123,19 @@ class DistributedPlanning(StepPlanning):
         if self._has_agreed:
             return
         self._has_agreed, mine = True, self._mine
-        answers = self._ranks.exchange(Point.PLAN, None if mine is None else mine.plan.setting)
-        wanted = list(dict.fromkeys(setting for setting in answers if setting is not None))
+        answers = self._ranks.exchange(Point.PLAN, None if mine is None else mine.plan.combination)
+        wanted = list(dict.fromkeys(combination for combination in answers if combination is not None))
         if not wanted:
             self._distributed_policy.join_sizes()
             return
         chosen, choices = wanted[0], {}
         if len(wanted) > 1:
-            choices = {} if mine is None else {setting: self._choice(mine.planner, setting) for setting in wanted}
-            offers = self._ranks.exchange(Point.PLAN, {setting: _offer(found) for setting, found in choices.items()})
+            choices = (
+                {} if mine is None else {combination: self._choice(mine.planner, combination) for combination in wanted}
+            )
+            offers = self._ranks.exchange(
+                Point.PLAN, {combination: _offer(found) for combination, found in choices.items()}
+            )
             chosen = settled(wanted, offers)
         self._settled = chosen
         self._apply_settled(chosen, choices.get(chosen), shape)
@@ -136,23 +143,23 @@ class DistributedPlanning(StepPlanning):
         self._predict_joined(shape)
         self._mine = None  # it holds the batch
 
-    def _choice(self, planner: Planner, setting: Setting) -> Choice | None:
+    def _choice(self, planner: Planner, combination: Combination) -> Choice | None:
         assert self.speeds is not None
         try:
-            return planner.choose([setting], budget_bytes=self._budget.left, rates=self.speeds.rates)
+            return planner.choose([combination], budget_bytes=self._budget.left, rates=self.speeds.rates)
         except DryRunError:
             return None
 
-    def _apply_settled(self, chosen: Setting, choice: Choice | None, shape: BatchShape | None) -> None:
+    def _apply_settled(self, chosen: Combination, choice: Choice | None, shape: BatchShape | None) -> None:
         mine = self._mine
         if mine is None:
             set_memory_options(self._policy, chosen, why="as planned by the other ranks")
             return
-        if mine.plan.setting == chosen or choice is None:
-            plan = replace(mine.plan, setting=chosen)
+        if mine.plan.combination == chosen or choice is None:
+            plan = replace(mine.plan, combination=chosen)
         else:
             budget = self._budget.left
-            plan = decide(replace(mine.inputs, settings=(chosen,), choice=choice, budget_bytes=budget))
+            plan = decide(replace(mine.inputs, combinations=(chosen,), choice=choice, budget_bytes=budget))
         self.apply(replace(mine, plan=plan), shape)
 
     def _predict_joined(self, shape: BatchShape | None) -> None:
@@ -165,19 +172,21 @@ class DistributedPlanning(StepPlanning):
             self.reason = f"{self.reason}; micro-batch size {rows}, as the most careful rank has it"
 
 
-def settled(wanted: Sequence[Setting], offers: Sequence[dict[Setting, Offer]]) -> Setting:
-    """Return the combination that fits on all ranks and is fastest on the slowest; if none fits on all, the one that needs least.
+def settled(wanted: Sequence[Combination], offers: Sequence[dict[Combination, Offer]]) -> Combination:
+    """Return the combination that fits on all ranks and is fastest on the slowest rank.
+
+    If none fits on all ranks, it is the one that needs the least memory.
 
     Args:
         wanted: The combinations that ranks would set, in the order of the ranks.
         offers: Each rank's outcome of all of these; empty for a rank that cannot tell.
     """
 
-    def rank_of(setting: Setting) -> tuple[bool, float, int]:
-        known = [offer[setting] for offer in offers if setting in offer]
+    def rank_of(combination: Combination) -> tuple[bool, float, int]:
+        known = [offer[combination] for offer in offers if combination in offer]
         fits = all(one.fits for one in known)
         cost = max((one.seconds if fits else one.needs for one in known), default=0.0)
-        return not fits, cost, wanted.index(setting)
+        return not fits, cost, wanted.index(combination)
 
     return min(wanted, key=rank_of)
 

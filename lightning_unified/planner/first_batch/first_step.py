@@ -1,4 +1,4 @@
-"""Plan a fit's step before its first batch runs, and compare the prediction with measurements after a few steps.
+"""Plan a fit's step before its first batch, and check the prediction after a few steps.
 
 A batch gets a plan if it is the first of its kind, or if its rows are longer than any planned before. Planning has three steps:
 
@@ -35,7 +35,7 @@ _KINDS = 4  # kinds that are kept apart; in a fit with more, batches differ by c
 
 
 class FirstStep:
-    """Traces a fit's step before the first batch runs, and sets memory options and sizes so that the step fits.
+    """Traces a fit's step before the first batch runs, and sets memory options to fit it.
 
     It does nothing if a plan gains nothing: an earlier run found the sizes, or the budget is thousands of times the bytes of weights and
     batch. If the step cannot be traced or the dry run cannot be trusted, it says so and the batch-size probe finds the sizes.
@@ -64,7 +64,9 @@ class FirstStep:
         self._generation = ""
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
-        """Plan for `batch` if its kind is new or its rows are longer; for shorter rows, plan a larger micro-batch size.
+        """Plan for `batch` if its kind or its row length is new.
+
+        For shorter rows, plan only a larger micro-batch size.
 
         Args:
             batch: The whole batch, after the rule `prepare`.
@@ -114,7 +116,10 @@ class FirstStep:
         self.validation.training_planned(batch, limit=self.budget.left, factor=self._factor)
 
     def _begin_kind(self) -> None:
-        """Discard the sizes found for other kinds of batches, and keep their predicted peak: the run's peak is the largest."""
+        """Discard the sizes found for other kinds of batches, and keep their predicted peak.
+
+        The run's peak is the largest of all kinds.
+        """
         self._earlier_peak = self.predicted_peak_bytes or 0
         self.planning.shorter.clear()
         self._policy.sizes.forget()
@@ -140,7 +145,7 @@ class FirstStep:
         return times <= 1 or times * prediction.reserved_bytes <= self.budget.left
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for a validation batch, in the sanity check or later, unless a batch as large already has a plan.
+        """Plan for a validation batch, unless a batch as large already has a plan.
 
         Args:
             batch: The whole batch.
@@ -154,7 +159,10 @@ class FirstStep:
         self.validation.look(batch, shape, limit=self.budget.left, factor=self._factor)
 
     def batch_done(self) -> None:
-        """After the first batches, record the measured peak beside the predicted one for later runs on this machine."""
+        """Record the measured peak beside the predicted one, after the first batches.
+
+        Later runs on this machine use it.
+        """
         planning = self.planning
         self._batches += planning.prediction is not None
         calibration = planning.calibration
@@ -171,13 +179,18 @@ class FirstStep:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The prediction for the training step, with that of the validation step where there is one; None without a plan."""
+        """The prediction for the training step; None without a plan.
+
+        It includes the prediction for the validation step, if any.
+        """
         own = self.planning.prediction
         return None if own is None else replace(own, validation=self.validation.prediction)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The peak that the device's counter will show in training or validation; None without a prediction.
+        """The predicted peak of training and validation; None without a prediction.
+
+        It is comparable with the device's counter.
 
         It includes the memory that the process held before, and the memory that the module keeps from step to step.
         """
@@ -191,7 +204,10 @@ class FirstStep:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the budget that no step takes; the whole budget without a plan, because a plan leaves room for kept memory."""
+        """Bytes of the budget that no step takes.
+
+        Without a plan it is the whole budget, because a plan leaves room for kept memory.
+        """
         watch = self._policy.watch
         if self.planning.prediction is None:
             return watch.bytes
@@ -216,7 +232,7 @@ class FirstStep:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Further explanations by subject: the validation step, generation, the speeds used, the gain of aligned sizes."""
+        """Further explanations by subject: validation, generation, speeds, alignment."""
         planning = self.planning
         speeds = planning.speeds if planning.alternatives else None
         alignment = None if speeds is None or planning.calibration is None else planning.calibration.alignment
@@ -236,7 +252,10 @@ class FirstStep:
 
 
 class BatchKinds:
-    """The longest rows that have a plan, by kind of batch; a fit may change its batches, e.g. from supervised to RL phases."""
+    """The longest rows that have a plan, by kind of batch.
+
+    A fit may change its batches, e.g. from supervised to RL phases.
+    """
 
     def __init__(self) -> None:
         self._longest: dict[tuple[str, ...], int] = {}
@@ -251,14 +270,17 @@ class BatchKinds:
         return elements <= self._longest.get(self._of(batch), 0)
 
     def add(self, batch: Any, elements: int) -> bool:
-        """Note that rows of this length have a plan; return whether their kind is new and not the first."""
+        """Note a plan for rows of this length; return whether their kind is new and not the first."""
         kind = self._of(batch)
         is_new = bool(self._longest) and kind not in self._longest
         self._longest[kind] = elements
         return is_new
 
     def _of(self, batch: Any) -> tuple[str, ...]:
-        """Return the kind of a batch, its type and a mapping's field names; the newest known kind once there are too many."""
+        """Return the kind of a batch: its type, and the field names of a mapping.
+
+        Once there are too many kinds, it is the newest known one.
+        """
         names = sorted(map(str, batch.keys())) if isinstance(batch, Mapping) else []
         kind = (type(batch).__name__, *names)
         return kind if kind in self._longest or len(self._longest) < _KINDS else next(reversed(self._longest))

@@ -1,4 +1,4 @@
-"""Read from a run what the decision about its step depends on: memory options, machine speeds, and the planner of a batch."""
+"""Read the inputs of the decision from a run: memory options, speeds, and the planner."""
 
 from functools import cached_property
 from typing import Any
@@ -8,19 +8,19 @@ import torch
 
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
 from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
-from lightning_unified.planner.settings import Setting, settings_to_compare
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RunSpeeds", "calibration_of", "open_settings", "planner_of"]
+__all__ = ["RunSpeeds", "calibration_of", "open_combinations", "planner_of"]
 
 
 def calibration_of(watch: BudgetWatch) -> Calibration:
-    """Load the measurements that earlier runs kept about this machine, its memory and its torch version."""
+    """Load the measurements that earlier runs kept about this machine and torch version."""
     reading = watch.reading()
     key = machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
     return Calibration.load(key)
@@ -66,11 +66,11 @@ def planner_of(
     )
 
 
-def open_settings(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Setting]:
+def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:
     """Return the combinations of memory options that the user left open, the user's own first."""
     now = policy.recomputation.policy
     scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-    return settings_to_compare(
+    return combinations_to_compare(
         precision,
         # an earlier run, or shorter rows, needed full recomputation: less of it is not tried
         policies=[now] if now is not None and now.everything else policy.recomputation.choices(),

@@ -12,6 +12,7 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Candidate, Choice
 from lightning_unified.errors import BudgetError
+from lightning_unified.planner.combinations import Combination
 from lightning_unified.planner.first_batch.decide import (
     StepInputs,
     StepPlan,
@@ -20,10 +21,9 @@ from lightning_unified.planner.first_batch.decide import (
     needs_search,
     trusted,
 )
-from lightning_unified.planner.first_batch.gather import RunSpeeds, calibration_of, open_settings, planner_of
+from lightning_unified.planner.first_batch.gather import RunSpeeds, calibration_of, open_combinations, planner_of
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.settings import Setting
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import BatchShape
 
@@ -58,7 +58,7 @@ class Decision:
 
 
 class StepPlanning:
-    """Plans batches of a fit one at a time, and sets memory options and micro-batch sizes on its policy.
+    """Plans batches of a fit one at a time, and applies each plan to the policy.
 
     Args:
         trainer: The Trainer of the fit.
@@ -78,7 +78,7 @@ class StepPlanning:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, budget: StepBudget, *, precision: str) -> None:
         self._trainer, self._policy, self._budget, self._precision = trainer, policy, budget, precision
-        self._setting: Setting | None = None
+        self._combination: Combination | None = None
         self._begun = 0.0
         self.prediction: Prediction | None = None
         self.reason = "no batch has run yet"
@@ -89,7 +89,10 @@ class StepPlanning:
         self.kind = ""
 
     def plan_beside_kept(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan with room for the memory that the module keeps, and a tenth more; without that room if nothing fits beside it."""
+        """Plan with room for the memory that the module keeps, and a tenth more.
+
+        If nothing fits beside it, plan without that room.
+        """
         kept = self._policy.kept
         self._budget.kept_bytes = kept.bytes + kept.bytes // 10
         kept.give_back()
@@ -116,18 +119,18 @@ class StepPlanning:
         self._budget.note_foreign(batch)
         self.calibration = calibration_of(self._policy.watch)
         self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
-        planner, settings = self._planner(batch, shape), self.settings()
-        own = trusted(planner.predict(settings[0], micro_batch_size=self._policy.sizes.limit))
-        decision = self._decided(planner, settings, own, shape)
+        planner, combinations = self._planner(batch, shape), self.combinations()
+        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.limit))
+        decision = self._decided(planner, combinations, own, shape)
         if self._budget.planning_took_memory(batch) and not planner.fits(
-            decision.plan.setting, micro_batch_size=decision.plan.micro_batch_size, limit=self._budget.left
+            decision.plan.combination, micro_batch_size=decision.plan.micro_batch_size, limit=self._budget.left
         ):
-            decision = self._decided(planner, settings, own, shape)
+            decision = self._decided(planner, combinations, own, shape)
         self.apply(decision, shape)
 
-    def settings(self) -> list[Setting]:
+    def combinations(self) -> list[Combination]:
         """Return the combinations of memory options to compare, the user's own first."""
-        return open_settings(self._trainer, self._policy, precision=self._precision)
+        return open_combinations(self._trainer, self._policy, precision=self._precision)
 
     def apply(self, decision: Decision, shape: BatchShape | None) -> None:
         """Set memory options and the micro-batch size as planned, and keep the prediction.
@@ -138,9 +141,9 @@ class StepPlanning:
         """
         plan, prediction = decision.plan, decision.prediction
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
-        set_memory_options(self._policy, plan.setting, why="as planned")
+        set_memory_options(self._policy, plan.combination, why="as planned")
         self.prediction, self.reason = prediction, plan.reason
-        self._setting, self.kind = plan.setting, decision.planner.kind(plan.setting)
+        self._combination, self.kind = plan.combination, decision.planner.kind(plan.combination)
         if plan.candidate is not None:
             self.alternatives = plan.alternatives
         self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {plan.reason}")
@@ -149,24 +152,27 @@ class StepPlanning:
             self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
 
     def leaves_rows_unused(self, shape: BatchShape) -> bool:
-        """Return whether shorter rows like these may fit in larger micro-batches than the plan of longer rows sets."""
+        """Return whether shorter rows may fit in larger micro-batches than the plan sets."""
         sizes = self._policy.sizes
         was_asked = shape.elements in self.shorter or len(self.shorter) >= _SHORTER
         is_known = self.prediction is None or sizes.runs_whole or sizes.is_proven(shape)
         return not was_asked and not is_known and not self._policy.refuses_cut(shape)
 
     def plan_shorter(self, batch: Any, shape: BatchShape) -> None:
-        """Predict the micro-batch size for shorter rows, with the memory options that are set. The run keeps its main plan."""
+        """Plan the micro-batch size for shorter rows, with the memory options that are set.
+
+        The run keeps its main plan.
+        """
         self.shorter[shape.elements] = None
-        if self._setting is None or self.speeds is None:
+        if self._combination is None or self.speeds is None:
             return
         began, planner, limit = time.monotonic(), self._planner(batch, shape), self._budget.left
         try:
             size = self._policy.sizes.limit
-            if planner.fits(self._setting, micro_batch_size=size, limit=limit):
-                self.shorter[shape.elements] = planner.predict(self._setting, micro_batch_size=size)
+            if planner.fits(self._combination, micro_batch_size=size, limit=limit):
+                self.shorter[shape.elements] = planner.predict(self._combination, micro_batch_size=size)
                 return
-            best = planner.choose([self._setting], budget_bytes=limit, rates=self.speeds.rates).best
+            best = planner.choose([self._combination], budget_bytes=limit, rates=self.speeds.rates).best
             self.shorter[shape.elements] = None if best is None else planner.prediction_of(best)
         except Exception as error:  # in the module or the planner: recovery then finds the size that fits
             log.info("Shorter rows could not be planned for: %s", error)
@@ -182,20 +188,20 @@ class StepPlanning:
         return planner_of(self._trainer, self._policy, batch, shape, calibration=self.calibration, budget=self._budget)
 
     def _decided(
-        self, planner: Planner, settings: list[Setting], own: Prediction, shape: BatchShape | None
+        self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
     ) -> Decision:
-        inputs = self._gathered(planner, settings, own, shape)
+        inputs = self._gathered(planner, combinations, own, shape)
         return Decision(planner=planner, inputs=inputs, plan=decide(inputs))
 
     def _gathered(
-        self, planner: Planner, settings: list[Setting], own: Prediction, shape: BatchShape | None
+        self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
     ) -> StepInputs:
         """Return the inputs of the decision, with the result of a search where one is needed."""
         budget = self._budget.left
         inputs = StepInputs(
-            settings=tuple(settings),
+            combinations=tuple(combinations),
             own=own,
-            own_fits=planner.fits(settings[0], micro_batch_size=own.rows, limit=budget),
+            own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
             budget_bytes=budget,
             rows=None if shape is None else shape.rows,
             micro_batch_size=self._policy.sizes.limit,
@@ -205,11 +211,14 @@ class StepPlanning:
         return replace(inputs, choice=self._searched(planner, inputs)) if needs_search(inputs) else inputs
 
     def _searched(self, planner: Planner, inputs: StepInputs) -> Choice:
-        """Search; once more with the gain of aligned sizes where it could matter. The second search reuses the dry runs."""
+        """Search; once more with the gain of aligned sizes where it could matter.
+
+        The second search reuses the dry runs.
+        """
         speeds = self.speeds
         assert speeds is not None
         choose = partial(
-            planner.choose, inputs.settings, budget_bytes=inputs.budget_bytes, rates=speeds.rates, only_best=True
+            planner.choose, inputs.combinations, budget_bytes=inputs.budget_bytes, rates=speeds.rates, only_best=True
         )
         choice = choose()
         if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
@@ -217,23 +226,29 @@ class StepPlanning:
         return choice
 
     def _set_size(self, shape: BatchShape, micro_batch_size: int, *, refused: int) -> None:
-        """Set the micro-batch size of such batches, and note that `refused` rows are predicted not to fit."""
+        """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""
         room = self._policy.watch.bytes
         self._policy.sizes.plan(shape, rows=micro_batch_size, refused=refused, room_bytes=room)
 
 
-def set_memory_options(policy: MemoryPolicy, setting: Setting, *, why: str) -> None:
-    """Set the memory options of a policy; options that `setting` leaves open stay as they are.
+def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: str) -> None:
+    """Set the memory options of a policy.
+
+    Options that `combination` leaves open stay as they are.
 
     Args:
         policy: The memory policy of the fit.
-        setting: The combination of memory options.
+        combination: The combination of memory options.
         why: The reason, in words.
     """
     now = policy.recomputation.policy
-    if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
-        policy.recomputation.set(setting.recompute, why=why)
-    if setting.optimizer_kernel is not None:
-        policy.memory_options.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
-    if setting.loss_chunk is not None:
-        policy.memory_options.set_loss_chunk(setting.loss_chunk, why=why)
+    if (
+        combination.recompute is not None
+        and combination.recompute != now
+        and (now is not None or combination.recompute.blocks)
+    ):
+        policy.recomputation.set(combination.recompute, why=why)
+    if combination.optimizer_kernel is not None:
+        policy.memory_options.set_kernel(combination.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+    if combination.loss_chunk is not None:
+        policy.memory_options.set_loss_chunk(combination.loss_chunk, why=why)

@@ -1,4 +1,4 @@
-"""The part of the budget that is left for a step: without memory that other owners hold while it runs."""
+"""The part of the budget that is left for a step, beside memory that others hold."""
 
 from typing import Any
 
@@ -54,7 +54,10 @@ class StepBudget:
         self.foreign_bytes = max(allocated - watch.fresh_code_bytes - self._held(batch), 0)
 
     def planning_took_memory(self, batch: Any) -> bool:
-        """Count memory that planning itself left in a CPU's pool, such as code and holes; return whether there was any."""
+        """Count memory that planning left in a CPU's pool; return whether there was any.
+
+        Such memory is code, and holes in the heap.
+        """
         watch, before = self._policy.watch, self.foreign_bytes
         if watch.counts_process:
             watch.release()
@@ -62,7 +65,7 @@ class StepBudget:
         return self.foreign_bytes > before
 
     def is_ample(self, batch: Any) -> bool:
-        """Return whether the budget is thousands of times the bytes of weights, gradients, optimizer state and batch."""
+        """Return whether the budget is thousands of times the bytes that the fit holds."""
         gradients = static_bytes(self._trainer.lightning_module, self._trainer.optimizers)["gradients"]
         return _NEGLIGIBLE * (self._held(batch) + gradients) <= self._policy.watch.bytes
 
@@ -73,7 +76,9 @@ class StepBudget:
 
 
 def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
-    """Return the bytes of tensors that callbacks hold now, without averages of weights: a dry run makes those itself.
+    """Return the bytes of tensors that callbacks hold now, without averages of weights.
+
+    A dry run makes the averages itself.
 
     Args:
         trainer: The Trainer whose callbacks are counted.
@@ -83,7 +88,9 @@ def callback_bytes(trainer: L.Trainer, *, on_host: bool) -> int:
 
 
 def held_bytes(trainer: L.Trainer, batch: Any, *, on_host: bool) -> int:
-    """Return the bytes held now by weights, buffers, gradients, optimizer state, the batch and callbacks.
+    """Return the bytes that the fit and its batch hold now.
+
+    These are weights, buffers, gradients, optimizer state, the batch, and callbacks' tensors.
 
     A gradient that lies in a callback's tensor counts once.
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from lightning_unified.nn.recomputing import RecomputePolicy
 
-__all__ = ["Setting", "settings_to_compare"]
+__all__ = ["Combination", "combinations_to_compare"]
 
 _REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
 _SHARES = (0.5, 0.25, 0.75)  # of the blocks; shares between two of these gain only a few percent of the step time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Combination:
     """One combination of memory options.
 
     Attributes:
@@ -47,13 +47,13 @@ class Setting:
         return share * (_REPEATED if policy.keep_attention else 1.0)
 
 
-def settings_to_compare(
+def combinations_to_compare(
     precision: str,
     *,
     policies: Sequence[RecomputePolicy],
     kernels: Sequence[str] = (),
     chunks: Sequence[int | None] = (None,),
-) -> list[Setting]:
+) -> list[Combination]:
     """Return the combinations to compare, in the order in which a search looks at them.
 
     The user's own combination comes first, then the one that needs the least memory, then the others by expected gain. The list is not
@@ -65,23 +65,26 @@ def settings_to_compare(
         kernels: Optimizer kernels that may replace the optimizer's own.
         chunks: Allowed loss chunks, in rows of logits; None leaves the module as it is.
     """
-    own = Setting(precision=precision, recompute=policies[0])
+    own = Combination(precision=precision, recompute=policies[0])
     ends = [policies[0], policies[-1]] if len(policies) > 1 else [policies[0]]
-    found = [Setting(precision=precision, recompute=policy) for policy in (*ends, *_between(policies))]
+    found = [Combination(precision=precision, recompute=policy) for policy in (*ends, *_between(policies))]
     smallest = min((chunk for chunk in chunks if chunk is not None), default=None)
     for chunk in [chunk for chunk in chunks if chunk is not None]:
-        found += [Setting(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
+        found += [Combination(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
     for kernel in kernels:
         for chunk in dict.fromkeys((None, smallest)):
             found += [
-                Setting(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
+                Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
                 for policy in ends
             ]
     return list(dict.fromkeys([own, *found]))
 
 
 def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:
-    """Return a few policies between none and all: all blocks with saved attention outputs, then shares of the blocks."""
+    """Return a few policies between none and all.
+
+    First all blocks with saved attention outputs, then shares of the blocks.
+    """
     saved = [policy for policy in policies if policy.blocks == "all" and policy.keep_attention]
     counted = [policy for policy in policies if policy.blocks not in (0, "all") and not policy.keep_attention]
     count = len(counted) + 1
