@@ -105,10 +105,7 @@ class DryRun:
         return None
 
     def _guarded(self, traced: Callable[[], Trace]) -> Trace:
-        """Return the trace and leave everything around the dry run unchanged.
-
-        Turn errors into `DryRunError`.
-        """
+        """Return the trace, leave all else unchanged, and turn errors into `DryRunError`."""
         name, noted = type(self._spec.module).__name__, self._state.note()
         try:
             with untouched():

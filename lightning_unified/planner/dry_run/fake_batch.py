@@ -185,7 +185,7 @@ def _length(batch: Any, rows: int) -> int | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether `value` is a `TensorDict` with rows: it is copied as a whole."""
+    """Return whether `value` is a `TensorDict` with rows, which is copied as a whole."""
     return is_tensor_collection(value) and len(value.batch_size) > 0
 
 

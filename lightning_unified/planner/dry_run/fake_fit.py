@@ -212,7 +212,7 @@ class FakeFit:
     def recompute(self, policy: RecomputePolicy | bool | None) -> None:
         """Set the blocks of the fake copy that recompute their activations.
 
-        The result is None leaves the module as it is.
+        A policy of None leaves the module as it is.
         """
         if self._recomputed is not None:
             self._recomputed.undo()
@@ -224,7 +224,7 @@ class FakeFit:
     def can_go_on(self) -> bool:
         """Whether further steps may be traced on this copy.
 
-        They may if no step differs from others, and nothing is torn down.
+        That needs steps that do not differ from each other, and nothing to tear down.
         """
         datamodule = getattr(self._spec.live, "datamodule", None)
         return (

@@ -262,7 +262,7 @@ def precision_of(trainer: L.Trainer | None) -> str:
 def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
     """Return the precision plugin of a dry run, and the dtype of the fake copy.
 
-    The result is None keeps each tensor's own dtype.
+    A dtype of None keeps each tensor's own.
 
     Args:
         precision: Lightning's name.

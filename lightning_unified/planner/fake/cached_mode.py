@@ -1,10 +1,10 @@
 """Cached fake-tensor mode: infers each operation's output shapes once per signature.
 
-The signature of a call describes its arguments.
+A call's signature describes its arguments: their shapes, strides, dtypes, devices and all numbers.
 
 torch's own fake mode takes a tenth of a millisecond for each operation, even if its cache answers. A dry run executes thousands. This
-mode looks up a recipe by the operation and the signature of its arguments: shapes, strides, dtypes, devices and all numbers. The recipe
-makes the results as torch's mode made them the first time: new tensors of the same layout, the argument that was written, or None.
+mode looks up a recipe by the operation and the signature. The recipe makes the results as torch's mode made them the first time: new
+tensors of the same layout, the argument that was written, or None.
 
 It deviates from torch's mode in two ways:
 
@@ -73,7 +73,7 @@ class CachedFakeMode(FakeTensorMode):
         return result
 
     def _is_plain(self, value: Any) -> bool:
-        """Return whether `value` is a strided, variable, real fake tensor of this mode.
+        """Return whether `value` is a strided fake tensor of this mode, neither constant nor complex.
 
         Complex tensors are left out, because conjugates are hidden views.
         """

@@ -1,4 +1,4 @@
-"""The fake world: a block in which all new tensors are fake, and a training step works."""
+"""The fake world: a block in which all new tensors are fake and training steps run."""
 
 import copy
 import sys

@@ -118,7 +118,7 @@ class BatchSizeProbe:
 def _line(points: list[tuple[int, int]], rows: int) -> float:
     """Return the bytes for `rows` on the line through the last two points.
 
-    At least the last peak, as a process does not shrink.
+    The result is at least the last peak, because a process does not shrink.
     """
     (fewer, low), (more, high) = points[-2:]
     return high + max(high - low, 0) / (more - fewer) * (rows - more)
