@@ -1,4 +1,7 @@
-"""What a step under one setting of the memory options takes and lasts at least, told from the user's own step before it is traced."""
+"""Lower bounds of a step's bytes and seconds under other memory options.
+
+They are computed from the trace of the user's own step.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,46 +13,46 @@ from lightning_unified.cost_model.rates.cost import least_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.blocks import find_blocks
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.setting import Setting
+from lightning_unified.planner.combinations import Combination
 
 __all__ = ["Bounds"]
 
 
 class Bounds:
-    """What the user's own step tells of others.
+    """Lower bounds for combinations of memory options that have not been traced.
 
     Args:
-        module: Whose blocks are recomputed.
-        own: The user's own setting.
-        step: Gives the trace of the step under it, in as few parts as may be.
-        sizes: Rows of each micro-batch of that.
+        module: The module, whose blocks may recompute their activations.
+        own: The user's own combination of memory options.
+        step: Returns the trace of the step under `own`, in the fewest micro-batches allowed.
+        sizes: The rows of each of these micro-batches.
 
     Attributes:
-        own: The user's own setting.
+        own: As given.
     """
 
     def __init__(
-        self, module: L.LightningModule, own: Setting, step: Callable[[], Trace], *, sizes: Sequence[int]
+        self, module: L.LightningModule, own: Combination, step: Callable[[], Trace], *, sizes: Sequence[int]
     ) -> None:
         self.own = own
         self._module, self._step, self._sizes = module, step, sizes
 
-    def seconds(self, setting: Setting, *, rates: Rates) -> Callable[[int], float]:
-        """Return what tells, by the number of micro-batches, the seconds that no step under a setting is faster than.
+    def seconds(self, combination: Combination, *, rates: Rates) -> Callable[[int], float]:
+        """Return a lower bound of the step's seconds, as a function of the number of micro-batches.
 
-        They are those of the own step, of what runs again, and of each micro-batch's start.
-
-        A loss in chunks is taken to be no faster than as the module computes it; of an optimizer's other kernel nothing is said.
+        The bound is the time of the user's own step, of its operations that run again, and of the start of each micro-batch. A chunked loss
+        counts as no faster than the module's own loss. Another optimizer kernel may be faster by any factor, so the optimizer's time is
+        then left out.
 
         Args:
-            setting: How the memory options are set.
-            rates: Of the machine.
+            combination: The combination of memory options.
+            rates: The speeds of the machine.
         """
         own = self.own
-        if setting.precision != own.precision or (own.again and setting != own):
+        if combination.precision != own.precision or (own.again and combination != own):
             return lambda _: 0.0
-        again = frozenset() if setting == own else self._names_again(setting)
-        keeps = setting.recompute is not None and setting.recompute.keep_attention
+        again = frozenset() if combination == own else self._names_again(combination)
+        keeps = combination.recompute is not None and combination.recompute.keep_attention
 
         def runs_again(work: Work) -> bool:
             return is_within(work.place, again) and not (keeps and "attention" in work.op)
@@ -59,31 +62,35 @@ class Bounds:
             self._sizes,
             rates,
             again=runs_again,
-            optimizer=setting.optimizer_kernel == own.optimizer_kernel,
+            optimizer=combination.optimizer_kernel == own.optimizer_kernel,
         )
 
-    def bytes(self, setting: Setting) -> Callable[[int], int] | None:
-        """Return what tells, by the rows of the smallest micro-batch, what a step under a setting takes at least; None if nothing is known.
+    def bytes(self, combination: Combination) -> Callable[[int], int] | None:
+        """Return a lower bound of the step's bytes; None if none is known.
+
+        It is a function of the rows of the smallest micro-batch.
 
         Args:
-            setting: How the memory options are set, otherwise than the user's own.
+            combination: A combination of memory options other than the user's own.
         """
         own = self.own
-        recomputes = setting.recompute is not None and setting.recompute.blocks != 0
-        again = self._names_again(setting)
-        differs = setting.precision != own.precision or setting.optimizer_kernel != own.optimizer_kernel or own.again
-        if setting == own or differs or (recomputes and not again):
+        recomputes = combination.recomputes
+        again = self._names_again(combination)
+        differs = (
+            combination.precision != own.precision or combination.optimizer_kernel != own.optimizer_kernel or own.again
+        )
+        if combination == own or differs or (recomputes and not again):
             return None
-        only = None if setting.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
+        only = None if combination.loss_chunk == own.loss_chunk else self._names(RecomputePolicy(blocks="all"))
         return lambda rows: least_bytes(self._step(), rows, without=again, only=only)
 
-    def _names_again(self, setting: Setting) -> frozenset[str]:
-        """Return the names of the blocks that run again."""
-        policy = setting.recompute
+    def _names_again(self, combination: Combination) -> frozenset[str]:
+        """Return the names of the blocks that recompute their activations."""
+        policy = combination.recompute
         return frozenset() if policy is None or policy.blocks == 0 else self._names(policy)
 
     def _names(self, policy: RecomputePolicy) -> frozenset[str]:
-        """Return the names of the blocks that a policy is about; none if there are none."""
+        """Return the names of the blocks that a policy chooses; empty if the module has none."""
         try:
             chosen = set(map(id, policy.choose(find_blocks(self._module).plain)))
         except ValueError:

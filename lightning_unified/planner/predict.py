@@ -1,4 +1,4 @@
-"""Predictions and plans for Python: what a step of a module needs on a device, and the best way to run it there."""
+"""`predict` and `plan`: a step's memory and time, and the fastest step that fits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,16 +17,14 @@ from lightning_unified.hardware import parse_spec, read, resolve_budget
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import KERNELS, recompute_policies
 from lightning_unified.options.loss_chunk import chunk_choices
-from lightning_unified.planner.generation import with_generation
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.settings import settings_to_compare
-from lightning_unified.planner.validation import foresee_validation
+from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.other_phases import plan_validation, with_generation
+from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
 
 __all__ = ["plan", "plan_many", "predict"]
 
 _BACKENDS = ("cpu", "cuda", "rocm", "mps")
-_UNALIGNED = "not measured, for the machine is not this one; no size is preferred for being a multiple of something"
+_UNALIGNED = "not measured, because the machine is not this one; no multiple of rows is preferred"
 _ALL, _NONE = RecomputePolicy(blocks="all"), RecomputePolicy(blocks=0)
 
 
@@ -45,36 +43,45 @@ def predict(
     trainer: L.Trainer | None = None,
     validation_batch: Any = None,
 ) -> Prediction:
-    """Return what a training step of `module` takes on `device`, which need not be here; nothing is allocated or run.
+    """Predict a training step's memory and time on a device, which need not be here.
 
-    The step is traced with tensors that have shapes and no values: the real `training_step`, backward pass, optimizer and Lightning's
-    loop around them. Module, batch and random generators are left as they are.
+    A dry run executes the real `training_step`, backward pass, optimizer and Lightning's loop on tensors without storage. Nothing is
+    allocated or run on the device. Module, batch and random generators stay unchanged.
 
     Args:
-        module: Its weights may be anywhere, also on the meta device (`with torch.device("meta"): ...`).
-        batch: A whole batch as `training_step` gets it; its values matter only where they are whole numbers.
-        device: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"`, or a device of these.
-        micro_batch_size: Rows at once; None for the whole batch.
-        optimizer_step: Whether weights are written in the step. Without it neither optimizer state nor temporaries are counted.
+        module: The module; its weights may be on any device, the meta device included (`with torch.device("meta"): ...`).
+        batch: A whole batch as `training_step` gets it; only integer values matter.
+        device: `"cpu"`, `"cuda"`, `"rocm"`, `"mps"`, or a device of these types.
+        micro_batch_size: Rows of a micro-batch; None for the whole batch.
+        optimizer_step: Whether the step writes weights; if not, optimizer state and the optimizer's temporaries are left out.
         precision: Lightning's name.
-        recompute: What is recomputed in the backward pass: True for all blocks, None for the module as it is.
-        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None for what the optimizer would run on that device.
-        loss_chunk: Rows of logits at once, for a module that offers it.
-        rates: Speeds of the machine, for the predicted seconds; None leaves them unknown.
-        trainer: The Trainer that it is about, with its callbacks, clipping and accumulation; None for a plain one.
-        validation_batch: A whole batch as `validation_step` gets it, for `validation` of what is returned; None leaves that out.
+        recompute: The blocks that recompute their activations: True for all, None for the module as it is.
+        optimizer_kernel: `"fused"`, `"foreach"`, `"for-loop"`; None for the optimizer's own choice on that device.
+        loss_chunk: Rows of logits that the chunked loss computes at a time, for a module that offers one.
+        rates: The speeds of the machine; None predicts no seconds.
+        trainer: The Trainer of the fit, with its callbacks, clipping and accumulation; None for a default Trainer.
+        validation_batch: A whole batch as `validation_step` gets it, to predict `validation` too; None leaves that out.
 
     Raises:
         DryRunError: If the step cannot be traced.
-        ConfigurationError: If the device is none of those named.
+        ConfigurationError: If the device is not one of these.
     """
     policy = _ALL if recompute is True else _NONE if recompute is False else recompute
-    setting = Setting(precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk)
-    planner = Planner(module, batch, backend=_backend(device), trainer=trainer, rates=rates, updates=optimizer_step)
-    found = planner.predict(setting, micro_batch_size=micro_batch_size)
+    combination = Combination(
+        precision=precision, recompute=policy, optimizer_kernel=optimizer_kernel, loss_chunk=loss_chunk
+    )
+    planner = Planner(
+        module,
+        batch,
+        backend=_backend(device),
+        trainer=trainer,
+        rates=rates,
+        counted=CountedMemory(updates=optimizer_step),
+    )
+    found = planner.predict(combination, micro_batch_size=micro_batch_size)
     if validation_batch is None:
         return found
-    foreseen = foresee_validation(
+    validation = plan_validation(
         module,
         validation_batch,
         backend=planner.backend,
@@ -84,7 +91,7 @@ def predict(
         train_batch=batch,
         loss_chunk=loss_chunk,
     )
-    return replace(found, validation=foreseen.prediction)
+    return replace(found, validation=validation.prediction)
 
 
 def plan(
@@ -106,38 +113,45 @@ def plan(
     Args:
         module: As in `predict`.
         batch: As in `predict`.
-        budget: Bytes, or a budget as it is written elsewhere: `"8GiB"`; `"60%"` and `"auto"` are of the device's pool, which must be here.
+        budget: Bytes, or a budget such as `"8GiB"`; for `"60%"` and `"auto"` the device must be here.
         device: As in `predict`.
-        micro_batch_size: The largest number of rows at once; None leaves it open.
+        micro_batch_size: The largest micro-batch size allowed; None leaves it open.
         precision: Lightning's name.
-        recompute: Whether everything is recomputed; `"auto"` leaves it open.
+        recompute: Whether all blocks recompute their activations; `"auto"` leaves it open.
         optimizer_kernel: `"keep"`, `"auto"` to leave it open, or a kernel's name.
-        rates: Speeds of a machine that is not this one. None is this one: its speeds are measured once, kept in the user's cache, and
-            predictions corrected by what its steps have taken before, as a fit's are.
+        rates: The speeds of another machine. None means this machine: its speeds are measured once and kept in the user's cache, and
+            measurements of earlier steps correct the predictions, as in a fit.
         trainer: As in `predict`.
-        validation_batch: A whole batch as `validation_step` gets it: the plan then says in how many parts it goes through.
+        validation_batch: A whole batch as `validation_step` gets it; the plan then includes its micro-batches.
 
     Returns:
-        The plan; its `prediction` is None, and its `micro_batch_size` too, where nothing fits, and `reasons["micro_batch_size"]` says
-        what would.
+        The plan. If nothing fits, its `prediction` and `micro_batch_size` are None, and `reasons["micro_batch_size"]` names plans that
+        would fit a larger budget.
 
     Raises:
         DryRunError: If the step cannot be traced.
-        ConfigurationError: If an argument is none of those named.
-        BudgetError: If the budget cannot be read or had.
+        ConfigurationError: If an argument is not one of these.
+        BudgetError: If the budget cannot be parsed or the device does not have it.
     """
     backend = _backend(device)
     count = budget if isinstance(budget, int) else _bytes_of(budget, device)
     calibration = _calibration(device) if rates is None else None
-    planner = Planner(module, batch, backend=backend, trainer=trainer, most=micro_batch_size, calibration=calibration)
-    settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    planner = Planner(
+        module,
+        batch,
+        backend=backend,
+        trainer=trainer,
+        limits=SizeLimits(micro_batch_size=micro_batch_size),
+        calibration=calibration,
+    )
+    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     known = rates if calibration is None else calibration.rates
     assert known is not None
-    choice = planner.choose(settings, budget_bytes=count, rates=known)
+    choice = planner.choose(combinations, budget_bytes=count, rates=known)
     found = _with_generation(_plan(planner, choice, precision=precision, budget_bytes=count), module, batch)
     alignment = None if calibration is None else calibration.alignment
-    told = _UNALIGNED if alignment is None else alignment.describe()
-    found = replace(found, reasons={**found.reasons, "alignment": told})
+    aligned = _UNALIGNED if alignment is None else alignment.describe()
+    found = replace(found, reasons={**found.reasons, "alignment": aligned})
     if validation_batch is None or found.prediction is None:
         return found
     return _with_validation(found, module, validation_batch, backend=backend, trainer=trainer, train_batch=batch)
@@ -154,12 +168,12 @@ def plan_many(
     optimizer_kernel: str = "keep",
     trainer: L.Trainer | None = None,
 ) -> dict[str, Plan]:
-    """Return the plan of each machine; machines of one backend share their dry runs.
+    """Return a plan for each machine; machines of one backend share their dry runs.
 
     Args:
         module: As in `predict`.
         batch: As in `predict`.
-        machines: By name: its backend, its budget in bytes, and its speeds; without speeds, those tabled under that name.
+        machines: The backend, the budget in bytes and the speeds of each machine, by name; None takes the speeds from the table.
         micro_batch_size: As in `plan`.
         precision: As in `plan`.
         recompute: As in `plan`.
@@ -168,38 +182,42 @@ def plan_many(
 
     Raises:
         DryRunError: If the step cannot be traced.
-        ConfigurationError: If there is nothing in the tables about a machine without speeds.
+        ConfigurationError: If no speeds are given for a machine, and the table has none.
     """
-    settings = _settings(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
+    combinations = _combinations(module, precision, recompute=recompute, optimizer_kernel=optimizer_kernel)
     planners: dict[str, Planner] = {}
     plans = {}
     for name, (backend, count, rates) in machines.items():
         if backend not in planners:
             planners[backend] = Planner(
-                module, batch, backend=_backend(backend), trainer=trainer, most=micro_batch_size
+                module,
+                batch,
+                backend=_backend(backend),
+                trainer=trainer,
+                limits=SizeLimits(micro_batch_size=micro_batch_size),
             )
         planner = planners[backend]
         known = rates or tabled_rates(name)
         if known is None:
             raise ConfigurationError(f"nothing is tabled about the speed of {name!r}; give its rates.")
-        choice = planner.choose(settings, budget_bytes=count, rates=known)
+        choice = planner.choose(combinations, budget_bytes=count, rates=known)
         found = _plan(planner, choice, precision=precision, budget_bytes=count)
         plans[name] = _with_generation(found, module, batch)
     return plans
 
 
-def _settings(
+def _combinations(
     module: L.LightningModule, precision: str, *, recompute: bool | Literal["auto"], optimizer_kernel: str
-) -> list[Setting]:
+) -> list[Combination]:
     if optimizer_kernel not in ("keep", "auto", *KERNELS):
         raise ConfigurationError(
             f"optimizer_kernel={optimizer_kernel!r} is not offered; choose from keep, auto, {', '.join(KERNELS)}."
         )
     policies = recompute_policies(module) if recompute == "auto" else (_ALL if recompute else _NONE,)
     kernels = KERNELS if optimizer_kernel == "auto" else ()
-    found = settings_to_compare(precision, policies=policies, kernels=kernels, chunks=chunk_choices(module))
+    found = combinations_to_compare(precision, policies=policies, kernels=kernels, chunks=chunk_choices(module))
     if optimizer_kernel in KERNELS:
-        found = [replace(setting, optimizer_kernel=optimizer_kernel) for setting in found]
+        found = [replace(combination, optimizer_kernel=optimizer_kernel) for combination in found]
     return found
 
 
@@ -214,10 +232,10 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
             alternatives=choice.alternatives,
             reasons={"micro_batch_size": choice.reason},
         )
-    setting = planner.setting_of(best)
+    combination = planner.combination_of(best)
     return Plan(
         micro_batch_size=best.micro_batch_size,
-        recompute=setting.recompute is not None and setting.recompute.blocks != 0,
+        recompute=combination.recomputes,
         recomputed=best.recompute,
         precision=precision,
         optimizer_kernel=best.optimizer_kernel,
@@ -230,7 +248,7 @@ def _plan(planner: Planner, choice: Choice, *, precision: str, budget_bytes: int
 
 
 def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan:
-    """Return the plan with what is generated before its step."""
+    """Add the memory of generation before the step to a plan."""
     if found.prediction is None:
         return found
     prediction, reason = with_generation(found.prediction, module, batch, precision=found.precision)
@@ -241,10 +259,10 @@ def _with_generation(found: Plan, module: L.LightningModule, batch: Any) -> Plan
 def _with_validation(
     found: Plan, module: L.LightningModule, batch: Any, *, backend: str, trainer: L.Trainer | None, train_batch: Any
 ) -> Plan:
-    """Return the plan with what the validation step takes under it; why not, where that cannot be traced."""
+    """Add the prediction for the validation step to a plan, or the reason why there is none."""
     assert found.prediction is not None
     try:
-        foreseen = foresee_validation(
+        validation = plan_validation(
             module,
             batch,
             backend=backend,
@@ -256,8 +274,8 @@ def _with_validation(
         )
     except DryRunError as error:
         return replace(found, reasons={**found.reasons, "validation": f"not predicted: {error}"})
-    prediction = replace(found.prediction, validation=foreseen.prediction)
-    return replace(found, prediction=prediction, reasons={**found.reasons, "validation": foreseen.reason})
+    prediction = replace(found.prediction, validation=validation.prediction)
+    return replace(found, prediction=prediction, reasons={**found.reasons, "validation": validation.reason})
 
 
 def _backend(device: str | torch.device) -> str:
@@ -279,10 +297,12 @@ def _real(device: str | torch.device) -> torch.device:
 
 
 def _calibration(device: str | torch.device) -> Calibration:
-    """Return what is known of the device, its speeds and what alignment gains among it; measured now if they never were.
+    """Return the kept measurements of a device.
+
+    Its speeds and the gain of aligned sizes are measured now if they never were.
 
     Raises:
-        ConfigurationError: If the device is not here.
+        ConfigurationError: If this machine has no such device.
     """
     real = _real(device)
     here = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(real.type, lambda: True)()

@@ -18,7 +18,7 @@ from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.options import AppliedOptions
 from lightning_unified.options.recomputation import Recomputation
-from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner.first_batch.first_step import FirstStep
 from lightning_unified.precision import (
     PrecisionChoice,
     platform_of,

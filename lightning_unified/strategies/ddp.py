@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.planner.distributed_first_step import DistributedFirstStep
+from lightning_unified.planner.first_batch.distributed import DistributedFirstStep
 from lightning_unified.precision import plugin_precision
 from lightning_unified.step.loop import UnifiedOptimization
 from lightning_unified.step.ranks.consensus import Point, Ranks

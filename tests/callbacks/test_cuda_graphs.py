@@ -14,7 +14,7 @@ from lightning_unified.callbacks import cuda_graphs
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.planner.fake.fake_copy import fake_copy
-from lightning_unified.planner.held import callback_bytes, held_bytes
+from lightning_unified.planner.first_batch.step_budget import callback_bytes, held_bytes
 
 
 class Module(L.LightningModule):

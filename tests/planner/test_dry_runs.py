@@ -168,6 +168,6 @@ def test_a_step_that_counts_itself_finds_its_count_as_it_was():
 def test_remembered_fakes_tell_the_step_that_torchs_own_mode_tells(kind, monkeypatch):
     setting = {"rows": 2, "parts": 2, "backend": "cuda", "precision": "bf16-mixed"}
     quick = trace_step(kind(), kind.batch(4), **setting)
-    monkeypatch.setattr(fake, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
+    monkeypatch.setattr(fake, "CachedFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
 
     assert told(quick) == told(trace_step(kind(), kind.batch(4), **setting))

@@ -5,9 +5,9 @@ import pytest
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import recompute_policies
-from lightning_unified.planner import planner as planning
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.settings import settings_to_compare
+from lightning_unified.planner import step_traces
+from lightning_unified.planner.combinations import combinations_to_compare
+from lightning_unified.planner.planner import CountedMemory, Planner
 from tests.support.dry_run_zoo import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
@@ -16,18 +16,18 @@ PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 @pytest.fixture
 def traced(monkeypatch):
     """What was traced: what is recomputed, rows of a micro-batch, micro-batches."""
-    asked, dry_runs = [], planning.DryRuns
+    asked, dry_runs = [], step_traces.DryRuns
 
     class Noted(dry_runs):
-        def __init__(self, *args, recompute, **setting):
-            super().__init__(*args, recompute=recompute, **setting)
+        def __init__(self, *args, recompute, **combination):
+            super().__init__(*args, recompute=recompute, **combination)
             self.recompute = recompute
 
         def step(self, rows, parts=1, later_rows=None):
             asked.append((self.recompute, rows, parts))
             return super().step(rows, parts, later_rows)
 
-    monkeypatch.setattr(planning, "DryRuns", Noted)
+    monkeypatch.setattr(step_traces, "DryRuns", Noted)
     return asked
 
 
@@ -38,10 +38,12 @@ def rates(*, launch, part=0.0):
 def chosen(*, share, only_best=True, layers=2, **costs):
     """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation or a part."""
     module = Transformer(layers=layers)
-    planner = Planner(module, Transformer.batch(8), backend="cuda", rates=rates(**costs), workspaces=False)
-    settings = settings_to_compare("32-true", policies=recompute_policies(module))
-    budget = int(share * planner.predict(settings[0]).reserved_bytes)
-    return planner.choose(settings, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best
+    planner = Planner(
+        module, Transformer.batch(8), backend="cuda", rates=rates(**costs), counted=CountedMemory(workspaces=False)
+    )
+    combinations = combinations_to_compare("32-true", policies=recompute_policies(module))
+    budget = int(share * planner.predict(combinations[0]).reserved_bytes)
+    return planner.choose(combinations, budget_bytes=budget, rates=rates(**costs), only_best=only_best).best
 
 
 def test_a_plan_that_no_other_setting_can_beat_has_no_other_traced(traced):

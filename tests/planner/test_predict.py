@@ -9,8 +9,8 @@ from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.predict import plan_many
-from lightning_unified.planner.settings import settings_to_compare
 
 MIB = 2**20
 RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e-6, kernel=1e-6, part=1e-4)
@@ -137,11 +137,11 @@ def test_a_device_that_is_not_here_needs_rates(module):
 
 def test_settings_begin_with_the_users_own_and_the_one_that_needs_least():
     policies = [RecomputePolicy(blocks=blocks, of=8) for blocks in (0, *range(1, 8), "all")]
-    settings = settings_to_compare("32-true", policies=policies, kernels=["fused"], chunks=[None, 1024])
+    combinations = combinations_to_compare("32-true", policies=policies, kernels=["fused"], chunks=[None, 1024])
 
-    assert [str(one.recompute) for one in settings[:2]] == ["none", "all blocks"]
-    assert settings[0].changes == 0
-    assert len(settings) == len(set(settings)) < 20
+    assert [str(one.recompute) for one in combinations[:2]] == ["none", "all blocks"]
+    assert combinations[0].changes == 0
+    assert len(combinations) == len(set(combinations)) < 20
 
 
 def test_a_validation_step_has_optimizer_state_and_no_gradients(module, whole):
@@ -178,4 +178,4 @@ def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said
 
 
 def test_of_a_machine_that_is_not_this_one_no_alignment_is_known(tight):
-    assert tight.reasons["alignment"].startswith("not measured, for the machine is not this one")
+    assert tight.reasons["alignment"].startswith("not measured, because the machine is not this one")

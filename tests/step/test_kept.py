@@ -150,6 +150,6 @@ def test_caches_are_not_looked_after_while_calls_may_be_recorded(monkeypatch):
 
 def test_a_budget_that_the_steps_need_leaves_nothing_spare(monkeypatch):
     strategy = run(Keeps(0))
-    monkeypatch.setattr(strategy.first_step, "_foreign", GIB)
+    monkeypatch.setattr(strategy.first_step.budget, "foreign_bytes", GIB)
 
     assert strategy.spare_bytes == 0

@@ -9,8 +9,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_unified import UnifiedDDPStrategy, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.planner.distributed_first_step import Offer, settled
-from lightning_unified.planner.setting import Setting
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.first_batch.distributed import Offer, settled
 from tests.support import ddp_compressor, ddp_modules, ddp_runs
 from tests.support.lanes import slow, some
 from tests.support.on_ranks import Ended, on_ranks
@@ -242,7 +242,7 @@ def test_a_rank_whose_smallest_plan_does_not_fit_ends_all_before_any_update(fore
 
 
 def test_the_setting_that_fits_everywhere_and_is_fastest_on_the_slowest_rank_wins():
-    plain, some, every = (Setting(precision="32-true", loss_chunk=chunk) for chunk in (None, 2, 1))
+    plain, some, every = (Combination(precision="32-true", loss_chunk=chunk) for chunk in (None, 2, 1))
     fits = {"fits": True, "needs": 1}
 
     def offers(*, of_some=True):

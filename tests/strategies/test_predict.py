@@ -14,8 +14,8 @@ from lightning_unified.cost_model.rates import typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.errors import BudgetError, OutOfMemoryError
 from lightning_unified.hardware import Figure, Reading
-from lightning_unified.planner import generation
-from lightning_unified.planner.first_step import FirstStep
+from lightning_unified.planner import other_phases
+from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.recovery import budget_watch
 from lightning_unified.strategies import UnifiedStrategy
@@ -243,7 +243,7 @@ def test_a_step_that_cannot_run_on_fewer_rows_is_not_probed_and_runs(caplog):
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy, kind=Picky)
 
-    assert "nor tried on fewer rows: ValueError: 32 rows or none); sizes are found by trying" in caplog.text
+    assert "and it did not run on fewer rows: ValueError: 32 rows or none); sizes are found by trying" in caplog.text
     assert strategy.micro_batch_size == 32
 
 
@@ -251,7 +251,7 @@ def test_a_planner_that_fails_does_not_end_the_run(monkeypatch, caplog):
     def failing(*_, **__):
         raise KeyError("of the planner's own")
 
-    monkeypatch.setattr("lightning_unified.planner.planner.DryRuns", failing)
+    monkeypatch.setattr("lightning_unified.planner.step_traces.DryRuns", failing)
     strategy = UnifiedStrategy(simulate="h200", budget="16MiB")
     with caplog.at_level("WARNING", logger="lightning_unified"):
         fit(strategy)
@@ -322,7 +322,7 @@ def test_longer_rows_are_planned_for_after_shorter_ones_were_cut():
 
 @pytest.mark.slow
 def test_no_more_than_a_few_lengths_are_planned_for(monkeypatch):
-    monkeypatch.setattr("lightning_unified.planner.first_step._SHORTER", 1)
+    monkeypatch.setattr("lightning_unified.planner.first_batch.planning._SHORTER", 1)
     strategy = UnifiedStrategy(simulate="h200", budget="6MiB", recompute=False)
     fit(strategy, lengths=(128, 120, 116))
 
@@ -471,9 +471,9 @@ def in_phases(strategy, module=None):
 
 def test_batches_of_another_kind_get_their_own_plan_and_the_first_kind_keeps_its(monkeypatch):
     planned = []
-    plan = FirstStep._plan
+    plan = StepPlanning.plan
     monkeypatch.setattr(
-        FirstStep, "_plan", lambda self, batch, shape: (planned.append(sorted(batch)), plan(self, batch, shape))
+        StepPlanning, "plan", lambda self, batch, shape: (planned.append(sorted(batch)), plan(self, batch, shape))
     )
     first = in_phases(UnifiedStrategy(budget="64MiB", simulate="m2-16gb")).first_step
 
@@ -482,7 +482,7 @@ def test_batches_of_another_kind_get_their_own_plan_and_the_first_kind_keeps_its
 
 
 def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypatch):
-    monkeypatch.setattr(generation, "generation_before", lambda *_, **__: Generated)
+    monkeypatch.setattr(other_phases, "generation_before", lambda *_, **__: Generated)
 
     class Generated:
         rows, prompt, new = 4, 2, 1

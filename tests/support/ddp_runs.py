@@ -14,11 +14,12 @@ from lightning_unified import RunCheckpoint, UnifiedDDPStrategy
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.planner.distributed_first_step import DistributedFirstStep
-from lightning_unified.planner.first_step import FirstStep
-from lightning_unified.planner.planner import Planner
-from lightning_unified.planner.setting import Setting
-from lightning_unified.planner.speeds import RunSpeeds
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
+from lightning_unified.planner.first_batch.gather import RunSpeeds
+from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.planner import CountedMemory, Planner
 from lightning_unified.step.ranks import reduction
 from tests.support.ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 from tests.support.lasting import Lasting
@@ -331,8 +332,8 @@ def planned() -> dict[str, Any]:
 def partly_planned() -> dict[str, Any]:
     """A fit in which one rank cannot trace its step."""
     _for_certain()
-    plan = DistributedFirstStep._plan
-    DistributedFirstStep._plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
+    plan = DistributedPlanning.plan
+    DistributedPlanning.plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
     return _planned(_short())
 
 
@@ -340,11 +341,11 @@ def _short() -> int:
     """Return a budget in which half a batch fits only if everything is recomputed, and a whole batch not even then."""
     module = net(Blocks)
     batch = next(iter(module.train_dataloader()))
-    planner = Planner(module, batch, backend="cpu", reduction_bytes=MIB, mmap_threshold=MAPPED)
+    planner = Planner(module, batch, backend="cpu", counted=CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED))
 
     def needed(blocks: Any, rows: int) -> int:
-        setting = Setting(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
-        return planner.predict(setting, micro_batch_size=rows).reserved_bytes
+        combination = Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks))
+        return planner.predict(combination, micro_batch_size=rows).reserved_bytes
 
     rows = len(batch)
     fits, too_much = needed("all", rows // 2), min(needed(0, rows // 2), needed("all", rows))
@@ -361,12 +362,12 @@ def _for_certain() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
     DistributedFirstStep._is_worth_it = lambda *_: True
     RunSpeeds.rates = RATES
-    compared = FirstStep._settings
-    FirstStep._settings = lambda self: compared(self)[:2]  # nothing and everything recomputed
+    compared = StepPlanning.combinations
+    StepPlanning.combinations = lambda self: compared(self)[:2]  # nothing and everything recomputed
 
 
 def _planned(left: int) -> dict[str, Any]:
-    DistributedFirstStep._left = lambda _: left
+    StepBudget.left = property(lambda _: left)
     strategy = UnifiedDDPStrategy()
     done = fit(net(Blocks), strategy, use_distributed_sampler=False)
     return {**done, "plan": strategy.plan}

@@ -1,4 +1,7 @@
-"""What counts the steps of a dry run, kept before one and set back before another, so that both are the same step of a fit."""
+"""Step counters of a dry run: saved before one traced step, restored before the next.
+
+So both are the same step of a fit.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +18,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Counters:
-    """The numbers by which a step knows the how-manieth it is.
+    """Saves and restores all values by which a step can tell its number in the fit.
 
-    These are Lightning's progress, learning rates and what schedulers count, and of the module, its submodules and the optimizer's state
-    every attribute that is a plain number, word or flag, and every tensor whose value is known, such as the optimizer's step counts.
+    These are Lightning's progress, learning rates and schedulers' counts. They are also the numbers, strings and flags among the attributes
+    of the module, its submodules and the optimizer's state. Tensors with known values, such as the optimizer's step counts, belong to them.
 
     Args:
         module: The fake copy.
-        trainer: The dry run's.
-        answers: Knows which values are known.
+        trainer: The Trainer of the dry run.
+        answers: Returns the known values of tensors.
     """
 
     def __init__(self, module: L.LightningModule, trainer: L.Trainer, answers: Answers) -> None:
@@ -34,7 +37,7 @@ class Counters:
         self._values: list[tuple[Tensor, Tensor]] = []
 
     def keep(self) -> None:
-        """Keep all of it as it is now."""
+        """Save all counters."""
         loop = self._trainer.fit_loop.epoch_loop
         self._progress = [progress.state_dict() for progress in self._all_progress()]
         self._fetched, self._stepped = self._fetcher.fetched, loop._batches_that_stepped
@@ -47,7 +50,7 @@ class Counters:
             self._values = [(tensor, value.clone()) for tensor, value in known if value is not None]
 
     def restore(self) -> None:
-        """Set all of it back to what was kept."""
+        """Restore all counters."""
         loop = self._trainer.fit_loop.epoch_loop
         for progress, kept in zip(self._all_progress(), self._progress, strict=True):
             progress.load_state_dict(kept)

@@ -1,4 +1,4 @@
-"""The kernel that an optimizer would run on another backend, chosen for a fake copy of it."""
+"""Choose the kernel that an optimizer would run on another backend, for its fake copy."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ _FOREACH_BACKENDS = ("cuda", "rocm")  # torch/utils/_foreach_utils.py: `_get_for
 
 
 def choose_kernel(optimizer: Optimizer, *, kernel: str | None, backend: str) -> None:
-    """Let `optimizer` run the kernel asked for, or the one that its own default would be on `backend`.
+    """Set the kernel of `optimizer`: the one given, or torch's default on `backend`.
 
-    torch chooses by the type and device of the weights, which fakes do not have, so the choice is written down for each group. An
-    optimizer that does not know the kernel asked for is left alone.
+    torch chooses by the type and device of the weights, and fake weights all lie on one device. So the choice is written into each
+    parameter group. An optimizer without the kernel stays as it is.
 
     Args:
-        optimizer: Of a dry run; it is changed.
+        optimizer: An optimizer of a dry run; it is changed.
         kernel: One of `KERNELS`; None for the default.
-        backend: Of the trace.
+        backend: The backend of the trace.
 
     Source:
         torch/optim/optimizer.py, `_default_to_fused_or_foreach`, 2.13.
@@ -45,10 +45,10 @@ def _write(optimizer: Optimizer, group: dict[str, object], *, fused: bool, forea
 
 
 def host_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the step counts that an optimizer keeps on the host, whatever device its weights are on.
+    """Return the step counts that optimizers keep on the host, wherever their weights are.
 
     Source:
-        torch/optim/adam.py: a count is on the device for capturable and fused groups only.
+        torch/optim/adam.py: only capturable and fused groups keep their count on the device.
     """
     counts = []
     for optimizer in optimizers:

@@ -1,6 +1,5 @@
-"""Trace a step: a fake copy of the module, fitted by a real Trainer without a value, followed operation by operation."""
+"""Entry points of the dry run: a training step, a validation step, or many sizes of one."""
 
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -8,6 +7,7 @@ import lightning as L
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run.dry_run import DryRun
+from lightning_unified.planner.dry_run.fake_fit import StepSpec
 from lightning_unified.planner.dry_run.strategy import precision_of
 
 __all__ = ["DryRuns", "trace_step", "trace_validation"]
@@ -30,45 +30,45 @@ def trace_step(
     accumulate: int | None = None,
     clip: float | None = None,
 ) -> Trace:
-    """Return what a training step of `module` does to memory, without running it on values.
+    """Return the operations, allocations and frees of a training step, run on fake tensors.
 
-    The step is a real one of Lightning's loops and of our own: `training_step`, backward, clipping, the optimizers, what is logged and
-    what callbacks keep. It is the second in which weights are written, so that optimizer state and the gradients of the step before
-    are there. Neither `module`, nor random generators, nor `trainer` are changed.
+    Lightning's loops and this package's step run in full: `training_step`, backward, clipping, the optimizers, logging and callbacks that
+    average weights. The traced step is the second one that writes weights, so optimizer state and the previous step's gradients exist.
+    `module`, random generators and `trainer` stay unchanged.
 
     Args:
-        module: Any; its parameters may be on the meta device.
-        batch: As its `training_step` gets it.
-        rows: Of a micro-batch.
-        parts: Micro-batches of the batch.
-        later_rows: Of every micro-batch but the first, where the batch does not divide evenly; None for as many as of the first.
-        length: Entries of a row; None for as many as in `batch`.
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`: whose kernels are meant.
-        precision: Lightning's name of one; None for the Trainer's, `"32-true"` without one.
-        recompute: None leaves the module as it is, True has all its blocks recompute, a policy as it says.
-        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for what the optimizers would choose there.
-        loss_chunk: Rows of logits at once, where the module offers that; None leaves it.
-        trainer: The live Trainer, for what the module asks of it, its callbacks, clipping and accumulation.
+        module: Any module; its parameters may be on the meta device.
+        batch: A batch as `training_step` gets it.
+        rows: Rows of a micro-batch.
+        parts: The number of micro-batches.
+        later_rows: Rows of every micro-batch but the first, if the batch does not divide evenly; None for `rows`.
+        length: Positions of a row; None for as many as in `batch`.
+        backend: The backend whose kernels are meant: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+        precision: Lightning's name; None for the Trainer's, or `"32-true"` without a Trainer.
+        recompute: The blocks that recompute their activations: True for all, False for none, a policy for some. None leaves the module
+            as it is.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for the optimizers' own choice on that backend.
+        loss_chunk: Rows of logits that the chunked loss computes at a time, if the module offers one; None leaves the module as it is.
+        trainer: The live Trainer, with the settings that the module reads, its callbacks, clipping and accumulation.
         accumulate: Batches in an accumulation window; None for the Trainer's.
-        clip: Gradients' norm; None for the Trainer's.
+        clip: The norm for gradient clipping; None for the Trainer's.
 
     Raises:
-        DryRunError: If the step cannot be run without values; the message says where and why.
+        DryRunError: If the step cannot run without values; the message says where and why.
     """
-    dry_run = DryRun(
-        module,
-        batch,
+    spec = StepSpec(
+        module=module,
+        batch=batch,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
-        recompute=recompute,
         kernel=optimizer_kernel,
         loss_chunk=loss_chunk,
         live=trainer,
         accumulate=accumulate,
         clip=clip,
     )
-    return dry_run.run(rows, parts, later_rows)
+    return DryRun(spec, recompute=recompute).run(rows, parts, later_rows)
 
 
 def trace_validation(
@@ -84,26 +84,28 @@ def trace_validation(
     is_prepared: bool = False,
     loss_chunk: int | None = None,
 ) -> Trace:
-    """Return what a validation step in the middle of a fit does to memory: optimizer state is there too, gradients are not.
+    """Return the trace of a validation step in the middle of a fit.
+
+    Optimizer state exists then, and gradients do not.
 
     Args:
         module: As for `trace_step`.
-        batch: As its `validation_step` gets it.
-        rows: Of the batch.
+        batch: A batch as `validation_step` gets it.
+        rows: Rows of the batch to trace.
         length: As for `trace_step`.
         backend: As for `trace_step`.
         precision: As for `trace_step`.
         trainer: As for `trace_step`.
-        train_batch: As its `training_step` gets it, where that is another kind of batch; it has run before.
-        is_prepared: Whether `train_batch` is what the rule `prepare` returned.
+        train_batch: A batch as `training_step` gets it, if it differs in structure from `batch`; the dry run trains on it first.
+        is_prepared: Whether the rule `prepare` has already been applied to `train_batch`.
         loss_chunk: As for `trace_step`.
 
     Raises:
         DryRunError: As for `trace_step`.
     """
-    dry_run = DryRun(
-        module,
-        batch,
+    spec = StepSpec(
+        module=module,
+        batch=batch,
         length=length,
         backend=backend,
         precision=precision or precision_of(trainer),
@@ -114,28 +116,29 @@ def trace_validation(
         train_batch=train_batch,
         is_prepared=is_prepared,
     )
-    return dry_run.run(rows)
+    return DryRun(spec).run(rows)
 
 
 class DryRuns:
-    """Steps of one module under one setting at many sizes, each as `trace_step` would tell it, and in less time.
+    """Traces one module's step at many sizes, faster than `trace_step` with equal results.
 
-    A dry run runs a step before the one that it follows, for what that one finds: optimizer state and gradients. Where further
-    steps find the same, they are followed on the same fake copy, one after the other; by what that shows is said at `DryRun.go_on`.
-    Elsewhere every step is traced by itself.
+    All sizes share one combination of memory options.
+
+    A dry run executes an untraced step first, which leaves optimizer state and gradients. Further sizes are traced on the same fake copy
+    if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
 
     Args:
-        module: As for `trace_step`, like all others.
-        batch: A batch.
-        is_prepared: Whether it is what the rule `prepare` returned; else a dry run prepares it.
-        backend: Whose kernels are meant.
-        trainer: The live Trainer.
-        precision: Lightning's name of one.
-        recompute: What is recomputed.
-        optimizer_kernel: The optimizers' kernel.
-        loss_chunk: Rows of logits at once.
-        fake copies: Where the last dry run is kept, by all of the setting but what is recomputed: settings that share it, and differ in
-            nothing else, follow their steps on one fake copy.
+        module: As for `trace_step`.
+        batch: As for `trace_step`.
+        is_prepared: Whether the rule `prepare` has already been applied to `batch`; if not, the dry run applies it.
+        backend: As for `trace_step`.
+        trainer: As for `trace_step`.
+        precision: As for `trace_step`.
+        recompute: As for `trace_step`.
+        optimizer_kernel: As for `trace_step`.
+        loss_chunk: As for `trace_step`.
+        fake_copies: Keeps the last dry run, by precision, kernel and loss chunk. Combinations that differ only in recomputation share this
+            mapping, and so one fake copy.
     """
 
     def __init__(
@@ -154,26 +157,24 @@ class DryRuns:
     ) -> None:
         self._recompute, self._key = recompute, (precision, optimizer_kernel, loss_chunk)
         self._fake_copies: dict[Any, DryRun] = {} if fake_copies is None else fake_copies
-        self._anew = partial(
-            DryRun,
-            module,
-            batch,
+        self._spec = StepSpec(
+            module=module,
+            batch=batch,
             is_prepared=is_prepared,
             backend=backend,
             precision=precision,
-            recompute=recompute,
             kernel=optimizer_kernel,
             loss_chunk=loss_chunk,
             live=trainer,
         )
 
     def step(self, rows: int, parts: int = 1, later_rows: int | None = None) -> Trace:
-        """Return what a step does to memory.
+        """Return the trace of a step.
 
         Args:
-            rows: Of a micro-batch.
-            parts: Micro-batches of the batch.
-            later_rows: Of every micro-batch but the first; None for as many.
+            rows: Rows of the first micro-batch.
+            parts: The number of micro-batches.
+            later_rows: Rows of every micro-batch but the first; None for `rows`.
 
         Raises:
             DryRunError: As `trace_step`.
@@ -181,11 +182,11 @@ class DryRuns:
         last = self._last
         trace = None if last is None else last.go_on(rows, parts, later_rows, recompute=self._recompute)
         if trace is None:
-            last = self._fake_copies[self._key] = self._anew()
+            last = self._fake_copies[self._key] = DryRun(self._spec, recompute=self._recompute)
             trace = last.run(rows, parts, later_rows)
         return trace
 
     @property
     def _last(self) -> DryRun | None:
-        """The dry run on whose fake copy a further step may be followed."""
+        """The dry run whose fake copy may trace a further step."""
         return self._fake_copies.get(self._key)

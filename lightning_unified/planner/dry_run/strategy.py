@@ -1,4 +1,4 @@
-"""The strategy of a dry run: our own steps over one device that is not there, with no budget and nothing that watches it."""
+"""The strategy of a dry run: this package's step without a device or a budget."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -33,20 +33,20 @@ _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torc
 
 
 class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
-    """Runs steps as `UnifiedStrategy` does, and tells the recorder in what part of the step it is.
+    """Runs steps as `UnifiedStrategy` does, and sets the recorder's phase.
 
     Args:
-        recorder: What notes operations.
-        micro_batch_size: Rows that run at once; None for whole batches.
-        kernel: Of the optimizers, or None for the default of `backend`.
-        backend: Of the trace.
-        device: Where the fakes pretend to be.
-        micro_batches: Rules given to the live strategy.
-        roles: Of the batches' entries, by stage.
-        is_prepared: Whether the rule `prepare` has been applied to batches of training already.
+        recorder: Records operations and allocations.
+        micro_batch_size: Rows of a micro-batch; None for whole batches.
+        kernel: The optimizers' kernel; None for the default of `backend`.
+        backend: The backend of the trace.
+        device: The device that the fake tensors report.
+        micro_batches: The rules given to the live strategy.
+        roles: The roles of the batches' entries, by stage.
+        is_prepared: Whether the rule `prepare` has already been applied to training batches.
 
     Attributes:
-        steps: Optimizer steps so far.
+        steps: The number of optimizer steps so far.
     """
 
     strategy_name = "unified_dry_run"
@@ -99,12 +99,12 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         loop.automatic_optimization = _Steps(trainer, self.policy, strategy=self, is_prepared=self._is_prepared)
         loop.automatic_optimization.optim_progress = progress
 
-    def cut(self, micro_batch_size: int | None, *, parts: int) -> None:
-        """Let batches run `micro_batch_size` rows at once from now on, as if they had from the beginning; None for whole batches.
+    def split(self, micro_batch_size: int | None, *, parts: int) -> None:
+        """Set the micro-batch size from now on, as if it had been set from the beginning.
 
         Args:
-            micro_batch_size: Rows.
-            parts: Micro-batches that are traced; of a call of an encoder, as many chunks.
+            micro_batch_size: Rows of a micro-batch; None for whole batches.
+            parts: The number of micro-batches to trace; for an encoder's call, the number of chunks.
         """
         assert self.lightning_module is not None
         self.policy.most_chunks = parts
@@ -119,7 +119,7 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """The fake copy is where it is to be."""
+        """Move nothing: the fake copy is on its device."""
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,10 +146,10 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
 
     def _backward_ends(self) -> None:
         self.mark_gradients()
-        self._recorder.phase = "forward"  # of the next micro-batch, if there is one
+        self._recorder.phase = "forward"  # the next micro-batch may follow
 
     def batch_has_run(self) -> None:
-        """Begin the optimizer step: the last backward pass of the batch is over."""
+        """Begin the optimizer phase: the last backward pass of the batch has ended."""
         self._recorder.phase = "optimizer step"
 
     @override
@@ -165,18 +165,18 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
 
     @property
     def _is_automatic(self) -> bool:
-        """Whether Lightning runs backward and optimizer, and not the module itself."""
+        """Whether Lightning runs the backward pass and the optimizer, not the module itself."""
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
 
     def mark_gradients(self) -> None:
-        """Say which storages are gradients now."""
+        """Mark the storages that are gradients now."""
         assert self.lightning_module is not None
         gradients = [one.grad for one in self.lightning_module.parameters() if one.grad is not None]
         self._recorder.mark(gradients, "gradients")
 
     def mark_state(self) -> None:
-        """Say which storages are optimizer state now."""
+        """Mark the storages that are gradients or optimizer state now."""
         self.mark_gradients()
         self._recorder.mark(_tensors_of_state(self.optimizers), "optimizer state")
         if self._backend != "cpu":
@@ -188,9 +188,9 @@ class _Steps(UnifiedOptimization):
 
     Args:
         trainer: The Trainer of the dry run.
-        policy: Its policy.
-        strategy: Notes when the optimizer step of a batch begins.
-        is_prepared: Whether the rule `prepare` has been applied to batches. It need not accept what it returned.
+        policy: The memory policy of the dry run.
+        strategy: Sets the phase when the optimizer step of a batch begins.
+        is_prepared: Whether the rule `prepare` has already been applied to batches; it may not accept its own result.
     """
 
     def __init__(
@@ -214,23 +214,23 @@ class _Nothing(CPUAccelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """There is none."""
+        """Do nothing: there is no device."""
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        """There is nothing to set up."""
+        """Do nothing: there is no device."""
 
     @override
     def teardown(self) -> None:
-        """There is nothing to take down."""
+        """Do nothing: there is no device."""
 
 
 class _NoBudget(BudgetWatch):
-    """A budget without end, of a pool that nobody looks at."""
+    """An unlimited budget, whose pool is never read."""
 
     @override
     def begin(self) -> None:
-        """No counter is set back."""
+        """Reset no counter."""
 
     @property
     @override
@@ -243,7 +243,7 @@ class _NoBudget(BudgetWatch):
 
     @override
     def release(self) -> None:
-        """No cache is cleared."""
+        """Clear no cache."""
 
     @override
     def follow(self) -> None:
@@ -255,15 +255,21 @@ class _NoBudget(BudgetWatch):
 
 
 def precision_of(trainer: L.Trainer | None) -> str:
-    """Return the precision that a live Trainer runs, by Lightning's name; `"32-true"` without one."""
+    """Return Lightning's name of a live Trainer's precision; `"32-true"` without a Trainer."""
     return "32-true" if trainer is None else str(trainer.precision_plugin.precision)
 
 
 def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:
-    """Return the plugin that a dry run in `precision` runs, and the dtype that it has the module in; None as it is.
+    """Return the precision plugin of a dry run, and the dtype of the fake copy.
+
+    A dtype of None keeps each tensor's own.
+
+    Args:
+        precision: Lightning's name.
+        device_type: The type of the device that the fake tensors report.
 
     Raises:
-        DryRunError: If it is none that can be traced.
+        DryRunError: If the precision cannot be traced.
     """
     if precision in ("16-mixed", "bf16-mixed"):
         return MixedPrecision(precision, device_type=device_type), None
@@ -274,12 +280,12 @@ def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Prec
     if precision == "32-true":
         return stock.Precision(), None
     raise DryRunError(
-        f"precision {precision!r} cannot be traced; what can: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
+        f"precision {precision!r} cannot be traced; choose from 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true, 64-true."
     )
 
 
 class _Half(stock.HalfPrecision):
-    """Leaves the fake copy as it is, which was made in that dtype."""
+    """Half precision without a conversion: the fake copy is made in that dtype."""
 
     @override
     def convert_module(self, module: Module) -> Module:

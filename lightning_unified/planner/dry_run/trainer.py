@@ -1,4 +1,4 @@
-"""The Trainer of a dry run: Lightning's own, with nothing that writes, asks or watches."""
+"""The Trainer of a dry run: Lightning's own, without loggers, signals and checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,19 +17,19 @@ from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 
 __all__ = ["DryRunTrainer", "averaging", "batches_of", "tensors_held"]
 
-_BATCHES = 1000  # of an epoch, where no live Trainer knows better; no dry run gets to its end
-_LEAST_STEPS = 64  # what the live Trainer may do less of: the dry run is to end by itself
+_BATCHES = 1000  # of an epoch without a live Trainer; no dry run reaches its end
+_LEAST_STEPS = 64  # batches and steps allowed even if the live Trainer allows fewer: the recording ends the dry run
 _AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 class DryRunTrainer(L.Trainer):
-    """Fits a fake copy until its loader ends the fit; asks no signal, logger or file.
+    """Fits a fake copy until its loader ends the fit; uses no signal, logger or file.
 
     Args:
-        strategy: Of the dry run.
-        live: The Trainer that the dry run is for, whose settings and data the module sees; or None.
-        callbacks: What is called in the dry run.
-        settings: More of `Trainer`'s arguments.
+        strategy: The strategy of the dry run.
+        live: The Trainer of the real fit, whose settings and data module the copy sees; or None.
+        callbacks: The callbacks of the dry run.
+        settings: Further arguments of `Trainer`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DryRunTrainer(L.Trainer):
 
     @override
     def _teardown(self) -> None:
-        """Take nothing down: what there is weighs nothing, and a further step may follow."""
+        """Tear nothing down: a further step may follow, and fake tensors take no memory."""
 
     def go_on(self) -> None:
         """Go on where the loader ended the fit, until it ends it again."""
@@ -91,7 +91,7 @@ class DryRunTrainer(L.Trainer):
 
 
 def batches_of(live: L.Trainer | None) -> int:
-    """Return how many batches an epoch is said to have."""
+    """Return the number of batches that the dry run reports for an epoch."""
     count = 0 if live is None else live.num_training_batches
     return max(int(count), _LEAST_STEPS) if 0 < count < float("inf") else _BATCHES
 
@@ -100,15 +100,15 @@ def averaging(live: L.Trainer | None, *, on_host: bool) -> list[Callback]:
     """Return the callbacks that average weights, which a dry run runs as well.
 
     Args:
-        live: Whose they are.
-        on_host: Whether what such a callback keeps on the host is to be counted.
+        live: The Trainer of the real fit, or None.
+        on_host: Whether to include callbacks that keep their average on the host.
     """
     found = [one for one in _callbacks(live) if isinstance(one, _AVERAGING)]
     return [one for one in found if on_host or getattr(one._device, "type", "") != "cpu"]
 
 
 def tensors_held(live: L.Trainer | None, *, on_host: bool) -> Iterator[Tensor]:
-    """Yield the tensors that the other callbacks hold by now, those of modules too."""
+    """Yield the tensors that all other callbacks hold now, in modules and containers too."""
     for callback in _callbacks(live):
         if isinstance(callback, _AVERAGING):
             continue
@@ -125,7 +125,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, L.LightningModule):
-        return  # the one that is trained
+        return  # the module in training
     elif isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()

@@ -1,4 +1,7 @@
-"""A copy of a module whose tensors are fake: the same in everything that a step can see, and it weighs nothing."""
+"""Fake copies: deep copies of modules with a fake tensor in place of each tensor.
+
+A step reads the same from the copy as from the module, except values.
+"""
 
 import copy
 import threading
@@ -21,11 +24,14 @@ __all__ = ["UncopyableError", "fake_copy", "fake_tensor"]
 
 Copied = TypeVar("Copied")
 
-_KNOWN_WHOLE, _KNOWN_REAL = 1 << 16, 1  # entries up to which values are kept: counters and masks, and single numbers
+_KNOWN_WHOLE, _KNOWN_REAL = (
+    1 << 16,
+    1,
+)  # entries: larger tensors lose their values; counters, masks and single numbers keep them
 
 
 class UncopyableError(ValueError):
-    """A tensor of which no fake can be made."""
+    """A tensor that cannot become a fake tensor."""
 
 
 def fake_copy(
@@ -35,19 +41,21 @@ def fake_copy(
     cast: Mapping[int, torch.dtype] | None = None,
     shared: Iterable[Any] = (),
 ) -> Copied:
-    """Return a deep copy of `thing` with a fake tensor in place of each tensor in it; call it inside `fake_world`.
+    """Return a deep copy of `thing` with a fake tensor in place of each tensor in it.
 
-    Tied weights and views of one storage stay tied. Tensors on the meta device become tensors of `device` as all others do. Arrays
-    are shared, for a step does not write them, and so is what cannot be copied.
+    Call it inside `fake_world`.
+
+    Tied weights and views of one storage stay tied. Tensors on the meta device become fake tensors of `device` like all others. NumPy arrays
+    are shared, because a step does not write them. Objects that cannot be copied are shared too.
 
     Args:
         thing: A module, or an object that holds modules or tensors.
-        device: Where the fakes pretend to be.
-        cast: By `id` of a tensor, the dtype that its fake has instead of its own.
-        shared: Objects that are not to be copied.
+        device: The device that the fake tensors report.
+        cast: The dtype of a fake tensor where it differs, by `id` of the real tensor.
+        shared: Objects to share instead of copying them.
 
     Raises:
-        UncopyableError: If a tensor cannot be shadowed.
+        UncopyableError: If a tensor cannot become a fake tensor.
     """
     shared = list(shared)
     kept: dict[int, Any] = {id(one): one for one in shared}
@@ -60,12 +68,12 @@ def fake_copy(
 
 
 def fake_tensor(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """Return a fake of `tensor`, on `device`; call it inside `fake_world`."""
+    """Return a fake tensor like `tensor`, on `device`; call it inside `fake_world`."""
     return _Fakes(device, {})(tensor, {})
 
 
 class _Fakes:
-    """Makes fakes, one for each tensor and one storage for each storage."""
+    """Makes one fake tensor for each tensor, and one storage for each storage."""
 
     def __init__(self, device: torch.device, cast: Mapping[int, torch.dtype]) -> None:
         self._device, self._cast = device, cast
@@ -120,7 +128,10 @@ class _Fakes:
 
 @contextmanager
 def _copying(fakes: _Fakes) -> Iterator[None]:
-    """Let `copy.deepcopy` make fakes of tensors, and leave alone what is not to be copied or cannot be."""
+    """Let `copy.deepcopy` make fake tensors, and share objects that need no copy.
+
+    Objects that cannot be copied are shared too.
+    """
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     added = [kind for kind in _SHARED if kind not in dispatch]
     own = {kind: vars(kind)["__deepcopy__"] for kind in (Tensor, nn.Parameter, UninitializedParameter)}
@@ -143,7 +154,7 @@ def _copying(fakes: _Fakes) -> Iterator[None]:
 
 _SHARED: tuple[type, ...] = (
     np.ndarray,
-    torch.Generator,  # a fake operation draws nothing from it
+    torch.Generator,  # fake operations draw no random numbers
     types.ModuleType,
     types.GeneratorType,
     type(threading.Lock()),
@@ -152,7 +163,7 @@ _SHARED: tuple[type, ...] = (
 
 
 def _uncopyable(thing: Any, kept: Mapping[int, Any]) -> dict[int, Any]:
-    """Return by `id` the attributes of `thing`, or of its submodules, that cannot be copied."""
+    """Return the attributes of `thing` and its submodules that cannot be copied, by their `id`."""
     owners = list(thing.modules()) if isinstance(thing, nn.Module) else [thing]
     found: dict[int, Any] = {}
     own = {"_parameters", "_buffers", "_modules"}

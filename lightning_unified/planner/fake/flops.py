@@ -1,4 +1,7 @@
-"""Floating-point operations of what torch's own counter has no formula for, or one that does not hold in all releases."""
+"""Counts of floating-point operations that torch's own counter lacks.
+
+Some of torch's formulas differ between releases; these are replaced too.
+"""
 
 from collections.abc import Callable
 from math import prod
@@ -10,17 +13,23 @@ __all__ = ["own_flops"]
 
 
 def own_flops(func: Any) -> Callable[..., int] | None:
-    """Return the formula for `func`, which takes its arguments and `out_val`; None where there is none."""
+    """Return the formula for `func`, called with its arguments and `out_val`.
+
+    The result is None if there is none.
+    """
     return _FORMULAS.get(getattr(func, "_overloadpacket", None))
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    """Two products; grouped heads of keys and values are read by several of the queries, which torch 2.11 does not count."""
+    """Count two products.
+
+    Several query heads read one grouped key or value head, which torch 2.11 does not count.
+    """
     return 2 * _scores(query, key) * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    """Five products: the scores again, then the gradients of probabilities, values, queries and keys."""
+    """Count five products: the scores, and gradients of probabilities, values, queries, keys."""
     return 2 * _scores(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -29,7 +38,7 @@ def _scores(query: Any, key: Any) -> int:
 
 
 def _recurrent(steps: Any, *weights: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    """Two for each weight of the matrices of inputs and of hidden states, at each position."""
+    """Count two operations for each weight of both matrices, at each position."""
     return 2 * prod(steps.shape[:-1]) * sum(matrix.numel() for matrix in weights[:2])
 
 
@@ -42,7 +51,10 @@ def _packed_recurrent(steps: Any, weights: Any, *_: Any, out_val: Any = None, **
 
 
 def _summed(source: Any, dims: Any = None, *_: Any, out_val: Any = None, **__: Any) -> int:  # noqa: ARG001
-    """One for each entry that is added to those of other rows; sums along a row are of entries that lie side by side, and not counted."""
+    """Count one operation for each entry added across rows.
+
+    Sums along a row read adjacent entries and are not counted.
+    """
     strides = [(stride, dim) for dim, stride in enumerate(source.stride()) if source.shape[dim] > 1]
     summed = range(source.dim()) if not dims else [dim % source.dim() for dim in dims]
     return source.numel() if strides and min(strides)[1] not in summed else 0

@@ -1,4 +1,8 @@
-"""Values behind tensors that have none: what a step reads is answered by them where they are known, and made up where not."""
+"""Known values of fake tensors: answer a step's reads, and make up unknown values.
+
+A fake tensor has no storage, yet steps read values: `loss.item()`, `lengths.max()`, `x[mask]`. Small integer tensors, such as labels, masks
+and counters, therefore carry a real tensor beside them. Each operation on such tensors is executed on the real values too.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +20,8 @@ from lightning_unified.cost_model.trace.trace import Read
 __all__ = ["Answers", "set_value", "tensors_among", "value_of"]
 
 _VALUE = "_lightning_unified_value"
-_ENTRIES = 1 << 18  # judgement: a larger result is not computed beside the trace, which must stay quick
-_ENDLESS = 20_000  # judgement: a loop that reads so often waits for a value that never comes
+_ENTRIES = 1 << 18  # judgement: larger results are not computed, so that the trace stays fast
+_ENDLESS = 20_000  # judgement: a loop that reads as often waits for a value that never comes
 
 aten = torch.ops.aten
 _READ_SCALAR = aten._local_scalar_dense.default
@@ -26,20 +30,20 @@ _FOUND_INF = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def set_value(fake: Tensor, value: Tensor) -> Tensor:
-    """Let `fake` be known to hold `value`, a tensor on the host that nobody else writes; return `fake`."""
+    """Attach `value` to `fake`, a tensor on the host that no other code writes; return `fake`."""
     setattr(fake, _VALUE, value)
     return fake
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """Return what `tensor` is known to hold; None where that is not known."""
+    """Return the known value of `tensor`; None if it is unknown."""
     if isinstance(tensor, FakeTensor):
         return tensor.__dict__.get(_VALUE)
     return None if tensor.is_meta or tensor.numel() > _ENTRIES else tensor
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operation's arguments or results, those in lists too."""
+    """Yield the tensors among an operation's arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -48,21 +52,21 @@ def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Answers(TorchDispatchMode):
-    """Carries known values along with fake tensors, and answers reads of all others.
+    """Carries known values along with fake tensors, and answers reads of unknown values.
 
-    Known are the batch's whole numbers, small buffers, and what is made from nothing (`zeros`, `arange`): so counters, lengths, masks and
-    the optimizers' step counts are read as they are. A read of anything else is answered with 1, with False, or with as many entries
-    as there could be (as few, where they are unique), and noted in `reads`. Gradients are taken to be finite.
+    Known values are the batch's integers, small buffers, and tensors made from constants (`zeros`, `arange`). So a step reads counters,
+    lengths, masks and the optimizers' step counts as they are. A read of an unknown value returns 1, False, or the largest possible number
+    of entries (the smallest for unique entries), and is noted in `reads`. Gradients count as finite.
 
-    Stands on the mode that makes tensors fake, below what records.
+    This mode lies above the mode that makes fake tensors, and below the recorder.
 
     Args:
-        place: Tells the module that runs.
-        other: Whether to answer otherwise where the answer can decide a shape: with 3 for 1, with half as many entries.
+        place: Returns the name of the module that runs.
+        other: Whether made-up values that can decide a shape differ from the default: 3 instead of 1, half as many entries.
 
     Attributes:
-        reads: What was made up, in order.
-        silent: Whether nothing is noted.
+        reads: The reads of unknown values, in order.
+        silent: Whether reads are not noted.
     """
 
     def __init__(self, place: Callable[[], str], *, other: bool = False) -> None:
@@ -77,7 +81,7 @@ class Answers(TorchDispatchMode):
     @classmethod
     @override
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a dry run, and the check at each operation takes as long as the rest
+        return False  # a dry run compiles nothing, and torch's check takes as long at each operation as all else
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +95,9 @@ class Answers(TorchDispatchMode):
             return (self._answered if known else self._made_up)(func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, tuple) and _has_twins(result) and not func._schema.is_mutable:
-            result = func(*args, **kwargs)  # torch's cache makes two of it: the first time is to be as all others
+            result = func(
+                *args, **kwargs
+            )  # torch's cache returns two tensors for one from the second call on: the first call shall agree
         if known and _is_small(result) and not _has_no_value(func):
             self._carry(func, args, kwargs, result)
         elif func._schema.is_mutable and any(value is not None for value in values):
@@ -99,12 +105,15 @@ class Answers(TorchDispatchMode):
         return result
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Return what `tensor` holds; None where that is not known, or no longer."""
+        """Return the value of `tensor`.
+
+        The result is None if it is unknown or was overwritten by an unknown value.
+        """
         value = value_of(tensor)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def _carry(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """Do with the values what was done with the fakes."""
+        """Execute an operation on the known values too."""
         try:
             real = self._with_values(func, args, kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
@@ -122,7 +131,7 @@ class Answers(TorchDispatchMode):
 
     def _forget_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func is _FOUND_INF:
-            args = (args[0],)  # the flag stays what it is: gradients are finite
+            args = (args[0],)  # the flag keeps its value: gradients are finite
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._lose(given)
@@ -138,7 +147,7 @@ class Answers(TorchDispatchMode):
                 self._lost[storage._cdata] = storage
 
     def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what is read from known values; what has a shape of its own becomes a fake of that shape."""
+        """Answer a read from known values; a tensor result becomes a fake tensor of its shape."""
         real = self._with_values(func, args, kwargs)
         if not isinstance(real, (Tensor, tuple, list)):
             return real
@@ -151,19 +160,19 @@ class Answers(TorchDispatchMode):
             raise RuntimeError(f"the step reads values again and again ({_ENDLESS:,} times), and none is known")
         length = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) if func is aten.bincount.default else 0
         if length:
-            return args[0].new_empty((length,))  # who says how many bins there are has no more values than that
-        answer, told, shapes = _made_up_answer(func, args, kwargs, other=self._other)
-        self.note(str(func), told, shapes=shapes)
+            return args[0].new_empty((length,))  # with a given number of bins, no value lies beyond them
+        answer, words, shapes = _made_up_answer(func, args, kwargs, other=self._other)
+        self.note(str(func), words, shapes=shapes)
         return answer
 
-    def note(self, op: str, told: str, *, shapes: bool) -> None:
-        """Note a read that was answered with what is not known."""
+    def note(self, op: str, answer: str, *, shapes: bool) -> None:
+        """Note a read that was answered with a made-up value."""
         if not self.silent:
-            self.reads.append(Read(op=op, place=self._place(), answer=told, shapes=shapes))
+            self.reads.append(Read(op=op, place=self._place(), answer=answer, shapes=shapes))
 
 
 def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: bool) -> tuple[Any, str, bool]:
-    """Return an answer, the answer in words, and whether it can decide a shape."""
+    """Return a made-up answer, the answer in words, and whether it can decide a shape."""
     tensor = args[0]
     if func is _READ_SCALAR:
         if tensor.dtype == torch.bool:
@@ -177,7 +186,7 @@ def _made_up_answer(func: Any, args: Any, kwargs: Mapping[str, Any], *, other: b
 
 
 def _selected(tensor: Tensor, indices: Sequence[Tensor | None], *, share: int) -> Tensor:
-    """Return what `tensor[mask]` gives where every entry is taken, or every second one."""
+    """Return the result of `tensor[mask]` if the mask selects one of `share` entries."""
     before, mask = next((place, index) for place, index in enumerate(indices) if index is not None and _is_mask(index))
     kept = -(-mask.numel() // share)
     return tensor.new_empty((*tensor.shape[:before], kept, *tensor.shape[before + mask.dim() :]))
@@ -244,13 +253,13 @@ def _is_small(result: Any) -> bool:
 
 
 def _has_twins(results: tuple[Any, ...]) -> bool:
-    """Return whether an operation gives one tensor twice."""
+    """Return whether an operation returns one tensor twice."""
     tensors = [id(one) for one in results if isinstance(one, Tensor)]
     return len(set(tensors)) < len(tensors)
 
 
 def _has_no_value(func: Any) -> bool:
-    """Return whether what `func` makes is random, or whatever was in memory."""
+    """Return whether the result of `func` is random or uninitialized memory."""
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name
 
 
@@ -265,7 +274,7 @@ def _values_in(given: Any) -> Any:
 
 
 def array_of(fake: FakeTensor) -> np.ndarray[Any, Any] | None:
-    """Return the known value of `fake` as an array; None where it is not known."""
+    """Return the known value of `fake` as an array; None if it is unknown."""
     value = value_of(fake)
     with no_dispatch():
         return None if value is None else value.numpy()

@@ -1,4 +1,4 @@
-"""A world in which tensors have shapes and no values, and what a training step does to them works all the same."""
+"""The fake world: a block in which all new tensors are fake and training steps run."""
 
 import copy
 import sys
@@ -11,39 +11,52 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_unified.planner.fake.cached_mode import CachedFakeMode
 from lightning_unified.planner.fake.known_values import Answers, array_of, value_of
-from lightning_unified.planner.fake.quick import QuickFakeMode
 
 __all__ = ["World", "fake_world"]
 
-_ARRAY_ENTRIES = 1 << 24  # judgement: more zeros than this are not made up for one `.numpy()`
+_ARRAY_ENTRIES = 1 << 24  # judgement: the largest array of zeros that is made up for `.numpy()`
 
 
 class World:
-    """What makes tensors fake, and what answers reads of their values; tensors of one world are no use in another.
+    """A fake-tensor mode with the answers to reads of values.
+
+    Tensors of one world cannot be used in another.
 
     Args:
-        place: Tells the module that runs, for what is noted of reads.
-        other: Whether reads that can decide a shape are answered otherwise than by default.
+        other: Whether a made-up value that can decide a shape differs from the default one.
+
+    Attributes:
+        mode: Makes tensors fake.
+        answers: Answers reads of values.
+        place: Returns the name of the module that runs, noted with each read.
     """
 
-    def __init__(self, *, place: Callable[[], str] = str, other: bool = False) -> None:
-        self.mode: FakeTensorMode = QuickFakeMode()
-        self.answers = Answers(place, other=other)
+    def __init__(self, *, other: bool = False) -> None:
+        self.place: Callable[[], str] = str
+        self.mode: FakeTensorMode = CachedFakeMode()
+        self.answers = Answers(self._here, other=other)
+
+    def _here(self) -> str:
+        return self.place()
 
 
 @contextmanager
 def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Answers]]:
-    """Make every tensor that is created inside the block a fake one, of the device asked for, and answer reads of its values.
+    """Make every tensor created inside the block a fake tensor, and answer reads of values.
 
-    What torch's mode leaves open is closed here: copies (`copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes them
-    in `self.log`), formatting and conversion to NumPy.
+    It closes three gaps of torch's mode:
+
+    1. `copy.deepcopy` of a fake tensor corrupts the heap, and torchmetrics makes such copies in `self.log`.
+    2. Formatting a fake tensor needs its value.
+    3. Conversion to NumPy needs it too.
 
     Args:
-        world: One that was entered before, to go on in it; None for a new one.
+        world: A world that was entered before, to continue in it; None for a new one.
 
     Yields:
-        The mode, and what answers reads.
+        The mode that makes tensors fake, and the mode that answers reads.
     """
     world = World() if world is None else world
     mode, answers = world.mode, world.answers
@@ -59,7 +72,7 @@ def fake_world(world: World | None = None) -> Iterator[tuple[FakeTensorMode, Ans
         stack.enter_context(_set(nn.Module, "_apply", _apply))
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
-            # it takes fakes for a sign of a compiler, and then makes masks that it leaves out in training
+            # it takes fake tensors for a sign of a compiler, and then makes masks that training does not make
             stack.enter_context(_set(transformers, "is_fake_tensor", lambda _: False))
         stack.enter_context(mode)
         stack.enter_context(answers)
@@ -83,7 +96,10 @@ _APPLY = nn.Module._apply
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move or convert a module as torch does real ones: torch swaps fake weights, and refuses where something refers to them."""
+    """Move or convert a module as torch does with real weights.
+
+    Torch swaps fake weights, and fails if they have references.
+    """
     own = [one for one in module._parameters.values() if one is not None]
     if not all(isinstance(one, FakeTensor) for one in own):
         return _APPLY(module, fn, recurse)
@@ -108,7 +124,10 @@ def _put(fake: Any, applied: Any) -> None:
 
 
 def _deep_copy(fake: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy as `Tensor.__deepcopy__` makes one, by an operation and not by the bytes there are not."""
+    """Return a copy as `Tensor.__deepcopy__` makes one.
+
+    An operation makes it, because a fake tensor has no bytes to copy.
+    """
     if id(fake) in memo:
         return memo[id(fake)]
     with torch.no_grad():

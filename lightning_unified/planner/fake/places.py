@@ -1,4 +1,7 @@
-"""Which module an operation belongs to: by the calls that are open in the forward pass, by the order of the graph's nodes in the backward."""
+"""Find the module that an operation belongs to.
+
+In the forward pass, it is the innermost open call. In the backward pass, autograd's node numbers lead to it.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -12,10 +15,10 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Follows the calls of a module's submodules, without a hook on any of them: hooks turn fast paths off.
+    """Follows the calls of a module's submodules without hooks, which disable fast paths.
 
     Args:
-        module: Whose submodules are named.
+        module: The module whose submodules are named.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,14 +29,17 @@ class Places:
         self.last_linear: nn.Module | None = None
 
     def here(self) -> str:
-        """Return the name of the innermost module that runs, or in a backward pass that ran; empty outside all of them."""
+        """Return the name of the innermost module that runs; empty outside all of them.
+
+        In a backward pass, it is the module whose forward pass made the current node.
+        """
         if self._open:
             return self._open[-1]
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
         index = bisect_right(self._numbers, node._sequence_nr())
-        # gradients are accumulated by nodes that are numbered beyond all others
+        # nodes that accumulate gradients have numbers beyond all others
         return self._at[index - 1] if 0 < index < len(self._at) else ""
 
     @contextmanager

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.planner.fake.quick import QuickFakeMode
+from lightning_unified.planner.fake.cached_mode import CachedFakeMode
 
 
 def looks(tensors):
@@ -34,7 +34,7 @@ OPERATIONS = (
 def test_what_is_remembered_looks_as_what_torchs_mode_makes(operation):
     with FakeTensorMode():
         expected = looks(operation(torch.empty(2, 4)))
-    with QuickFakeMode():
+    with CachedFakeMode():
         x = torch.empty(2, 4)
         assert [looks(operation(x)) for _ in range(3)] == [expected] * 3
 
@@ -44,7 +44,7 @@ def test_an_operation_is_asked_of_torchs_mode_once_for_each_kind_of_arguments(mo
     monkeypatch.setattr(
         FakeTensorMode, "dispatch", lambda self, func, *rest: asked.append(str(func)) or dispatch(self, func, *rest)
     )
-    with QuickFakeMode():
+    with CachedFakeMode():
         wide, narrow = torch.empty(2, 4), torch.empty(2, 2)
         asked.clear()
         for _ in range(3):
@@ -55,7 +55,7 @@ def test_an_operation_is_asked_of_torchs_mode_once_for_each_kind_of_arguments(mo
 
 
 def test_what_is_remembered_lives_by_itself_and_what_is_viewed_does_not():
-    with QuickFakeMode():
+    with CachedFakeMode():
         x = torch.empty(2, 4)
         sums = [x + 1.0 for _ in range(3)]
 

@@ -1,4 +1,11 @@
-"""One setting of the memory options at any size: traced at few, and when somebody asks."""
+"""Traces of one step at any size: dry runs at a few, straight lines for the others.
+
+A dry run of one size takes a second or two. The peak of a step is no straight line in its rows, but the size of each allocation is.
+Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`interpolation.fit`).
+Lines hold only where the step runs the same operations at both sizes. Elsewhere each size gets a dry run of its own.
+
+Every trace is then adjusted: memory outside the step is added, and operations that the real step skips are removed.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,34 +16,37 @@ from lightning_unified.cost_model.even_splits import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError, interpolate
-from lightning_unified.cost_model.trace.trace import Take, Trace, Work
+from lightning_unified.cost_model.trace.trace import Event, Take, Trace, Work
 
-__all__ = ["TracedSizes"]
+__all__ = ["TracedSizes", "adjusted"]
 
-_FEW = 8  # units of a batch up to which every size is traced by itself, and of a micro-batch up to which one fewer in the next tells
-_TRIED = 3  # sizes of a cut batch that are traced as they are to run, before lines are laid for the others
-_FIT = (2, 4)  # units of a micro-batch that lines are laid through; one is no point of a line, for it broadcasts
+_FEW = 8  # units: smaller batches get no lines, and smaller micro-batches of unequal size get a dry run each
+_TRIED = 3  # sizes of a split batch that get a dry run each, before lines give the others
+_FIT = (
+    2,
+    4,
+)  # units of the micro-batches that lines go through; a micro-batch of one unit broadcasts, so it fits no line
 
 
 class TracedSizes:
-    """A step under one setting of the memory options, as `planning.search` asks for it.
+    """The step under one combination of memory options, at the sizes that a search needs.
 
-    The whole batch is traced as it is, and so are the first smaller sizes that are asked for: what is known of larger ones says what
-    they take at least, and mostly the first one that can fit does. If several did not, further sizes lie on lines through two dry runs;
-    where the step does something else at another size, so that there are no such lines, each is traced by itself as well.
+    The whole batch gets a dry run, and so do the first smaller sizes. Known sizes give a lower bound of larger ones, so the first size
+    that can fit usually does. If several do not fit, further sizes lie on lines through two dry runs. Where there are no such lines,
+    each size gets a dry run.
 
-    A batch of 10 rows in three parts runs as 4, 3 and 3, and blocks of four rows' activations then lie in the way of three's: what is
-    allocated is less than for 4, 4 and 4, what is reserved can be far more. So such sizes are traced by themselves where they are
-    small, and `exactly` tells the second part as it is.
+    A batch of 10 rows in three micro-batches runs as 4, 3 and 3 rows. Freed blocks of four rows' activations then do not suit three
+    rows' activations: allocated memory is lower than for 4, 4 and 4, and reserved memory can be far higher. So small sizes get a dry run
+    each, and `exactly` traces the second micro-batch at its own size.
 
     Args:
-        trace: Traces a step by rows of its first micro-batch, number of micro-batches, and rows of the others.
-        rows: Of the whole batch.
+        trace_step: Traces a step, given the rows of the first micro-batch, the number of micro-batches, and the rows of the others.
+        rows: Rows of the whole batch.
         unit: Rows that stay together.
-        row_bytes: What a row of the batch takes.
-        workspaces: Whether what libraries take for themselves is counted.
-        least: What a step of so many rows takes at least, as is known of another setting.
-        holds_batch: Whether a trace of several parts holds the whole batch, as one of a module with encoders does.
+        row_bytes: Bytes of one row of the batch.
+        workspaces: Whether to count memory that libraries take for themselves.
+        least: Returns a lower bound of the bytes for a number of rows, known from another combination of memory options.
+        holds_batch: Whether a trace of several micro-batches holds the whole batch, as for a module with encoders.
     """
 
     def __init__(
@@ -59,9 +69,11 @@ class TracedSizes:
         self._lines: dict[int, Interpolation | None] = {}
 
     def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of micro-batches of `rows`; of more than two parts, two are told.
+        """Return the trace of a step in `parts` micro-batches of `rows`.
 
-        What more parts than two add is their share of the batch, which waits on the device, and that is counted.
+        It shows at most two micro-batches.
+
+        Further micro-batches add only their share of the batch, which waits on the device. The trace counts that share.
         """
         parts = min(parts, 2)
         key = rows, parts
@@ -70,23 +82,28 @@ class TracedSizes:
         return self._traces[key]
 
     def exactly(self, rows: int, *, parts: int) -> Trace:
-        """Return the same trace, traced at that size and on no line; `at` gives it from now on."""
+        """Return the trace from a dry run at that size, not from lines.
+
+        `at` returns it from now on.
+        """
         parts = min(parts, 2)
         self._traces[rows, parts] = self._by_itself(rows, parts)
         self._peaks.pop((rows, parts), None)
         return self._traces[rows, parts]
 
     def distrust_lines(self) -> None:
-        """Trace every size by itself from now on: the step is not on the lines that were laid."""
+        """Run every size dry from now on: the step does not follow the lines."""
         self._lines = {1: None, 2: None}
         self._traces, self._peaks = {}, {}
 
     def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the most bytes that live at once in that step; where that must be traced, what it takes at least.
+        """Return the peak of live bytes in that step, or a lower bound of it.
 
-        A peak is the largest of straight lines: more rows take no less than fewer do, and no less than the line through two smaller
-        sizes says; fewer take their share of what more do. So most of what is too much is known without a dry run, and `at` tells the
-        rest.
+        It is a lower bound if the peak needs another dry run.
+
+        A peak is the maximum of straight lines. So more rows take at least as much as fewer rows, and at least as much as the line
+        through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large
+        without a dry run.
         """
         parts = min(parts, 2)
         if (rows, parts) in self._traces or self._lines_at(rows, parts) is not None:
@@ -122,7 +139,7 @@ class TracedSizes:
         return self._complete(lines.at(rows, parts=parts), rows=rows * parts)
 
     def _lines_at(self, rows: int, parts: int) -> Interpolation | None:
-        """Return the lines that a size lies on; None for one that is traced by itself."""
+        """Return the lines that give a size; None for a size that needs a dry run."""
         whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
         uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
         few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
@@ -148,15 +165,60 @@ class TracedSizes:
         return self._own[key]
 
     def _complete(self, trace: Trace, *, rows: int) -> Trace:
-        """Return the trace, which tells `rows` of the batch, with all of the batch and what libraries take."""
+        """Add the rest of the batch and the libraries' workspaces to a trace.
+
+        The trace holds `rows` of the batch.
+        """
         whole = self._whole_batch(trace, rows=rows)
         return with_workspaces(whole) if self._workspaces else whole
 
     def _whole_batch(self, trace: Trace, *, rows: int) -> Trace:
-        """Return the trace with the rows of the batch that it leaves out, which are on the device all the while."""
+        """Add the rows of the batch that the trace leaves out.
+
+        They stay on the device during the whole step.
+        """
         missing = (self._rows - rows) * self._row_bytes
         if missing <= 0 or (self._holds_batch and trace.parts > 1):
             return trace
         taken = {event.storage for event in trace.events if isinstance(event, Take)}
         waiting = Take(storage=max(taken, default=0) + 1, bytes=missing, category="batch")
         return replace(trace, events=(Work(op="batch", phase="setup"), waiting, *trace.events))
+
+
+def adjusted(trace: Trace, *, updates: bool, reduction_bytes: int) -> Trace:
+    """Adjust a trace for memory outside the step and for operations that the real step skips.
+
+    Args:
+        trace: From a dry run.
+        updates: Whether the step writes weights; if not, optimizer state and the optimizer step are removed.
+        reduction_bytes: Bytes that the device holds during the whole step to average gradients over ranks; added as a workspace.
+    """
+    trace = _with_reduction(trace, reduction_bytes)
+    return trace if updates else _without_optimizer(trace)
+
+
+def _with_reduction(trace: Trace, count: int) -> Trace:
+    """Add `count` bytes for the reduction over ranks, allocated before the step."""
+    if not count:
+        return trace
+    taken = (event.storage for event in trace.events if isinstance(event, Take))
+    scratch = Take(storage=max(taken, default=0) + 1, bytes=count, category="workspaces")
+    return replace(trace, events=(Work(op="reduction over ranks", phase="setup"), scratch, *trace.events))
+
+
+def _without_optimizer(trace: Trace) -> Trace:
+    """Remove optimizer state and the optimizer step: this step does not write weights."""
+    events: list[Event] = []
+    left_out: set[int] = set()
+    phase = "setup"
+    for event in trace.events:
+        if isinstance(event, Work):
+            phase = event.phase
+        elif isinstance(event, Take) and (phase == "optimizer step" or event.category == "optimizer state"):
+            left_out.add(event.storage)
+        if phase == "optimizer step" and isinstance(event, Work):
+            continue
+        if not isinstance(event, Work) and event.storage in left_out:
+            continue
+        events.append(event)
+    return replace(trace, events=tuple(events))

@@ -1,4 +1,4 @@
-"""What surrounds a dry run: everything that a Trainer, a module or a generator would leave behind, kept as it was."""
+"""Isolation of a dry run: restore generators, loggers and standard output after it."""
 
 import contextlib
 import gc
@@ -19,10 +19,12 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_unified", "pytor
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Keep random generators, the garbage collector, loggers and standard output as they are, and begin as a program begins.
+    """Restore generators, loggers, standard output and garbage collection at the end.
 
-    Cyclic garbage is left lying: a run frees by reference counts too, and a collection in the middle of a trace would show storages
-    ending where they do not.
+    Begin without autocast and inference mode.
+
+    The garbage collector is off inside. A real run frees tensors by reference counts, and a collection in the middle of a trace would
+    free storages at arbitrary places.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_generators_kept())
@@ -31,8 +33,8 @@ def untouched() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))  # whoever asks may be in the middle of a step
-        if "torch._dynamo" in sys.modules:  # what is compiled has no operations to follow
+            stack.enter_context(torch.autocast(device, enabled=False))  # the caller may be in the middle of a step
+        if "torch._dynamo" in sys.modules:  # compiled code dispatches no operations to record
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

@@ -1,4 +1,7 @@
-"""Where a dry run's recording begins and ends: between two batches, once a whole step is in its steady state."""
+"""Start and end of a dry run's recording, between two batches.
+
+It starts once a step has written weights.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,32 +17,33 @@ from lightning_unified.cost_model.trace.trace import Event
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.strategy import DryRunStrategy
 from lightning_unified.planner.fake.known_values import Answers
-from lightning_unified.planner.fake.recorder import Lives, Recorder, alike
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.planner.fake.storages import Lives, alike
 from lightning_unified.step.results.metrics import metrics_of
 
-__all__ = ["Conductor"]
+__all__ = ["RecordingCallback"]
 
-_LIMIT = 16  # batches without an optimizer step, after which the last one is taken for a step all the same
+_LIMIT = 16  # batches without an optimizer step; after that, one batch counts as a step
 
 
-class Conductor(Callback):
-    """Gives the batches of a dry run, and has the last of them recorded: the one whose step follows another one's.
+class RecordingCallback(Callback):
+    """Supplies the batches of a dry run, and records one step that follows another.
 
     Args:
-        recorder: Records.
-        answers: Notes reads of the recorded step only.
+        recorder: Records operations and allocations.
+        answers: Notes the reads of the recorded step.
         strategy: Counts optimizer steps.
-        make_batch: Makes a batch of validation, or one of training.
-        validates: Whether a batch of validation is recorded, and not one of training.
-        batches: How many an epoch is said to have.
+        make_batch: Makes a validation batch if its argument is true, else a training batch.
+        validates: Whether to record a validation step instead of a training step.
+        batches: The number of batches that the loader reports for an epoch.
 
     Attributes:
-        events: What was recorded; None before that.
+        events: The recorded events; None before the recording ends.
         wrote: Whether the recorded step wrote weights.
-        held: What other callbacks hold.
-        averages: Callbacks that average weights.
-        counters: What is set back before a further step.
-        is_steady: Whether what lives after the recorded step is what lived before it.
+        held: Fake copies of the tensors that other callbacks hold.
+        averages: Fake copies of the callbacks that average weights.
+        counters: The counters that are restored before a further step.
+        is_steady: Whether the same storages live after the recorded step as before it.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Conductor(Callback):
         answers.silent = True
 
     def go_on(self) -> None:
-        """Have one more step recorded, as the one that followed the first was."""
+        """Record one more step, with all counters as in the first recorded step."""
         assert self.counters is not None
         self.counters.restore()
         self._goes_on, self._records = True, False
@@ -76,7 +80,7 @@ class Conductor(Callback):
         self.events, self.wrote = None, False
 
     def loader(self, *, validation: bool = False) -> "_Loader":
-        """Return what the Trainer takes for its data."""
+        """Return the loader for the Trainer."""
         return _Loader(self, validation=validation, count=self._batches)
 
     @override
@@ -86,7 +90,7 @@ class Conductor(Callback):
         connector.on_batch_end = partial(self._silently, connector.on_batch_end)
 
     def _silently(self, call: Callable[[], None]) -> None:
-        """Call what reads values to show them, which decides nothing."""
+        """Run a call that reads values only to display them, without noting its reads."""
         was, self._answers.silent = self._answers.silent, True
         call()
         self._answers.silent = was
@@ -96,7 +100,10 @@ class Conductor(Callback):
         self._recorder.phase = "callbacks"
 
     def next_batch(self, *, validation: bool) -> Any:
-        """End the recording if it has what it is for, else begin it if it is time to; return a batch."""
+        """Return the next batch; begin or end the recording before it.
+
+        It ends if a step is complete, and begins if one follows.
+        """
         if self._records:
             self._look()
         self._seen += 1
@@ -129,7 +136,7 @@ class Conductor(Callback):
             raise _TunerExitException
 
     def _mark(self) -> None:
-        """Say which storages are what."""
+        """Mark the categories of all storages that are known now."""
         module = self._module
         assert module is not None
         self._recorder.mark(_states_of_metrics(module), "buffers")
@@ -142,10 +149,13 @@ class Conductor(Callback):
 
 
 class _Loader:
-    """Batches without end; an epoch of them is never over before the dry run is, and it goes on after it has ended a fit."""
+    """An endless loader.
 
-    def __init__(self, conductor: Conductor, *, validation: bool, count: int) -> None:
-        self._conductor, self._validation, self._count = conductor, validation, count
+    Its epoch outlasts the dry run, and it continues after it has ended a fit.
+    """
+
+    def __init__(self, recording: RecordingCallback, *, validation: bool, count: int) -> None:
+        self._recording, self._validation, self._count = recording, validation, count
 
     def __len__(self) -> int:
         return self._count
@@ -154,11 +164,14 @@ class _Loader:
         return self
 
     def __next__(self) -> Any:
-        return self._conductor.next_batch(validation=self._validation)
+        return self._recording.next_batch(validation=self._validation)
 
 
 def _states_of_metrics(module: nn.Module) -> Iterator[Tensor]:
-    """Yield what torchmetrics objects keep, and what they begin with; it moves with the module though it is no buffer."""
+    """Yield the states of torchmetrics objects and their defaults.
+
+    They move with the module although they are no buffers.
+    """
     for metric in metrics_of(module):
         for name, default in metric._defaults.items():
             state = getattr(metric, name)

@@ -1,4 +1,9 @@
-"""What rows need where a step cannot be traced: a few of them run on the device, then twice as many, and nothing of it stays."""
+"""Batch-size probe: run 1, 2, 4, … rows on the device to find how many fit.
+
+A run uses it where a step cannot be traced.
+
+Nothing of a probe stays: gradients, buffers, generators and all other state are put back after each run.
+"""
 
 import logging
 from collections.abc import Callable
@@ -15,47 +20,49 @@ from lightning_unified.step.recovery.aside import Undone, gradient_sample
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["BatchSizeProbe", "Found", "tried"]
+__all__ = ["BatchSizeProbe", "ProbeResult", "probe_sizes"]
 
 log = logging.getLogger("lightning_unified")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """What a probe came to.
+class ProbeResult:
+    """The result of a probe.
 
     Attributes:
-        rows: That fit at once.
-        refused: More rows, that do not; None if the whole batch fits.
-        tried: Rows that ran, in order.
+        micro_batch_size: The largest micro-batch size that fits.
+        refused: The next larger size, which does not fit; None if the whole batch fits.
+        tried: The sizes that ran, in order.
     """
 
-    rows: int
+    micro_batch_size: int
     refused: int | None
     tried: tuple[int, ...]
 
 
 class BatchSizeProbe:
-    """Runs forward and backward passes of 1, 2, 4, … units of rows, until twice as many would not fit, and draws a line through the last two.
+    """Runs 1, 2, 4, … units of rows forward and backward, until twice as many do not fit.
 
-    The line is drawn to the budget, with what the optimizer's state will add. Everything a run changes is put back, as after the
-    splittability check; dropout is off meanwhile, whose masks are not counted.
+    A line through the last two peaks, with the bytes that the optimizer state will add, then gives the size that fits the budget.
+    Everything a run changes is put back, as after the exactness check. Dropout is off meanwhile, so its masks are not counted.
 
     Args:
         trainer: In `fit`.
-        policy: Whose budget it is.
+        policy: The memory policy, which knows the budget.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
         self._trainer, self._policy = trainer, policy
         self._splitter = policy.splitter("fit")
 
-    def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> Found | None:
-        """Return what fits; None where the device tells no peak, or not even the smallest unit ran.
+    def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> ProbeResult | None:
+        """Return the size that fits.
+
+        The result is None if the device reports no peak, or fewer than two sizes ran.
 
         Args:
-            batch: Whole.
-            shape: Of it.
+            batch: The whole batch.
+            shape: The shape of the batch.
             step: Runs `training_step` on a batch.
         """
         room = self._policy.watch.room()
@@ -66,26 +73,28 @@ class BatchSizeProbe:
             peak = self._peak(partial(step, self._splitter.split(batch, 0, rows, rows=shape.rows)))
             if peak is None:
                 break
-            points.append((rows, peak + self._to_come()))
+            points.append((rows, peak + self._missing_state()))
             if len(points) > 1 and _line(points, 2 * rows) > budget:
                 break
             rows *= 2
         if len(points) < 2:
             return None
         failed = rows if points[-1][0] != rows and rows <= shape.rows else None
-        return self._drawn(points, budget=budget, failed=failed, most=shape.rows, unit=unit)
+        return self._along_line(points, budget=budget, failed=failed, whole=shape.rows, unit=unit)
 
-    def _drawn(self, points: list[tuple[int, int]], *, budget: int, failed: int | None, most: int, unit: int) -> Found:
+    def _along_line(
+        self, points: list[tuple[int, int]], *, budget: int, failed: int | None, whole: int, unit: int
+    ) -> ProbeResult:
         known = points[-1][0]
-        largest = most if failed is None else failed - unit
+        largest = whole if failed is None else failed - unit
         rows = known
         while rows + unit <= largest and _line(points, rows + unit) <= budget:
             rows += unit
         tried = tuple(count for count, _ in points)
-        return Found(rows=rows, refused=None if rows >= most else rows + unit, tried=tried)
+        return ProbeResult(micro_batch_size=rows, refused=None if rows >= whole else rows + unit, tried=tried)
 
     def _peak(self, step: Callable[[], ClosureResult]) -> int | None:
-        """Return the peak of a run, in bytes; None if memory ran out, or nobody knows."""
+        """Return the peak of a run, in bytes; None if memory ran out, or no counter reports it."""
         watch = self._policy.watch
         watch.release()
         watch.count_anew()
@@ -99,20 +108,23 @@ class BatchSizeProbe:
         watch.release()
         return None if reason is not None else peak
 
-    def _to_come(self) -> int:
-        """Return the bytes that the optimizer's first step will add."""
+    def _missing_state(self) -> int:
+        """Return the bytes of optimizer state that the first step will add."""
         need = static_bytes(self._trainer.lightning_module, self._trainer.optimizers)["optimizer state"]
         there = static_bytes(self._trainer.lightning_module, [one for one in self._trainer.optimizers if one.state])
         return need - there["optimizer state"]
 
 
 def _line(points: list[tuple[int, int]], rows: int) -> float:
-    """Return what `rows` need, on the line through the last two points; no less than the last, for a process does not shrink."""
+    """Return the bytes for `rows` on the line through the last two points.
+
+    The result is at least the last peak, because a process does not shrink.
+    """
     (fewer, low), (more, high) = points[-2:]
     return high + max(high - low, 0) / (more - fewer) * (rows - more)
 
 
-def tried(
+def probe_sizes(
     trainer: L.Trainer,
     *,
     policy: MemoryPolicy,
@@ -121,15 +133,15 @@ def tried(
     step: Callable[[Any], ClosureResult],
     why: str,
 ) -> str:
-    """Find on the device what fits, where it cannot be told without; set sizes so, and return it in words.
+    """Probe for the micro-batch size that fits, set it, and return the outcome in words.
 
     Args:
         trainer: In `fit`.
-        policy: Whose sizes are set.
-        batch: Whole.
-        shape: Of it; None for one that has no rows to count.
+        policy: The memory policy whose sizes are set.
+        batch: The whole batch.
+        shape: The shape of the batch; None for a batch without a row dimension.
         step: Runs `training_step` on a batch.
-        why: It cannot be told, in words.
+        why: Why the step cannot be traced, in words.
     """
     found = None
     if (
@@ -139,15 +151,17 @@ def tried(
     ):
         try:
             found = BatchSizeProbe(trainer, policy).run(batch, shape, step=step)
-        except Exception as error:  # a step may not run on fewer rows, and the whole batch has not been tried yet
-            why = f"{why}; nor tried on fewer rows: {type(error).__name__}: {error}"
+        except Exception as error:  # the step may need the whole batch, which has not run yet
+            why = f"{why}; and it did not run on fewer rows: {type(error).__name__}: {error}"
     if found is None:
         what_then = "sizes are found by trying"
     else:
         rows = ", ".join(map(str, found.tried))
-        what_then = f"{rows} rows were run on the device and undone: {found.rows} at once fit"
+        what_then = (
+            f"{rows} rows were run on the device and undone: a micro-batch size of {found.micro_batch_size} fits"
+        )
         if found.refused is not None and shape is not None:
-            policy.sizes.plan(shape, rows=found.rows, refused=found.refused, room_bytes=policy.watch.room())
+            policy.sizes.plan(shape, rows=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room())
     policy.events.append(f"the step could not be traced ({why}); {what_then}")
     log.warning("The step could not be traced (%s); %s.", why, what_then)
     return what_then

@@ -1,4 +1,4 @@
-"""A fake batch of as many rows, and as long ones, as asked for, made after a real one."""
+"""Fake batches: make a batch of any number of rows and any row length from a real batch."""
 
 from collections import Counter
 from typing import Any
@@ -28,25 +28,26 @@ from lightning_unified.step.split.roles import Role, Roles
 
 __all__ = ["Template"]
 
-_KNOWN = 1 << 18  # entries up to which whole numbers keep their values: lengths, labels, masks
+_KNOWN = 1 << 18  # entries: larger integer tensors lose their values; lengths, labels and masks keep them
 
 
 class Template:
-    """What batches of a module look like: rows are repeated or left out, tensors of real numbers keep their shapes only.
+    """Makes fake batches like a real one, with any number of rows.
 
-    Whole numbers keep their values (those of rows that are repeated are repeated too), so that lengths, labels and masks that a step
-    reads are ones that occur.
+    It repeats or drops rows, and keeps only the shapes of floating-point tensors.
+
+    Integer tensors keep their values, and repeated rows repeat them. So a step reads lengths, labels and masks that occur in real data.
 
     Args:
-        module: Whose batches they are.
+        module: The module of the batches.
         batch: A batch as `training_step` gets it, on any device.
-        rules: Its rules; `rows.split` makes batches of fewer rows.
-        splitter: Knows where the rows of such batches are; None for one of its own.
+        rules: The module's rules for batches; `rows.split` makes batches of fewer rows.
+        splitter: Knows the rows of such batches; None for a new splitter.
 
     Attributes:
-        rows: Of the batch given; None for one whose rows are not known, or cannot be split.
-        length: Entries of a row, where rows are sequences; None elsewhere.
-        roles: Of the entries of the batch, by path.
+        rows: Rows of the batch; None if they are unknown or cannot be split.
+        length: Positions of a row, if rows are sequences; else None.
+        roles: The roles of the batch's entries, by path.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Template:
         """Return a fake batch; call it inside `fake_world`.
 
         Args:
-            rows: Of the batch.
-            length: Entries of a row; None leaves them as they are.
-            device: Where its tensors pretend to be.
+            rows: Rows of the fake batch.
+            length: Positions of a row; None keeps the length.
+            device: The device that its tensors report.
 
         Raises:
-            DryRunError: If a batch of that size cannot be made after the one given.
+            DryRunError: If no batch of that size can be made from the real one.
         """
         if length is not None and self.length is None:
             raise DryRunError(
@@ -78,17 +79,19 @@ class Template:
             )
         if self.rows is None:
             return fake_copy(self._batch, device=device)
-        batch, had = self._batch, self.rows
-        if rows != had and (self._splits_itself or _holds_special_kinds(batch)):
-            batch, had = self._split(rows), rows
-        resize = _Resize(self.roles, had=had, rows=rows, length=self.length, asked=length or self.length, device=device)
+        batch, known = self._batch, self.rows
+        if rows != known and (self._splits_itself or _holds_special_kinds(batch)):
+            batch, known = self._split(rows), rows
+        resize = _Resize(
+            self.roles, rows=known, new_rows=rows, length=self.length, new_length=length or self.length, device=device
+        )
         return resize(batch)
 
     def _split(self, rows: int) -> Any:
         assert self.rows is not None
         if rows > self.rows:
             raise DryRunError(
-                f"a batch of {rows} rows cannot be made after one of {self.rows}, for batches of {self._name} are of a kind of their own; "
+                f"a batch of {rows} rows cannot be made from one of {self.rows}: rows in batches of {self._name} cannot be repeated; "
                 f"give a batch of at least {rows} rows."
             )
         with no_dispatch():
@@ -96,23 +99,33 @@ class Template:
 
 
 class _Resize:
-    """Makes a fake of everything in a batch, batched things with another number of rows or of positions."""
+    """Makes a fake copy of all entries of a batch.
+
+    Entries with a row dimension get the new number of rows and positions.
+    """
 
     def __init__(
-        self, roles: Roles, *, had: int, rows: int, length: int | None, asked: int | None, device: torch.device
+        self,
+        roles: Roles,
+        *,
+        rows: int,
+        new_rows: int,
+        length: int | None,
+        new_length: int | None,
+        device: torch.device,
     ) -> None:
         self._roles, self._device = roles, device
-        self._had, self._rows, self._length, self._asked = had, rows, length, asked
+        self._rows, self._new_rows, self._length, self._new_length = rows, new_rows, length, new_length
 
     def __call__(self, value: Any, path: str = "") -> Any:
         if isinstance(value, Tensor) and kind_of(value) is TENSOR:
             return self._tensor(value, batched=self._roles.get((path, "leaf")) is Role.ROWS)
         if isinstance(value, np.ndarray) and self._roles.get((path, "leaf")) is Role.ROWS:
-            return value[np.arange(self._rows) % self._had]
+            return value[np.arange(self._new_rows) % self._rows]
         if isinstance(value, PackedSequence):
             return type(value)(*map(self._part, value))  # pyright: ignore[reportArgumentType]
         if is_sequence(value) and self._roles.get((path, "list")) is Role.ROWS:
-            return type(value)(self._one(value[index % self._had]) for index in range(self._rows))  # pyright: ignore[reportArgumentType]
+            return type(value)(self._one(value[index % self._rows]) for index in range(self._new_rows))  # pyright: ignore[reportArgumentType]
         entries = None if isinstance(value, PLAIN) or _is_whole(value) else entries_of(value)
         if entries is not None:
             return with_entries(value, [(key, self(entry, joined(path, key))) for key, entry in entries])
@@ -122,31 +135,31 @@ class _Resize:
         return None if tensor is None else fake_tensor(tensor, device=self._device)
 
     def _one(self, entry: Any) -> Any:
-        """Return what one row is in a list of rows."""
+        """Return the fake copy of one row in a list of rows."""
         return entry if isinstance(entry, PLAIN) else fake_copy(entry, device=self._device)
 
     def _tensor(self, tensor: Tensor, *, batched: bool) -> Tensor:
         shape = list(tensor.shape)
         for index in range(int(batched), len(shape)):
-            if shape[index] == self._length and self._asked is not None:
-                shape[index] = self._asked
+            if shape[index] == self._length and self._new_length is not None:
+                shape[index] = self._new_length
         if batched:
-            shape[0] = self._rows
+            shape[0] = self._new_rows
         if shape == list(tensor.shape):
             return fake_tensor(tensor, device=self._device)
         fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device=self._device)
         if not tensor.is_floating_point() and not tensor.is_meta and fake.numel() <= _KNOWN:
             with no_dispatch():
                 value = tensor.detach().cpu()
-                for index, (had, asked) in enumerate(zip(tensor.shape, shape, strict=True)):
-                    if had != asked:
-                        value = value.index_select(index, torch.arange(asked) % had)
+                for index, (size, new_size) in enumerate(zip(tensor.shape, shape, strict=True)):
+                    if size != new_size:
+                        value = value.index_select(index, torch.arange(new_size) % size)
             set_value(fake, value.clone() if value is tensor else value)
         return fake
 
 
 def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
-    """Return the strides of a dense tensor of `shape` whose dimensions lie in the order of those of `tensor`."""
+    """Return the strides of a dense tensor of `shape` with the dimension order of `tensor`."""
     strides, step = [1] * len(shape), 1
     for index in sorted(range(len(shape)), key=lambda index: (tensor.stride(index), -index)):
         strides[index] = step
@@ -155,7 +168,10 @@ def _strides(tensor: Tensor, shape: list[int]) -> list[int]:
 
 
 def _length(batch: Any, rows: int) -> int | None:
-    """Return the second dimension that most of the batch's tensors of whole numbers have; no length where there is none."""
+    """Return the most frequent second dimension of the batch's integer tensors.
+
+    The result is None if there is none.
+    """
     votes = Counter(
         tensor.shape[1]
         for tensor in tensors_in(batch)
@@ -169,12 +185,15 @@ def _length(batch: Any, rows: int) -> int | None:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether a `TensorDict` has rows of its own, so that it is copied as one."""
+    """Return whether `value` is a `TensorDict` with rows, which is copied as a whole."""
     return is_tensor_collection(value) and len(value.batch_size) > 0
 
 
 def _holds_special_kinds(value: Any) -> bool:
-    """Return whether rows of anything in a batch can be left out and not repeated: packed sequences, graphs, nested tensors."""
+    """Return whether a batch holds entries whose rows cannot be repeated.
+
+    These are packed sequences, graphs and nested tensors.
+    """
     if isinstance(value, PLAIN):
         return False
     kind = kind_of(value)

@@ -1,0 +1,92 @@
+"""Combinations of memory options for one step, and the combinations that a search compares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_unified.nn.recomputing import RecomputePolicy
+
+__all__ = ["Combination", "combinations_to_compare"]
+
+_REPEATED = 0.8  # judgement: share of a block's forward pass that runs again when the attention output is saved
+_SHARES = (0.5, 0.25, 0.75)  # of the blocks; shares between two of these gain only a few percent of the step time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """One combination of memory options.
+
+    Attributes:
+        recompute: Which blocks recompute their activations; None leaves the module as it is.
+        precision: Lightning's name.
+        optimizer_kernel: `"fused"`, `"foreach"` or `"for-loop"`; None leaves the optimizer as the user built it.
+        loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
+    """
+
+    precision: str
+    recompute: RecomputePolicy | None = None
+    optimizer_kernel: str | None = None
+    loss_chunk: int | None = None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block recomputes its activations."""
+        return self.recompute is not None and self.recompute.blocks != 0
+
+    @property
+    def changes(self) -> int:
+        """The number of memory options that differ from the user's."""
+        return self.recomputes + (self.optimizer_kernel is not None) + (self.loss_chunk is not None)
+
+    @property
+    def again(self) -> float:
+        """The share of the blocks' forward pass that runs again in the backward pass."""
+        policy = self.recompute
+        if policy is None or policy.blocks == 0:
+            return 0.0
+        share = 1.0 if policy.blocks == "all" or not policy.of else policy.blocks / policy.of
+        return share * (_REPEATED if policy.keep_attention else 1.0)
+
+
+def combinations_to_compare(
+    precision: str,
+    *,
+    policies: Sequence[RecomputePolicy],
+    kernels: Sequence[str] = (),
+    chunks: Sequence[int | None] = (None,),
+) -> list[Combination]:
+    """Return the combinations to compare, in the order in which a search looks at them.
+
+    The user's own combination comes first, then the one that needs the least memory, then the others by expected gain. The list is not
+    the full product: kernels and chunks are combined with no recomputation and with full recomputation only.
+
+    Args:
+        precision: Lightning's name.
+        policies: The allowed recomputation policies, from the least to the most recomputation.
+        kernels: Optimizer kernels that may replace the optimizer's own.
+        chunks: Allowed loss chunks, in rows of logits; None leaves the module as it is.
+    """
+    own = Combination(precision=precision, recompute=policies[0])
+    ends = [policies[0], policies[-1]] if len(policies) > 1 else [policies[0]]
+    found = [Combination(precision=precision, recompute=policy) for policy in (*ends, *_between(policies))]
+    smallest = min((chunk for chunk in chunks if chunk is not None), default=None)
+    for chunk in [chunk for chunk in chunks if chunk is not None]:
+        found += [Combination(precision=precision, recompute=policy, loss_chunk=chunk) for policy in ends]
+    for kernel in kernels:
+        for chunk in dict.fromkeys((None, smallest)):
+            found += [
+                Combination(precision=precision, recompute=policy, loss_chunk=chunk, optimizer_kernel=kernel)
+                for policy in ends
+            ]
+    return list(dict.fromkeys([own, *found]))
+
+
+def _between(policies: Sequence[RecomputePolicy]) -> list[RecomputePolicy]:
+    """Return a few policies between none and all.
+
+    First all blocks with saved attention outputs, then shares of the blocks.
+    """
+    saved = [policy for policy in policies if policy.blocks == "all" and policy.keep_attention]
+    counted = [policy for policy in policies if policy.blocks not in (0, "all") and not policy.keep_attention]
+    count = len(counted) + 1
+    wanted = dict.fromkeys(max(1, round(share * count)) for share in _SHARES)
+    return [*saved, *(policy for blocks in wanted for policy in counted if policy.blocks == blocks)]

@@ -1,0 +1,319 @@
+"""The fit of a fake copy, with its memory options, Trainer, strategy and recorder."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_unified.cost_model.backends import mimic
+from lightning_unified.errors import DryRunError
+from lightning_unified.nn.recomputing import RecomputePolicy
+from lightning_unified.options import LossChunk, RecomputedBlocks
+from lightning_unified.planner.dry_run.counters import Counters
+from lightning_unified.planner.dry_run.fake_batch import Template
+from lightning_unified.planner.dry_run.kernels import KERNELS
+from lightning_unified.planner.dry_run.recording import RecordingCallback
+from lightning_unified.planner.dry_run.strategy import DryRunStrategy, fake_copy_precision
+from lightning_unified.planner.dry_run.trainer import DryRunTrainer, averaging, batches_of, tensors_held
+from lightning_unified.planner.fake.fake_copy import fake_copy, fake_tensor
+from lightning_unified.planner.fake.mode import World
+from lightning_unified.planner.fake.places import Places
+from lightning_unified.planner.fake.recorder import Recorder
+from lightning_unified.step.split import splitter_of
+from lightning_unified.step.split.rules import given_to, rules_of
+
+__all__ = ["FakeFit", "StepSize", "StepSpec", "Templates"]
+
+_DEVICE = torch.device("cpu")  # of all fake tensors: those of other devices fail in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec:
+    """The step to trace.
+
+    The arguments of `trace_step` and `trace_validation` explain the fields.
+
+    Attributes:
+        module: The user's module, which stays unchanged.
+        batch: A batch of the traced stage.
+        backend: The backend whose kernels are meant.
+        precision: Lightning's name.
+        live: The Trainer of the fit; None for a default Trainer.
+        kernel: The optimizer kernel; None for the default of `backend`.
+        loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
+        length: Positions of a row; None for as many as in `batch`.
+        accumulate: Batches in an accumulation window; None for the Trainer's.
+        clip: The norm for gradient clipping; None for the Trainer's.
+        validates: Whether a validation step is traced instead of a training step.
+        train_batch: A training batch, where it differs in structure from `batch`.
+        is_prepared: Whether the rule `prepare` has been applied to training batches already.
+    """
+
+    module: L.LightningModule
+    batch: Any
+    backend: str
+    precision: str
+    live: L.Trainer | None
+    kernel: str | None = None
+    loss_chunk: int | None = None
+    length: int | None = None
+    accumulate: int | None = None
+    clip: float | None = None
+    validates: bool = False
+    train_batch: Any = None
+    is_prepared: bool = False
+
+    def check(self) -> None:
+        """Raise `DryRunError` if the optimizer kernel is unknown."""
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise DryRunError(f"optimizer_kernel={self.kernel!r}: give one of {', '.join(KERNELS)}, or None.")
+
+    def trainer_settings(self) -> dict[str, Any]:
+        """Return the dry run's Trainer arguments, from this step and the live Trainer."""
+        live = self.live
+        settings: dict[str, Any] = {"val_check_interval": 1} if self.validates else {"limit_val_batches": 0}
+        if not self.module.automatic_optimization:
+            return settings
+        window = self.accumulate or (1 if live is None else live.accumulate_grad_batches)
+        settings["accumulate_grad_batches"] = min(window, 2)  # the third batch of a window runs as the second does
+        norm = self.clip if self.clip is not None else getattr(live, "gradient_clip_val", None)
+        if norm is not None:
+            settings["gradient_clip_val"] = norm
+            settings["gradient_clip_algorithm"] = getattr(live, "gradient_clip_algorithm", None)
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The micro-batches of a step.
+
+    Attributes:
+        rows: Rows of the first micro-batch.
+        parts: The number of micro-batches.
+        later_rows: Rows of every micro-batch but the first.
+    """
+
+    rows: int
+    parts: int
+    later_rows: int
+
+
+class Templates:
+    """The templates of a step's batches.
+
+    Create them outside the fake world, because they look at real tensors.
+
+    Args:
+        spec: The step to trace.
+
+    Attributes:
+        traced: The template of batches of the traced stage.
+        train: The template of training batches.
+        has_encoders: Whether the step runs whole, with only the module's encoders in micro-batches.
+        roles: The roles of the batches' entries, by stage.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.traced = self.train = _template(spec, spec.batch, "validate" if spec.validates else "fit")
+        rules = rules_of(spec.module, "fit", given=given_to(spec.live))
+        self.has_encoders = bool(rules.encoders) and not spec.validates
+        if spec.train_batch is not None:
+            self.train = _template(spec, spec.train_batch, "fit")
+        self.roles = {"fit": self.train.roles, "validate": self.traced.roles}
+
+
+class FakeFit:
+    """A fit of a fake copy, from its set-up to any number of traced steps.
+
+    Create and run it inside `fake_world(world)`.
+
+    Args:
+        spec: The step to trace.
+        templates: The templates of its batches.
+        size: The size of the first step to trace.
+        recompute: As for `trace_step`.
+        world: The world of the fake tensors.
+
+    Attributes:
+        size: The size of the step that is traced next.
+        world: As given.
+        recording: Starts and ends the recording, and holds its result.
+        strategy: The strategy of the dry run.
+        trainer: The Trainer of the dry run.
+        length: Positions of a row; None where rows are no sequences.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        templates: Templates,
+        size: StepSize,
+        *,
+        recompute: RecomputePolicy | bool | None,
+        world: World,
+    ) -> None:
+        self._spec, self._templates, self.size, self.world = spec, templates, size, world
+        self.length = spec.length or templates.traced.length
+        self._settings = spec.trainer_settings()
+        plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
+        self._copy = self._fake_module(dtype)
+        self._recomputed: RecomputedBlocks | None = None
+        self.recompute(recompute)
+        if spec.loss_chunk is not None:
+            LossChunk(self._copy, spec.loss_chunk)
+        self._places = Places(self._copy)
+        world.place = self._places.here
+        self._recorder = Recorder(backend=spec.backend, place=self._places.here, widths=_vocabularies(self._copy))
+        self.strategy = self._new_strategy()
+        self.recording = RecordingCallback(
+            self._recorder,
+            world.answers,
+            self.strategy,
+            make_batch=lambda validation: self._batch(validation=validation),
+            validates=spec.validates,
+            batches=batches_of(spec.live),
+        )
+        self._copy_callbacks()
+        self.trainer = DryRunTrainer(
+            self.strategy,
+            live=spec.live,
+            callbacks=[self.recording, *self.recording.averages],
+            settings={**self._settings, "plugins": [plugin]},
+        )
+        self.recording.counters = Counters(self._copy, self.trainer, world.answers)
+
+    def run(self) -> None:
+        """Fit the fake copy until the recording of one step ends."""
+        loaders: dict[str, Any] = {"train_dataloaders": self.recording.loader()}
+        if self._spec.validates:
+            loaders["val_dataloaders"] = self.recording.loader(validation=True)
+        with self._followed():
+            self.trainer.fit(self._copy, **loaders)
+
+    def go_on(self, size: StepSize, *, recompute: RecomputePolicy | bool | None) -> None:
+        """Go on until the recording of one more step ends.
+
+        Args:
+            size: The size of the step.
+            recompute: As for `trace_step`.
+        """
+        self.size = size
+        self.recording.go_on()
+        self.recompute(recompute)
+        self.strategy.split(None if size.parts == 1 else size.rows, parts=size.parts)
+        with self._followed():
+            self.trainer.go_on()
+
+    def recompute(self, policy: RecomputePolicy | bool | None) -> None:
+        """Set the blocks of the fake copy that recompute their activations.
+
+        A policy of None leaves the module as it is.
+        """
+        if self._recomputed is not None:
+            self._recomputed.undo()
+        if isinstance(policy, bool):
+            policy = RecomputePolicy(blocks="all" if policy else 0)
+        self._recomputed = None if policy is None else RecomputedBlocks(self._copy, policy)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether further steps may be traced on this copy.
+
+        That needs steps that do not differ from each other, and nothing to tear down.
+        """
+        datamodule = getattr(self._spec.live, "datamodule", None)
+        return (
+            not self._spec.validates
+            and self._copy.automatic_optimization
+            and self._spec.precision != "16-mixed"  # its scaler counts steps too
+            and self.recording.wrote
+            and not self.recording.averages
+            and self._settings.get("accumulate_grad_batches", 1) == 1
+            and not is_overridden("teardown", self._copy)
+            and (datamodule is None or not is_overridden("teardown", datamodule, L.LightningDataModule))
+            and self.recording.is_steady
+        )
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        with self._places.followed(), self._recorder, mimic(self._spec.backend):
+            yield
+
+    def _fake_module(self, dtype: torch.dtype | None) -> L.LightningModule:
+        """Return the fake copy of the module, in `dtype`; None keeps each tensor's own."""
+        module = self._spec.module
+        tensors = [*module.parameters(), *module.buffers()]
+        cast = {} if dtype is None else {id(one): dtype for one in tensors if one.is_floating_point()}
+        copy = fake_copy(module, device=_DEVICE, cast=cast, shared=self._shared())
+        copy.configure_callbacks = list  # type: ignore[method-assign]  # the module's own callbacks might write files
+        copy._metric_attributes = None  # Lightning keeps the names of metrics by `id`, which differ in the copy
+        for child in copy.modules():
+            if "_device" in vars(child):
+                child._device = _DEVICE  # type: ignore[assignment]
+        return copy
+
+    def _new_strategy(self) -> DryRunStrategy:
+        strategy = DryRunStrategy(
+            self._recorder,
+            micro_batch_size=None if self.size.parts == 1 else self.size.rows,
+            kernel=self._spec.kernel,
+            backend=self._spec.backend,
+            device=_DEVICE,
+            micro_batches=given_to(self._spec.live),
+            roles=self._templates.roles,
+            is_prepared=self._spec.is_prepared,
+        )
+        strategy.policy.most_chunks = self.size.parts
+        return strategy
+
+    def _copy_callbacks(self) -> None:
+        """Copy tensors that live callbacks hold, and the callbacks that average weights."""
+        live, on_host = self._spec.live, self._spec.backend == "cpu"
+        self.recording.held = [fake_tensor(one, device=_DEVICE) for one in list(tensors_held(live, on_host=on_host))]
+        self.recording.averages = [
+            fake_copy(one, device=_DEVICE, shared=self._shared()) for one in averaging(live, on_host=on_host)
+        ]
+
+    def _batch(self, *, validation: bool) -> Any:
+        """Return the next batch; it is one micro-batch until weights have been written once."""
+        templates = self._templates
+        template = templates.traced if validation or not self._spec.validates else templates.train
+        size, length = self.size, self._spec.length
+        parts = size.parts if self.strategy.steps else 1
+        if parts > 1 and templates.has_encoders:  # the step runs whole, and only its encoders in chunks
+            return template.of(template.rows or 1, length=length, device=_DEVICE)
+        return template.of(size.rows + (parts - 1) * size.later_rows, length=length, device=_DEVICE)
+
+    def _shared(self) -> list[Any]:
+        """Return the live objects that the copy shares with the module."""
+        live = self._spec.live
+        return [] if live is None else [live, live.strategy, getattr(live, "datamodule", None)]
+
+
+def _template(spec: StepSpec, batch: Any, stage: str) -> Template:
+    """Return the template of batches of `stage`, with rows where the live run has found them."""
+    rules = rules_of(spec.module, stage, given=given_to(spec.live))
+    return Template(spec.module, batch, rules, splitter=splitter_of(spec.module, stage, trainer=spec.live))
+
+
+def _vocabularies(module: nn.Module) -> set[int]:
+    """Return the sizes of dimensions that mark a tensor as logits.
+
+    These are the output size of the widest linear layer and the length of the longest embedding table, each if it is more than four times
+    the other dimension.
+    """
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
+    widest = max(linear, key=lambda layer: layer.out_features, default=None)
+    longest = max(tables, key=lambda table: table.num_embeddings, default=None)
+    found: set[int] = set()
+    if longest is not None and longest.num_embeddings > 4 * longest.embedding_dim:
+        found.add(longest.num_embeddings)
+    if widest is not None and widest.out_features > 4 * widest.in_features:
+        found.add(widest.out_features)
+    return found

@@ -1,0 +1,286 @@
+"""Plan a fit's step before its first batch, and check the prediction after a few steps.
+
+A batch gets a plan if it is the first of its kind, or if its rows are longer than any planned before. Planning has three steps:
+
+1. gather: a dry run of the step, the bytes left in the budget, the open memory options and the machine's speeds (`gather.py`);
+2. decide: a pure function from these inputs to a plan (`decide.py`);
+3. apply: memory options and micro-batch size are set on the policy (`planning.py`).
+
+If the step cannot be traced, the batch-size probe runs a few rows on the device instead (`batch_size_probe.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.search import Candidate
+from lightning_unified.cost_model.trace.interpolation import MisalignedError
+from lightning_unified.errors import BudgetError, DryRunError
+from lightning_unified.nn.cuda_graphs import is_recorded
+from lightning_unified.planner.first_batch.batch_size_probe import probe_sizes
+from lightning_unified.planner.first_batch.planning import StepPlanning
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.other_phases import FirstValidation, with_generation
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.split import BatchShape
+
+__all__ = ["BatchKinds", "FirstStep"]
+
+_STEADY = 3  # batches until the peak is that of every step: optimizer state exists, and caches have their final size
+_KINDS = 4  # kinds that are kept apart; in a fit with more, batches differ by chance
+
+
+class FirstStep:
+    """Traces a fit's step before the first batch runs, and sets memory options to fit it.
+
+    It does nothing if a plan gains nothing: an earlier run found the sizes, or the budget is thousands of times the bytes of weights and
+    batch. If the step cannot be traced or the dry run cannot be trusted, it says so and the batch-size probe finds the sizes.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The memory policy whose sizes and memory options are set.
+        precision: Lightning's name of the fit's precision.
+        reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
+
+    Attributes:
+        budget: The part of the budget that a step may take.
+        planning: Gathers, decides and applies; holds the current plan.
+        validation: The plan of the validation step.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str, reduction_bytes: int = 0) -> None:
+        self._trainer, self._policy, self._precision = trainer, policy, precision
+        self._module = trainer.lightning_module
+        self.budget = StepBudget(trainer, policy, reduction_bytes=reduction_bytes)
+        self.planning = StepPlanning(trainer, policy, self.budget, precision=precision)
+        self.validation = FirstValidation(trainer, policy, precision=precision)
+        self._kinds, self._earlier_peak = BatchKinds(), 0  # the predicted peak of earlier kinds
+        self._batches = 0
+        self._has_validated = self._is_ample = False
+        self._generation = ""
+
+    def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
+        """Plan for `batch` if its kind or its row length is new.
+
+        For shorter rows, plan only a larger micro-batch size.
+
+        Args:
+            batch: The whole batch, after the rule `prepare`.
+            shape: The shape of the batch; None for a batch without a row dimension.
+            step: Runs `training_step` on a batch, as the loop does.
+
+        Raises:
+            BudgetError: If no plan fits.
+        """
+        watch, elements = self._policy.watch, 1 if shape is None else shape.elements
+        if self._kinds.covers(batch, elements):
+            if shape is not None and self.planning.leaves_rows_unused(shape):
+                self.planning.plan_shorter(batch, shape)
+                if watch.counts_process:
+                    watch.release()
+                    watch.count_anew()
+            return
+        if self._kinds.add(batch, elements):
+            self._begin_kind()
+        if not self._is_worth_it(batch):
+            self.planning.reason = (
+                "not worth it: sizes are known, or the budget is thousands of times weights and batch"
+            )
+            return
+        try:
+            self._plan_all(batch, shape)
+            if watch.counts_process:
+                watch.release()
+            watch.count_anew()  # memory of the dry run on the host is no part of the run's peak
+        except BudgetError:
+            raise
+        except Exception as error:  # in the module or the planner: a run must not end because it has no plan
+            kind = "" if isinstance(error, (DryRunError, MisalignedError)) else f"{type(error).__name__}: "
+            why = f"{kind}{error}"
+            self.planning.prediction = None
+            found = probe_sizes(self._trainer, policy=self._policy, batch=batch, shape=shape, step=step, why=why)
+            self.planning.reason = f"not predicted: {why}; {found}"
+
+    def _plan_all(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan the training step, the generation before it and the validation step."""
+        planning = self.planning
+        planning.plan_beside_kept(batch, shape)
+        if planning.prediction is not None:
+            planning.prediction, self._generation = with_generation(
+                planning.prediction, self._module, batch, precision=self._precision
+            )
+        self.validation.training_planned(batch, limit=self.budget.left, factor=self._factor)
+
+    def _begin_kind(self) -> None:
+        """Discard the sizes found for other kinds of batches, and keep their predicted peak.
+
+        The run's peak is the largest of all kinds.
+        """
+        self._earlier_peak = self.predicted_peak_bytes or 0
+        self.planning.shorter.clear()
+        self._policy.sizes.forget()
+        self._policy.events.append("batches are of another kind from here on: sizes are found for them anew")
+
+    def _is_worth_it(self, batch: Any) -> bool:
+        policy = self._policy
+        follows_plan = self.planning.prediction is not None and not policy.recoveries
+        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.has_evidence
+        self._is_ample = self.budget.is_ample(batch)
+        return not found_already and not self._is_ample
+
+    def fits(self, rows: int) -> bool | None:
+        """Return whether `rows` are predicted to fit in one micro-batch; None without a plan.
+
+        They fit if the budget is thousands of times weights and batch. A larger micro-batch than planned takes at most proportionally
+        more memory, because the prediction includes memory that does not grow with rows.
+        """
+        prediction = self.planning.prediction
+        if prediction is None:
+            return True if self._is_ample else None
+        times = rows / max(prediction.rows, 1)
+        return times <= 1 or times * prediction.reserved_bytes <= self.budget.left
+
+    def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan for a validation batch, unless a batch as large already has a plan.
+
+        Args:
+            batch: The whole batch.
+            shape: The shape of the batch; None for a batch without a row dimension.
+        """
+        self._has_validated = self._batches > 0
+        if not self._kinds.any and self._is_worth_it(batch):  # the sanity check
+            self.budget.note_foreign(batch)
+        elif self.planning.prediction is None:
+            return
+        self.validation.look(batch, shape, limit=self.budget.left, factor=self._factor)
+
+    def batch_done(self) -> None:
+        """Record the measured peak beside the predicted one, after the first batches.
+
+        Later runs on this machine use it.
+        """
+        planning = self.planning
+        self._batches += planning.prediction is not None
+        calibration = planning.calibration
+        if self._batches != _STEADY or calibration is None or self._has_validated or is_recorded(self._module):
+            return  # a replayed graph's activations are in no counter
+        watch, predicted = self._policy.watch, self.predicted_peak_bytes
+        measured = watch.measured_peak().bytes
+        if watch.machine is not None or measured is None or predicted is None:
+            return
+        foreign = self.budget.foreign_bytes
+        taken = measured - watch.fresh_code_bytes - foreign
+        if taken > 0:
+            calibration.record(planning.kind, predicted_bytes=predicted - foreign, measured_bytes=taken)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for the training step; None without a plan.
+
+        It includes the prediction for the validation step, if any.
+        """
+        own = self.planning.prediction
+        return None if own is None else replace(own, validation=self.validation.prediction)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The predicted peak of training and validation; None without a prediction.
+
+        It is comparable with the device's counter.
+
+        It includes the memory that the process held before, and the memory that the module keeps from step to step.
+        """
+        own = self.planning.prediction
+        if own is None:
+            return None
+        of_process = self._policy.watch.counts_process
+        peaks = [one.reserved_bytes if of_process else one.peak_bytes for one in self._predictions]
+        beside = max(peaks) + self._policy.kept.bytes
+        return max(self.budget.foreign_bytes + max(beside, own.generation_bytes), self._earlier_peak)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the budget that no step takes.
+
+        Without a plan it is the whole budget, because a plan leaves room for kept memory.
+        """
+        watch = self._policy.watch
+        if self.planning.prediction is None:
+            return watch.bytes
+        taken = int(self._factor * max(one.reserved_bytes for one in self._predictions)) + watch.driver_bytes
+        left = watch.bytes - max(self.budget.foreign_bytes + taken, self._earlier_peak)
+        return max(left, self.budget.kept_bytes)  # the plan left room for these bytes: a step returns cached blocks
+
+    @property
+    def _predictions(self) -> list[Prediction]:
+        known = (self.planning.prediction, self.validation.prediction, *self.planning.shorter.values())
+        return [one for one in known if one is not None]
+
+    @property
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """The other results of the last search."""
+        return self.planning.alternatives
+
+    @property
+    def reason(self) -> str:
+        """How the plan came about, in words."""
+        return self.planning.reason
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Further explanations by subject: validation, generation, speeds, alignment."""
+        planning = self.planning
+        speeds = planning.speeds if planning.alternatives else None
+        alignment = None if speeds is None or planning.calibration is None else planning.calibration.alignment
+        found = {
+            "validation": self.validation.reason,
+            "generation": self._generation,
+            "speeds": "" if speeds is None else speeds.describe(),
+            "alignment": "" if alignment is None else alignment.describe(),
+        }
+        return {name: words for name, words in found.items() if words}
+
+    @property
+    def _factor(self) -> float:
+        """Correction for predictions of this kind on this machine, 1 or more."""
+        calibration = self.planning.calibration
+        return 1.0 if calibration is None else calibration.peak_factor(self.planning.kind)
+
+
+class BatchKinds:
+    """The longest rows that have a plan, by kind of batch.
+
+    A fit may change its batches, e.g. from supervised to RL phases.
+    """
+
+    def __init__(self) -> None:
+        self._longest: dict[tuple[str, ...], int] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether any batch has a plan."""
+        return bool(self._longest)
+
+    def covers(self, batch: Any, elements: int) -> bool:
+        """Return whether rows of this kind that are as long, or longer, have a plan."""
+        return elements <= self._longest.get(self._of(batch), 0)
+
+    def add(self, batch: Any, elements: int) -> bool:
+        """Note a plan for rows of this length; return whether their kind is new and not the first."""
+        kind = self._of(batch)
+        is_new = bool(self._longest) and kind not in self._longest
+        self._longest[kind] = elements
+        return is_new
+
+    def _of(self, batch: Any) -> tuple[str, ...]:
+        """Return the kind of a batch: its type, and the field names of a mapping.
+
+        Once there are too many kinds, it is the newest known one.
+        """
+        names = sorted(map(str, batch.keys())) if isinstance(batch, Mapping) else []
+        kind = (type(batch).__name__, *names)
+        return kind if kind in self._longest or len(self._longest) < _KINDS else next(reversed(self._longest))

@@ -1,0 +1,121 @@
+"""Read the inputs of the decision from a run: memory options, speeds, and the planner."""
+
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
+from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.other_phases import outline
+from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+from lightning_unified.step.split import BatchShape
+
+__all__ = ["RunSpeeds", "calibration_of", "open_combinations", "planner_of"]
+
+
+def calibration_of(watch: BudgetWatch) -> Calibration:
+    """Load the measurements that earlier runs kept about this machine and torch version."""
+    reading = watch.reading()
+    key = machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
+    return Calibration.load(key)
+
+
+def planner_of(
+    trainer: L.Trainer,
+    policy: MemoryPolicy,
+    batch: Any,
+    shape: BatchShape | None,
+    *,
+    calibration: Calibration | None,
+    budget: StepBudget,
+) -> Planner:
+    """Return the planner of a batch, within the sizes that the policy allows.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The memory policy.
+        batch: The whole batch, after the rule `prepare`.
+        shape: The shape of the batch; None for a batch without a row dimension.
+        calibration: Corrections from earlier runs.
+        budget: Knows the bytes that the reduction over ranks holds.
+    """
+    watch, light = policy.watch, outline(batch)
+    return Planner(
+        trainer.lightning_module,
+        batch if light is None else light,  # a dry run keeps its batch alive until garbage is collected
+        is_prepared=True,
+        backend=watch.reading().backend,
+        trainer=trainer,
+        calibration=calibration,
+        limits=SizeLimits(
+            unit=None if shape is None or not policy.refuses_cut(shape) else shape.rows,
+            least=policy.sizes.least,
+            micro_batch_size=policy.sizes.limit,
+        ),
+        counted=CountedMemory(
+            workspaces=watch.machine is None,
+            reduction_bytes=budget.reduction_bytes,
+            mmap_threshold=watch.mmap_threshold,
+        ),
+    )
+
+
+def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:
+    """Return the combinations of memory options that the user left open, the user's own first."""
+    now = policy.recomputation.policy
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    return combinations_to_compare(
+        precision,
+        # an earlier run, or shorter rows, needed full recomputation: less of it is not tried
+        policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
+        kernels=policy.memory_options.kernel_choices(scaled=scaled),
+        chunks=policy.memory_options.chunk_choices(),
+    )
+
+
+class RunSpeeds:
+    """The speeds of the device that a run trains on, by which it orders its plans.
+
+    A run measures little, because its first step waits meanwhile. Speeds without a kept measurement come from tables, or from a timing
+    of a tenth of a second that is not kept; the `plan` command measures a machine in full. The gain of aligned sizes is measured when a
+    batch could be split into such sizes, and kept.
+
+    Args:
+        watch: The watch of the device, real or simulated.
+        calibration: The kept measurements of the device.
+        precision: Lightning's name of the precision in which the run multiplies matrices.
+    """
+
+    def __init__(self, watch: BudgetWatch, calibration: Calibration, *, precision: str) -> None:
+        self._watch, self._calibration, self._precision = watch, calibration, precision
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The speeds, each with its source."""
+        machine = self._watch.machine
+        if machine is not None:
+            return tabled_rates(machine.profile.name) or typical_rates(machine.profile.backend)
+        half = {"bf": ["bfloat16"], "16": ["float16"]}.get(self._precision[:2], [])
+        return self._calibration.rates or brief_rates(self._watch.device, name=self._watch.reading().name, dtypes=half)
+
+    @property
+    def lacks_alignment(self) -> bool:
+        """Whether the gain of aligned sizes is unknown and can be measured."""
+        return self._watch.machine is None and self._calibration.alignment is None
+
+    def alignment_pays(self) -> bool:
+        """Measure the gain of aligned sizes, and return whether there is one."""
+        return self._calibration.gains(self._watch.device).multiple > 1
+
+    def describe(self) -> str:
+        """Return the sources of the speeds in words."""
+        rates = self.rates
+        if rates is self._calibration.rates:
+            return f"of {rates.name}, measured before and kept"
+        return f"of {rates.name}: arithmetic by {rates.sources['flops']}; an operation's start by {rates.sources['launch']}"

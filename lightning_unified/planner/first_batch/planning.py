@@ -1,0 +1,254 @@
+"""Plan the step of one batch in three steps: gather inputs, decide, apply."""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.rates.calibration import Calibration
+from lightning_unified.cost_model.search import Candidate, Choice
+from lightning_unified.errors import BudgetError
+from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.first_batch.decide import (
+    StepInputs,
+    StepPlan,
+    decide,
+    more_rows,
+    needs_search,
+    trusted,
+)
+from lightning_unified.planner.first_batch.gather import RunSpeeds, calibration_of, open_combinations, planner_of
+from lightning_unified.planner.first_batch.step_budget import StepBudget
+from lightning_unified.planner.planner import Planner
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.split import BatchShape
+
+__all__ = ["Decision", "StepPlanning", "set_memory_options"]
+
+log = logging.getLogger("lightning_unified")
+
+_SHORTER = (
+    4  # judgement: lengths below the longest that get a plan; each takes a second or two, and data has few or countless
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A plan with its inputs and the planner that predicts it.
+
+    Attributes:
+        planner: The planner of the batch.
+        inputs: The inputs of the decision.
+        plan: The plan that follows from them.
+    """
+
+    planner: Planner
+    inputs: StepInputs
+    plan: StepPlan
+
+    @property
+    def prediction(self) -> Prediction:
+        """The prediction for the step as planned."""
+        candidate = self.plan.candidate
+        return self.inputs.own if candidate is None else self.planner.prediction_of(candidate)
+
+
+class StepPlanning:
+    """Plans batches of a fit one at a time, and applies each plan to the policy.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The memory policy to set.
+        budget: The part of the budget that a step may take.
+        precision: Lightning's name of the fit's precision.
+
+    Attributes:
+        prediction: The prediction for the step as it is set to run; None without a plan.
+        reason: How the plan came about, in words.
+        alternatives: The other results of the last search.
+        shorter: Predictions for shorter rows, by the elements of a row; None where there is none.
+        calibration: Corrections from earlier runs; None before the first plan.
+        speeds: The speeds of the machine; None before the first plan.
+        kind: The name under which measurements correct predictions of this kind.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, budget: StepBudget, *, precision: str) -> None:
+        self._trainer, self._policy, self._budget, self._precision = trainer, policy, budget, precision
+        self._combination: Combination | None = None
+        self._begun = 0.0
+        self.prediction: Prediction | None = None
+        self.reason = "no batch has run yet"
+        self.alternatives: tuple[Candidate, ...] = ()
+        self.shorter: dict[int, Prediction | None] = {}
+        self.calibration: Calibration | None = None
+        self.speeds: RunSpeeds | None = None
+        self.kind = ""
+
+    def plan_beside_kept(self, batch: Any, shape: BatchShape | None) -> None:
+        """Plan with room for the memory that the module keeps, and a tenth more.
+
+        If nothing fits beside it, plan without that room.
+        """
+        kept = self._policy.kept
+        self._budget.kept_bytes = kept.bytes + kept.bytes // 10
+        kept.give_back()
+        try:
+            self.plan(batch, shape)
+        except BudgetError:
+            if not self._budget.kept_bytes:
+                raise
+            self._budget.kept_bytes = 0
+            self.plan(batch, shape)
+
+    def plan(self, batch: Any, shape: BatchShape | None) -> None:
+        """Gather the inputs for a batch, decide, and apply the plan.
+
+        Args:
+            batch: The whole batch, after the rule `prepare`.
+            shape: The shape of the batch; None for a batch without a row dimension.
+
+        Raises:
+            BudgetError: If no plan fits.
+            DryRunError: If the step cannot be traced, or the trace cannot be trusted.
+        """
+        self._begun = time.monotonic()
+        self._budget.note_foreign(batch)
+        self.calibration = calibration_of(self._policy.watch)
+        self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
+        planner, combinations = self._planner(batch, shape), self.combinations()
+        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.limit))
+        decision = self._decided(planner, combinations, own, shape)
+        if self._budget.planning_took_memory(batch) and not planner.fits(
+            decision.plan.combination, micro_batch_size=decision.plan.micro_batch_size, limit=self._budget.left
+        ):
+            decision = self._decided(planner, combinations, own, shape)
+        self.apply(decision, shape)
+
+    def combinations(self) -> list[Combination]:
+        """Return the combinations of memory options to compare, the user's own first."""
+        return open_combinations(self._trainer, self._policy, precision=self._precision)
+
+    def apply(self, decision: Decision, shape: BatchShape | None) -> None:
+        """Set memory options and the micro-batch size as planned, and keep the prediction.
+
+        Args:
+            decision: The plan with its prediction.
+            shape: The shape of the batch; None for a batch without a row dimension.
+        """
+        plan, prediction = decision.plan, decision.prediction
+        prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
+        set_memory_options(self._policy, plan.combination, why="as planned")
+        self.prediction, self.reason = prediction, plan.reason
+        self._combination, self.kind = plan.combination, decision.planner.kind(plan.combination)
+        if plan.candidate is not None:
+            self.alternatives = plan.alternatives
+        self._policy.events.append(f"planned in {prediction.planning_seconds:.1f} s: {plan.reason}")
+        log.info("Planned in %.1f s: %s", prediction.planning_seconds, plan.reason)
+        if shape is not None and plan.refused is not None:
+            self._set_size(shape, plan.micro_batch_size, refused=plan.refused)
+
+    def leaves_rows_unused(self, shape: BatchShape) -> bool:
+        """Return whether shorter rows may fit in larger micro-batches than the plan sets."""
+        sizes = self._policy.sizes
+        was_asked = shape.elements in self.shorter or len(self.shorter) >= _SHORTER
+        is_known = self.prediction is None or sizes.runs_whole or sizes.is_proven(shape)
+        return not was_asked and not is_known and not self._policy.refuses_cut(shape)
+
+    def plan_shorter(self, batch: Any, shape: BatchShape) -> None:
+        """Plan the micro-batch size for shorter rows, with the memory options that are set.
+
+        The run keeps its main plan.
+        """
+        self.shorter[shape.elements] = None
+        if self._combination is None or self.speeds is None:
+            return
+        began, planner, limit = time.monotonic(), self._planner(batch, shape), self._budget.left
+        try:
+            size = self._policy.sizes.limit
+            if planner.fits(self._combination, micro_batch_size=size, limit=limit):
+                self.shorter[shape.elements] = planner.predict(self._combination, micro_batch_size=size)
+                return
+            best = planner.choose([self._combination], budget_bytes=limit, rates=self.speeds.rates).best
+            self.shorter[shape.elements] = None if best is None else planner.prediction_of(best)
+        except Exception as error:  # in the module or the planner: recovery then finds the size that fits
+            log.info("Shorter rows could not be planned for: %s", error)
+            return
+        if best is None or best.parts == 1:
+            return
+        self._set_size(shape, best.micro_batch_size, refused=more_rows(shape.rows, best.parts))
+        seconds = time.monotonic() - began
+        self._policy.events.append(f"shorter rows planned in {seconds:.1f} s: micro-batch size {best.micro_batch_size}")
+        log.info("%s", self._policy.events[-1])
+
+    def _planner(self, batch: Any, shape: BatchShape | None) -> Planner:
+        return planner_of(self._trainer, self._policy, batch, shape, calibration=self.calibration, budget=self._budget)
+
+    def _decided(
+        self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
+    ) -> Decision:
+        inputs = self._gathered(planner, combinations, own, shape)
+        return Decision(planner=planner, inputs=inputs, plan=decide(inputs))
+
+    def _gathered(
+        self, planner: Planner, combinations: list[Combination], own: Prediction, shape: BatchShape | None
+    ) -> StepInputs:
+        """Return the inputs of the decision, with the result of a search where one is needed."""
+        budget = self._budget.left
+        inputs = StepInputs(
+            combinations=tuple(combinations),
+            own=own,
+            own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
+            budget_bytes=budget,
+            rows=None if shape is None else shape.rows,
+            micro_batch_size=self._policy.sizes.limit,
+            module=type(self._trainer.lightning_module).__name__,
+            may_try=not self._budget.kept_bytes,
+        )
+        return replace(inputs, choice=self._searched(planner, inputs)) if needs_search(inputs) else inputs
+
+    def _searched(self, planner: Planner, inputs: StepInputs) -> Choice:
+        """Search; once more with the gain of aligned sizes where it could matter.
+
+        The second search reuses the dry runs.
+        """
+        speeds = self.speeds
+        assert speeds is not None
+        choose = partial(
+            planner.choose, inputs.combinations, budget_bytes=inputs.budget_bytes, rates=speeds.rates, only_best=True
+        )
+        choice = choose()
+        if speeds.lacks_alignment and planner.could_be_aligned(choice) and speeds.alignment_pays():
+            return choose()
+        return choice
+
+    def _set_size(self, shape: BatchShape, micro_batch_size: int, *, refused: int) -> None:
+        """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""
+        room = self._policy.watch.bytes
+        self._policy.sizes.plan(shape, rows=micro_batch_size, refused=refused, room_bytes=room)
+
+
+def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: str) -> None:
+    """Set the memory options of a policy.
+
+    Options that `combination` leaves open stay as they are.
+
+    Args:
+        policy: The memory policy of the fit.
+        combination: The combination of memory options.
+        why: The reason, in words.
+    """
+    now = policy.recomputation.policy
+    if (
+        combination.recompute is not None
+        and combination.recompute != now
+        and (now is not None or combination.recompute.blocks)
+    ):
+        policy.recomputation.set(combination.recompute, why=why)
+    if combination.optimizer_kernel is not None:
+        policy.memory_options.set_kernel(combination.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+    if combination.loss_chunk is not None:
+        policy.memory_options.set_loss_chunk(combination.loss_chunk, why=why)

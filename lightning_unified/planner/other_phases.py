@@ -1,0 +1,308 @@
+"""Memory of the other phases of a fit: validation, and generation before a step.
+
+A validation step runs with the optimizer state allocated and without gradients, and its batch may be larger than a training batch. It
+is traced by a dry run, like a training step. Generation is not traced: `cost_model.generation` computes it by formula.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.generation.networks import generation_before
+from lightning_unified.cost_model.memory.limit import fits_within
+from lightning_unified.cost_model.memory.static import static_bytes
+from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.summary import summarise
+from lightning_unified.cost_model.trace.trace import Trace
+from lightning_unified.planner.dry_run import trace_validation
+from lightning_unified.planner.traced_sizes import TracedSizes
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.split import BatchShape, splitter_of, tensors_in
+from lightning_unified.step.split.rules import given_to, rules_of
+from lightning_unified.units import format_bytes
+
+__all__ = ["FirstValidation", "ValidationPlan", "outline", "plan_validation", "with_generation"]
+
+log = logging.getLogger("lightning_unified")
+
+_KNOWN = 1 << 18  # entries: longer integer tensors lose their values, which a dry run would not read either
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationPlan:
+    """The predicted memory of a validation step, and the micro-batch size that fits.
+
+    Attributes:
+        prediction: The prediction for the step at the chosen micro-batch size.
+        refused: The smallest micro-batch size that does not fit; None if the whole batch fits.
+        fits: Whether the step fits at any size.
+        reason: The decision in words.
+    """
+
+    prediction: Prediction
+    refused: int | None
+    fits: bool
+    reason: str
+
+
+def plan_validation(
+    module: L.LightningModule,
+    batch: Any,
+    *,
+    backend: str,
+    precision: str,
+    limit: int | None,
+    trainer: L.Trainer | None = None,
+    train_batch: Any = None,
+    is_prepared: bool = False,
+    loss_chunk: int | None = None,
+    micro_batch_size: int | None = None,
+    factor: float = 1.0,
+    workspaces: bool = True,
+    mmap_threshold: int | None = None,
+) -> ValidationPlan:
+    """Return the plan with the fewest micro-batches that fit within `limit` bytes.
+
+    Nothing runs on the device.
+
+    Args:
+        module: The module as the fit runs it, with its memory options applied.
+        batch: A whole batch as `validation_step` gets it.
+        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
+        precision: Lightning's name.
+        limit: Bytes that the machine gives; None never splits the batch for lack of memory.
+        trainer: The Trainer of the fit; None for a default Trainer.
+        train_batch: A batch as `training_step` gets it; None if it has the same structure as `batch`.
+        is_prepared: Whether the rule `prepare` has already been applied to `train_batch`.
+        loss_chunk: Rows of logits that the chunked loss computes at a time; None leaves the module as it is.
+        micro_batch_size: The largest micro-batch size allowed; None allows the whole batch.
+        factor: Correction for earlier predictions of this kind on this machine, 1 or more.
+        workspaces: Whether to count memory that the backend's libraries take for themselves.
+        mmap_threshold: On a CPU, `M_MMAP_THRESHOLD` in bytes if it is set; None means the C library's default, which changes at run time.
+
+    Raises:
+        DryRunError: If the step cannot be traced.
+    """
+    begun, rules = time.monotonic(), rules_of(module, "validate", given=given_to(trainer))
+    splitter = splitter_of(module, "validate", trainer=trainer)
+    shape = splitter.shape(batch)
+    rows = 1 if shape is None else shape.rows
+    whole = shape is None or not rules.splittable or splitter.refusal(batch, rows) is not None
+    unit = rows if whole else rules.unit
+    traced = partial(
+        trace_validation,
+        module,
+        batch,
+        backend=backend,
+        precision=precision,
+        trainer=trainer,
+        train_batch=train_batch,
+        is_prepared=is_prepared,
+        loss_chunk=loss_chunk,
+    )
+    sizes = TracedSizes(
+        lambda rows, *_: traced(rows=rows),
+        rows=rows,
+        unit=unit,
+        row_bytes=sum(one.numel() * one.element_size() for one in tensors_in(batch)) // rows,
+        workspaces=workspaces,
+    )
+    ways = even_splits(rows, unit=unit, most=micro_batch_size)
+
+    def goes_through(trace: Trace) -> bool:
+        return limit is None or fits_within(trace, int(limit / factor), mmap_threshold=mmap_threshold)
+
+    at = _fewest_parts(len(ways), lambda index: goes_through(sizes.at(ways[index][0])))
+    while not (fits := goes_through(sizes.exactly(ways[at][0], parts=1))) and at + 1 < len(ways):
+        at += 1
+    seconds = time.monotonic() - begun
+    found = summarise(sizes.at(ways[at][0]), planning_seconds=seconds, mmap_threshold=mmap_threshold)
+    prediction = replace(found, parts=len(ways[at]))
+    return ValidationPlan(
+        prediction=prediction,
+        refused=None if at == 0 else ways[at - 1][0],
+        fits=fits,
+        reason=_reason(prediction, fits=fits, limit=limit),
+    )
+
+
+def outline(batch: Any) -> Any | None:
+    """Return a light copy of a batch for later dry runs.
+
+    It keeps shapes, and the values of small integer tensors.
+
+    Args:
+        batch: Any batch. For a custom type whose tensors cannot be reached, the result is None.
+    """
+    light = apply_to_collection(batch, Tensor, _outlined, allow_frozen=True)
+    tensors = list(tensors_in(light))
+    return light if tensors and all(one.is_meta or not _is_large(one) for one in tensors) else None
+
+
+def _outlined(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta") if _is_large(tensor) else tensor.detach().to("cpu", copy=True)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > (1 if tensor.is_floating_point() or tensor.is_complex() else _KNOWN)
+
+
+def _fewest_parts(count: int, fits: Callable[[int], bool]) -> int:
+    """Return the index of the first way that fits, or the last index, by binary search.
+
+    Later ways never take more.
+    """
+    if count == 1 or fits(0):
+        return 0
+    low, high = 1, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _reason(prediction: Prediction, *, fits: bool, limit: int | None) -> str:
+    taken, rows = prediction.reserved_bytes, prediction.rows
+    size = format_bytes(taken if limit is None or not fits else min(taken, limit))
+    counted = f"{rows} row{'s' * (rows != 1)}"
+    cut = f"the whole batch of {counted} at once"
+    if prediction.parts > 1:
+        cut = f"{prediction.parts} parts of {'up to ' * (rows != 1)}{counted}"
+    if limit is None:
+        return f"{cut}: {size}"
+    if fits:
+        return f"{cut}: {size} of {format_bytes(limit)}"
+    return f"does not fit: {cut} needs {size}, and {format_bytes(limit)} are left"
+
+
+class FirstValidation:
+    """Plans a fit's validation steps.
+
+    It traces each validation batch that is larger than those before it.
+
+    The first one comes from the sanity check. The dry run includes the optimizer state, as in the middle of a fit. So the run knows
+    before training begins whether the validation after the first epoch fits. In two cases the plan waits for the first training batch:
+    a training step cannot be traced on a validation batch, or the training plan changes memory options that validation uses too.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The memory policy whose evaluation sizes this class sets.
+        precision: Lightning's name of the fit's precision.
+
+    Attributes:
+        prediction: The prediction for the largest validation step so far; None while there is none.
+        reason: The decision in words; empty before the first validation batch.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> None:
+        self._trainer, self._policy, self._precision = trainer, policy, precision
+        self._train_batch: Any = None
+        self._largest: tuple[Any, BatchShape | None] | None = None  # light copies, until training has a plan
+        self._seen: list[BatchShape] = []
+        self._has_split = False
+        self.prediction: Prediction | None = None
+        self.reason = ""
+
+    def look(self, batch: Any, shape: BatchShape | None, *, limit: int, factor: float) -> None:
+        """Plan for `batch`, unless a batch as large already has a plan.
+
+        Args:
+            batch: The whole batch.
+            shape: The shape of the batch; None for a batch without a row dimension.
+            limit: Bytes that the step may take.
+            factor: Correction for earlier predictions of this kind on this machine, 1 or more.
+        """
+        size = shape or BatchShape(rows=1, elements=1)
+        if any(size.rows <= known.rows and size.elements <= known.elements for known in self._seen):
+            return
+        self._seen.append(size)
+        light = outline(batch)
+        self._largest = self._largest if light is None else (light, shape)
+        known = batch if light is None else light  # a dry run keeps its batch alive until garbage is collected
+        self._plan(known, shape, limit=limit, factor=factor)
+
+    def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
+        """Keep the training batch, and plan validation again if its memory changed.
+
+        Args:
+            train_batch: The whole batch, after the rule `prepare`.
+            limit: As for `look`.
+            factor: As for `look`.
+        """
+        if self._trainer.enable_validation:
+            self._train_batch = outline(train_batch)
+        largest, self._largest = self._largest, None
+        if largest is None or (self.prediction is not None and self._policy.memory_options.loss_chunk is None):
+            return
+        if self._has_split:
+            self._policy.evaluation_sizes.start_over()
+        self._plan(*largest, limit=limit, factor=factor)
+
+    def _plan(self, batch: Any, shape: BatchShape | None, *, limit: int, factor: float) -> None:
+        sizes, watch = self._policy.evaluation_sizes, self._policy.watch
+        if not sizes.runs_whole and not self._has_split:
+            self.reason = "not predicted: its micro-batch size is known"
+            return
+        try:
+            found = plan_validation(
+                self._trainer.lightning_module,
+                batch,
+                backend=watch.reading().backend,
+                precision=self._precision,
+                limit=limit,
+                trainer=self._trainer,
+                train_batch=self._train_batch,
+                is_prepared=self._train_batch is not None,
+                micro_batch_size=sizes.limit,
+                factor=factor,
+                workspaces=watch.machine is None,
+                mmap_threshold=watch.mmap_threshold,
+            )
+        except Exception as error:  # in the module or the planner: a run must not end because it has no plan
+            self.reason = f"not predicted: {error}"
+            return
+        self.prediction, self.reason = found.prediction, found.reason
+        if found.refused is not None and shape is not None:
+            sizes.plan(shape, rows=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
+            self._has_split = True
+            self._policy.events.append(f"validation planned: {found.reason}")
+        if not found.fits:
+            log.warning("The validation step is predicted not to fit. It %s.", found.reason)
+
+
+def with_generation(
+    prediction: Prediction, module: L.LightningModule, batch: Any, *, precision: str
+) -> tuple[Prediction, str]:
+    """Add the memory of generation before the step to `prediction`.
+
+    The second result describes it in words, and is empty without generation.
+
+    During generation there are no activations. Gradients of the previous step are still allocated, because Lightning drops them after
+    the forward pass. The optimizer state is allocated too.
+
+    Args:
+        prediction: The prediction for the training step.
+        module: The module, which may generate in its rule `prepare`.
+        batch: A whole batch.
+        precision: Lightning's name.
+    """
+    try:
+        found = generation_before(module, batch, precision=precision)
+    except ValueError as error:
+        return prediction, f"not predicted: {error}"
+    if found is None:
+        return prediction, ""
+    beside = static_bytes(module)["gradients"] + prediction.categories.get("optimizer state", 0)
+    reason = (
+        f"{found.rows} rows of {found.prompt} + {found.new} tokens before the step: {format_bytes(found.bytes.peak_bytes)}, of which "
+        f"{format_bytes(found.bytes.cache)} keys and values; with gradients and optimizer state {format_bytes(found.bytes.peak_bytes + beside)}"
+    )
+    return replace(prediction, generation_bytes=found.bytes.peak_bytes + beside), reason
