@@ -3,6 +3,8 @@
 Each memory option is applied to a module or its optimizers, a fake copy's as well as the trained ones', and undone to the last flag.
 """
 
+from lightning_unified.options.activation_checkpointing import CheckpointedBlocks, recompute_policies
+from lightning_unified.options.applied import AppliedOptions
 from lightning_unified.options.loss_chunk import LossChunk
 from lightning_unified.options.optimizer_kernel import (
     KERNELS,
@@ -12,16 +14,14 @@ from lightning_unified.options.optimizer_kernel import (
     kernel_of,
     set_kernel,
 )
-from lightning_unified.options.recomputed_blocks import RecomputedBlocks, recompute_policies
-from lightning_unified.options.settings import AppliedOptions
 
 __all__ = [
     "KERNELS",
     "AppliedOptions",
+    "CheckpointedBlocks",
     "Kernel",
     "KernelChange",
     "LossChunk",
-    "RecomputedBlocks",
     "allowed_kernels",
     "kernel_of",
     "recompute_policies",

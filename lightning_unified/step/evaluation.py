@@ -9,14 +9,14 @@ import lightning as L
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
 from lightning_unified.step.exactness.weighting import Weighting
-from lightning_unified.step.plan_source import PlanSource
+from lightning_unified.step.loop.planner import StepPlanner
+from lightning_unified.step.loop.split_batch import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.merging import MergeTable, Parts
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.split_batch import SplitResults
 from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 
 __all__ = ["EvaluationSteps"]
@@ -36,8 +36,8 @@ class EvaluationSteps:
         foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, plan_source: PlanSource | None = None) -> None:
-        self._trainer, self._policy, self._plan_source = trainer, policy, plan_source
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
+        self._trainer, self._policy, self._planner = trainer, policy, planner
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
@@ -58,8 +58,8 @@ class EvaluationSteps:
         """
         batch, *rest = args
         shape = self._shape(batch, rest, phase=phase)
-        if self._plan_source is not None and phase == "validation":
-            self._plan_source.look_at_validation(batch, shape)
+        if self._planner is not None and phase == "validation":
+            self._planner.look_at_validation(batch, shape)
         if not self._policy.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)

@@ -17,7 +17,7 @@ from lightning_unified.cost_model import Plan
 from lightning_unified.hardware import Budget, Cap, Figure, Reading
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.options import AppliedOptions
-from lightning_unified.options.recomputation import Recomputation
+from lightning_unified.options.activation_checkpointing import ActivationCheckpointing
 from lightning_unified.planner.first_step import FirstStep
 from lightning_unified.precision import (
     PrecisionChoice,
@@ -28,9 +28,9 @@ from lightning_unified.precision import (
     verify_run,
 )
 from lightning_unified.status import RunFigures, RunStatus, runs_directory
-from lightning_unified.step.backward import PartwiseBackward
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.loop.backward import PartwiseBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.step.recovery.oom import caught
@@ -68,7 +68,7 @@ class Budgeted(PartwiseBackward):
     ) -> None:
         self._predicts = predict
         self.first_step: FirstStep | None = None
-        self.policy.recomputation = Recomputation(recompute)
+        self.policy.recomputation = ActivationCheckpointing(recompute)
         self.policy.memory_options = AppliedOptions(optimizer_kernel=optimizer_kernel)
         self._asked_precision = str(precision)
         self.precision_choice: PrecisionChoice | None = None
@@ -150,13 +150,13 @@ class Budgeted(PartwiseBackward):
         loop.automatic_optimization = self._optimization(trainer)
         loop.automatic_optimization.optim_progress = progress
         trains = trainer.state.fn == TrainerFn.FITTING
-        self._evaluations = EvaluationSteps(trainer, self.policy, plan_source=self.first_step if trains else None)
+        self._evaluations = EvaluationSteps(trainer, self.policy, planner=self.first_step if trains else None)
         self._status = RunStatus(runs_directory())
 
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         precision = plugin_precision(self.precision_plugin)
         self.first_step = FirstStep(trainer, self.policy, precision=precision) if self._predicts else None
-        return UnifiedOptimization(trainer, self.policy, plan_source=self.first_step)
+        return UnifiedOptimization(trainer, self.policy, planner=self.first_step)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -248,7 +248,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             ranks=self.ranks,
             replicas=self._replicas,
             broadcast_buffers=self._broadcast_buffers,
-            plan_source=self.first_step,
+            planner=self.first_step,
         )
 
     @override

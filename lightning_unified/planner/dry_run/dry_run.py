@@ -15,7 +15,7 @@ from lightning_unified.cost_model.backends import mimic
 from lightning_unified.cost_model.trace.trace import Take, Trace
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.options import LossChunk, RecomputedBlocks
+from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.planner.dry_run.batch import Template
 from lightning_unified.planner.dry_run.conductor import Conductor
 from lightning_unified.planner.dry_run.counters import Counters
@@ -85,7 +85,7 @@ class DryRun:
         if train_batch is not None:
             self._before = _template(module, train_batch, "fit", live=live)
         self._settings = self._settings_of(accumulate, clip)
-        self._memory_option: RecomputedBlocks | None = None
+        self._memory_option: CheckpointedBlocks | None = None
         self._stage: _Stage | None = None
         # the fake copy shares the user's objects, globals and closure variables, in which a step may leave fake tensors
         self._state = StateWatch(partial(roots_of, module, live, (*TRAINING_STEP, *EVALUATION_STEPS)), tensors=False)
@@ -269,7 +269,7 @@ class DryRun:
         policy = self._recompute
         if isinstance(policy, bool):
             policy = RecomputePolicy(blocks="all" if policy else 0)
-        self._memory_option = None if policy is None else RecomputedBlocks(copy, policy)
+        self._memory_option = None if policy is None else CheckpointedBlocks(copy, policy)
 
     def _batch(self, stage: _Stage, *, validation: bool) -> Any:
         """Return the next batch: whole until weights have been written once."""

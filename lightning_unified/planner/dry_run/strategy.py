@@ -18,9 +18,9 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.precision import MixedPrecision
-from lightning_unified.step.backward import PartwiseBackward
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.loop.backward import PartwiseBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, SplitError
-from lightning_unified.options.recomputed_blocks import ALL, RecomputedBlocks
+from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.comparison import Trial
 from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.judge import Findings, Judge
@@ -156,7 +156,7 @@ class Examination:
 
     def _recomputed(self, check: Check, units: int) -> Findings | str | None:
         try:
-            blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)
+            blocks = CheckpointedBlocks(self._trainer.lightning_module, ALL)
         except ConfigurationError:  # the module has no blocks, or is recomputed already
             return None
         try:

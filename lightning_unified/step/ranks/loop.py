@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.plan_source import PlanSource
+from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
@@ -61,9 +61,9 @@ class DistributedOptimization(UnifiedOptimization):
         ranks: Ranks,
         replicas: Replicas,
         broadcast_buffers: bool,
-        plan_source: PlanSource | None = None,
+        planner: StepPlanner | None = None,
     ) -> None:
-        super().__init__(trainer, policy, plan_source=plan_source)
+        super().__init__(trainer, policy, planner=planner)
         self._ranks, self._replicas, self._distributed_policy = ranks, replicas, policy
         self._broadcast_buffers = broadcast_buffers
         self._next = Point.GRADIENTS

@@ -12,7 +12,7 @@ from lightning_unified.cost_model import describe_bytes, describe_shortage, meta
 from lightning_unified.errors import BudgetError, ConfigurationError, OutOfMemoryError, SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.options import AppliedOptions
-from lightning_unified.options.recomputation import Recomputation
+from lightning_unified.options.activation_checkpointing import ActivationCheckpointing
 from lightning_unified.step.exactness.losses import LossRule, declared
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
@@ -92,7 +92,7 @@ class MemoryPolicy:
         self._splitters: dict[str, BatchSplitter] = {}
         self.known_roles: dict[str, Roles] = {}
         self.caches = _caches_of(watch)
-        self.recomputation = Recomputation("auto")
+        self.recomputation = ActivationCheckpointing("auto")
         self.memory_options = AppliedOptions()
         self.kept = KeptMemory()
         self.sizes = MicroBatchSize(micro_batch_size)

@@ -7,10 +7,10 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["PlanSource"]
+__all__ = ["StepPlanner"]
 
 
-class PlanSource(Protocol):
+class StepPlanner(Protocol):
     """What plans for batches before they run."""
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:

@@ -26,7 +26,10 @@ from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.verdict import batch_norms_of
 from lightning_unified.step.exactness.weighting import Weighting
-from lightning_unified.step.plan_source import PlanSource
+from lightning_unified.step.loop.planner import StepPlanner
+from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.step.loop.window import WindowTerms
+from lightning_unified.step.loop.zero_grad import LateZeroGrad, ZeroGrad, overrides
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught, insist
@@ -34,10 +37,7 @@ from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.split_batch import SplitBatch, SplitResults, WholeBatch
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
-from lightning_unified.step.window import WindowTerms
-from lightning_unified.step.zero_grad import LateZeroGrad, ZeroGrad, overrides
 
 __all__ = ["UnifiedOptimization"]
 
@@ -51,10 +51,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         foresight: What plans for a batch before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, plan_source: PlanSource | None = None) -> None:
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
         super().__init__(trainer)
         module = trainer.lightning_module
-        self._policy, self._plan_source = policy, plan_source
+        self._policy, self._planner = policy, planner
         self._rules = policy.rules("fit")
         self._splitter = policy.splitter("fit")
         self._encoders = encoders_of(trainer, policy, "fit")
@@ -100,8 +100,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
         shape = self._splitter.shape(kwargs[key])
-        if self._plan_source is not None:
-            self._plan_source.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
+        if self._planner is not None:
+            self._planner.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
             terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
@@ -114,8 +114,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             self._window.done()
         self._policy.batch_done(shape)
-        if self._plan_source is not None:
-            self._plan_source.batch_done()
+        if self._planner is not None:
+            self._planner.batch_done()
         return outputs
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
@@ -306,7 +306,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _fits(self, rows: int) -> bool | None:
         """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
-        return None if self._plan_source is None else self._plan_source.fits(rows)
+        return None if self._planner is None else self._planner.fits(rows)
 
     def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""

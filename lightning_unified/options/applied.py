@@ -33,7 +33,7 @@ _IMPOSSIBLE = {
 
 
 class AppliedOptions:
-    """Optimizer kernel and loss chunk of one run; undone when it ends. Recomputation has a keeper of its own, `Recomputation`.
+    """Optimizer kernel and loss chunk of one run; undone when it ends. ActivationCheckpointing has a keeper of its own, `ActivationCheckpointing`.
 
     Args:
         optimizer_kernel: `"keep"` leaves optimizers as they were built; a kernel's name sets it from the first step on, whatever
