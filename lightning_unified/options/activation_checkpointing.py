@@ -29,14 +29,9 @@ class ActivationCheckpointing:
     Attributes:
         policy: What is recomputed; None where the module is as it is and does not say.
         reason: Why, and which blocks.
-
-    Raises:
-        ConfigurationError: If `asked` is none of the three.
     """
 
     def __init__(self, asked: bool | Literal["auto"]) -> None:
-        if asked not in ("auto", True, False):
-            raise ConfigurationError(f'recompute={asked!r}: give true, false or "auto".')
         self._asked = asked
         self._module: L.LightningModule | None = None
         self._memory_option: CheckpointedBlocks | None = None

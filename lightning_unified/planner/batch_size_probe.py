@@ -48,7 +48,7 @@ class BatchSizeProbe:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
         self._trainer, self._policy = trainer, policy
-        self._splitter = policy.splitter("fit")
+        self._splitter = policy.batches.splitter("fit")
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> Found | None:
         """Return what fits; None where the device tells no peak, or not even the smallest unit ran.
@@ -134,8 +134,8 @@ def tried(
     found = None
     if (
         shape is not None
-        and not policy.refuses_cut(shape)
-        and policy.splitter("fit").refusal(batch, shape.rows) is None
+        and not policy.splits.refuses(shape.rows)
+        and policy.batches.splitter("fit").refusal(batch, shape.rows) is None
     ):
         try:
             found = BatchSizeProbe(trainer, policy).run(batch, shape, step=step)

@@ -149,7 +149,7 @@ class FirstStep:
         sizes = self._policy.sizes
         asked = shape.elements in self._shorter or len(self._shorter) >= _SHORTER
         untold = self._prediction is None or sizes.runs_whole or sizes.is_proven(shape)
-        return not asked and not untold and not self._policy.refuses_cut(shape)
+        return not asked and not untold and not self._policy.splits.refuses(shape.rows)
 
     def _plan_shorter(self, batch: Any, shape: BatchShape) -> None:
         """Predict how many of these rows fit at once, with the memory options as they are set; the plan of the longest stays the run's."""
@@ -371,8 +371,8 @@ class FirstStep:
             self._precision,
             # what another run needed, or shorter rows than these, is not tried with less
             policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
-            kernels=policy.memory_options.kernel_choices(scaled=scaled),
-            chunks=policy.memory_options.chunk_choices(),
+            kernels=policy.applied_options.kernel_choices(scaled=scaled),
+            chunks=policy.applied_options.chunk_choices(),
         )
 
     def _left(self) -> int:
@@ -392,7 +392,7 @@ class FirstStep:
 
     def _unit(self, shape: BatchShape | None) -> int | None:
         """Return the rows that stay together: all of them where such a batch may not be cut."""
-        return None if shape is None or not self._policy.refuses_cut(shape) else shape.rows
+        return None if shape is None or not self._policy.splits.refuses(shape.rows) else shape.rows
 
     def _adopt(self, planner: Planner, setting: Setting, prediction: Prediction, *, reason: str) -> None:
         prediction = replace(prediction, planning_seconds=time.monotonic() - self._begun)
@@ -408,6 +408,6 @@ class FirstStep:
         if setting.recompute is not None and setting.recompute != now and (now is not None or setting.recompute.blocks):
             policy.recomputation.set(setting.recompute, why=why)
         if setting.optimizer_kernel is not None:
-            policy.memory_options.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+            policy.applied_options.set_kernel(setting.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
         if setting.loss_chunk is not None:
-            policy.memory_options.set_loss_chunk(setting.loss_chunk, why=why)
+            policy.applied_options.set_loss_chunk(setting.loss_chunk, why=why)

@@ -17,7 +17,7 @@ from lightning_unified.step.exactness.weighting import Weighting
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.step.recovery.oom import release_cached_memory
-from lightning_unified.step.split import BatchSplitter, part_sizes
+from lightning_unified.step.split import part_sizes
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
@@ -43,7 +43,6 @@ class DeviceGradientCheck:
     Args:
         trainer: In `fit`.
         policy: Knows the sizes, by what parts are weighted, and where events go.
-        splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
     """
 
@@ -52,31 +51,30 @@ class DeviceGradientCheck:
         trainer: L.Trainer,
         policy: MemoryPolicy,
         *,
-        splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
     ) -> None:
-        self._trainer, self._policy, self._splitter = trainer, policy, splitter
+        self._trainer, self._policy, self._splitter = trainer, policy, policy.batches.splitter("fit")
         self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
         self._changes = False
-        self._silent = not policy.check_split or not may_be_wrong(self._device)
+        self._silent = not policy.batches.checks("fit") or not may_be_wrong(self._device)
         self._excused = False
         self._in_eval = draws_or_mixes
 
-    def look(self, kwargs: "OrderedDict[str, Any]", *, cut: bool) -> None:
+    def compare(self, kwargs: "OrderedDict[str, Any]", *, is_split: bool) -> None:
         """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
 
         Args:
             kwargs: Of `training_step`, the undivided batch first.
-            cut: Whether the batch runs in parts.
+            is_split: Whether the batch runs in micro-batches.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
-        rows = max(self._policy.sizes.parts(shape)) if cut else shape.rows
-        self._changes = self._changes or cut
+        rows = max(self._policy.sizes.parts(shape)) if is_split else shape.rows
+        self._changes = self._changes or is_split
         if self._changes and rows not in self._seen:
             self._seen.add(rows)
             self._tell(rows, self._compared(kwargs, rows, of=shape.rows))
@@ -109,7 +107,7 @@ class DeviceGradientCheck:
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
-        if not self._policy.splits_are_exact:
+        if not self._policy.splits.is_exact:
             return _NO_METHOD
         needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
         if available is not None and needed > available:
@@ -140,7 +138,7 @@ class DeviceGradientCheck:
         slices = [
             self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
         ]
-        weighting = Weighting(self._policy.loss_rule, slices, sizes)
+        weighting = Weighting(self._policy.splits.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
         with on_host(self._trainer) as copies:
             host = [to_host(one) for one in slices]

@@ -60,7 +60,7 @@ class EvaluationSteps:
         shape = self._shape(batch, rest, phase=phase)
         if self._planner is not None and phase == "validation":
             self._planner.look_at_validation(batch, shape)
-        if not self._policy.recover:
+        if not self._policy.options.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         attempt = 0
@@ -93,17 +93,17 @@ class EvaluationSteps:
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
-        if self._policy.checks(_STAGES[phase]):
+        if self._policy.batches.checks(_STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
-            self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+            self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
-                self._policy.say_drawn(check.logged, phase=phase)
-        parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
+                self._policy.notices.say_drawn(check.logged, phase=phase)
+        parts = self._policy.batches.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
-            state=self._written if self._policy.checks(_STAGES[phase]) else None,
+            state=self._written if self._policy.batches.checks(_STAGES[phase]) else None,
             ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
@@ -114,7 +114,7 @@ class EvaluationSteps:
             results.end_part()
         weights = self._weights(check, parts, sizes)
         if phase == "predict" and check.guesses(outputs, weights):
-            if self._policy.checks(_STAGES[phase]):
+            if self._policy.batches.checks(_STAGES[phase]):
                 check.learn(whole, batch, **self._extent(shape))
             check.refuse_guesses(outputs, weights)
         whole_result = results.finish(outputs, weights)
@@ -133,12 +133,12 @@ class EvaluationSteps:
         paths: Sequence[str],
     ) -> None:
         """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
-        if self._policy.checks(_STAGES[phase]):
+        if self._policy.batches.checks(_STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:
                 if not table.knows(path):
                     table.reject(path)
-        self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+        self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
 
     def _encoders_of(self, phase: str) -> Encoders | None:
         if phase not in self._encoders:
@@ -151,7 +151,7 @@ class EvaluationSteps:
             "rows": shape.rows,
             "unit": sizes.unit,
             "at_once": sizes.at_once(shape),
-            "likely": self._policy.loss_rule,
+            "likely": self._policy.splits.loss_rule,
         }
 
     def _check(self, phase: str, loader: int) -> EvaluationCheck:
@@ -160,8 +160,8 @@ class EvaluationSteps:
         if key not in self._checks:
             self._checks[key] = EvaluationCheck(
                 self._trainer,
-                rules=self._policy.rules(_STAGES[phase]),
-                split=partial(self._policy.splitter(_STAGES[phase]).split, loader=loader),
+                rules=self._policy.batches.of(_STAGES[phase]),
+                split=partial(self._policy.batches.splitter(_STAGES[phase]).split, loader=loader),
                 predicts=phase == "predict",
             )
         return self._checks[key]
@@ -172,10 +172,10 @@ class EvaluationSteps:
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
         """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
-        counts = self._policy.rules(_STAGES[phase]).rows.count is not None
+        counts = self._policy.batches.of(_STAGES[phase]).rows.count is not None
         if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
             return None
-        return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
+        return self._policy.batches.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
 
 
 def _loader_of(rest: list[Any]) -> int:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.distributed_first_step import DistributedFirstStep
 from lightning_unified.precision import plugin_precision
 from lightning_unified.step.loop import UnifiedOptimization
@@ -22,12 +23,12 @@ from lightning_unified.step.ranks.loop import DistributedOptimization
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import Budgeted
+from lightning_unified.strategies.base import UnifiedBase
 
 __all__ = ["UnifiedDDPStrategy"]
 
 
-class UnifiedDDPStrategy(Budgeted, DDPStrategy):
+class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     """Trains a copy of any LightningModule on each of several devices or processes, each inside its memory budget, as `ddp` does.
 
     Each rank runs its own batch, split as its own memory asks for, and gradients are averaged once when the window's last batch is
@@ -105,19 +106,24 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
         if not timeout > timedelta(0):
             raise ConfigurationError(f"timeout={timeout} must be above 0.")
-        self.policy = self._policy = DistributedPolicy(
-            BudgetWatch(budget),
+        options = MemoryOptions(
+            budget=budget,
             micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
+            recompute=recompute,
+            precision=precision,
+            optimizer_kernel=optimizer_kernel,
+            predict=predict,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
             micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
+        self._policy = DistributedPolicy(options, BudgetWatch(budget))
+        self._use(self._policy)
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None
@@ -164,7 +170,8 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if self._ranks is None or self._ranks.is_over:
-            self._ranks = self._policy.ranks = Ranks(timeout=self._timeout)
+            self._ranks = Ranks(timeout=self._timeout)
+            self._policy.connect(self._ranks)
 
     @override
     def _resolve_budget(self) -> None:
@@ -196,7 +203,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         metrics = [
             name for name, child in module.named_modules() if isinstance(child, Metric) and child.dist_sync_on_step
         ]
-        if metrics and self.policy.recover:
+        if metrics and self.policy.options.recover:
             raise ConfigurationError(
                 f"the metric {metrics[0]} has dist_sync_on_step=True, which waits for the other ranks in the middle of a step that this "
                 "rank may have to repeat alone; leave it False (its value at the end of the epoch is of all ranks), or set recover=False."
@@ -234,7 +241,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         if self._replicas is None:  # no training, or manual optimization
             return super()._optimization(trainer)
-        if self._predicts:
+        if self._policy.options.predict:
             self.first_step = DistributedFirstStep(
                 trainer,
                 self._policy,
@@ -283,7 +290,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def _refuse_apart(self, what: str) -> None:
-        if self._ranks is not None and self._ranks.are_apart and self.policy.recover:
+        if self._ranks is not None and self._ranks.are_apart and self.policy.options.recover:
             raise RunError(
                 f"training_step asks for {what} over all ranks, which waits for ranks that may have run out of memory in theirs. Do it in "
                 'on_train_batch_end, or set recover=False with whole batches, or use strategy="ddp".'

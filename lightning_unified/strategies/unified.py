@@ -9,14 +9,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import Budgeted
+from lightning_unified.strategies.base import UnifiedBase
 
 __all__ = ["UnifiedStrategy"]
 
 
-class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
+class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
     """Trains any LightningModule on one device inside a memory budget, with the gradients of the undivided batch.
 
     The batch a loader gives is the batch the optimizer sees. If it does not fit, or `micro_batch_size` says so, it runs as
@@ -96,19 +97,25 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         simulate: str | None = None,
     ) -> None:
         self._devices: list[torch.device] | None = None
-        self.policy = MemoryPolicy(
-            BudgetWatch(budget, None if simulate is None else SimulatedMachine(simulate, environ=os.environ)),
+        options = MemoryOptions(
+            budget=budget,
             micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
+            recompute=recompute,
+            precision=precision,
+            optimizer_kernel=optimizer_kernel,
+            predict=predict,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
             micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             window_mean=window_mean,
             remember=remember,
+            simulate=simulate,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
+        machine = None if simulate is None else SimulatedMachine(simulate, environ=os.environ)
+        self._use(MemoryPolicy(options, BudgetWatch(budget, machine)))
         super().__init__(device="cpu")
 
     @property

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import DryRunError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.precision import MixedPrecision
@@ -64,19 +65,14 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         is_prepared: bool = False,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
-        self.policy = MemoryPolicy(
-            _NoBudget("auto"),
+        options = MemoryOptions(
             micro_batch_size=micro_batch_size or "auto",
-            evaluation_micro_batch_size="auto",
-            recover=True,
-            optimizer_rollback=False,
             micro_batches=micro_batches,
             batch_norm="micro",
             check_split=False,
-            window_mean="batches",
-            remember=None,
         )
-        self.policy.known_roles = dict(roles)
+        self.policy = MemoryPolicy(options, _NoBudget("auto"))
+        self.policy.batches.known_roles = dict(roles)
         self._is_prepared = is_prepared
         self.steps = 0
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
@@ -108,7 +104,7 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         """
         assert self.lightning_module is not None
         self.policy.most_chunks = parts
-        self.policy.sizes = MicroBatchSize(micro_batch_size or "auto")
+        self.policy.sizing.training = MicroBatchSize(micro_batch_size or "auto")
         self.policy.begin(self.lightning_module, self.optimizers, precision="")
 
     @override

@@ -37,17 +37,17 @@ def encoders_of(trainer: L.Trainer, policy: MemoryPolicy, stage: str) -> "Encode
     Raises:
         ConfigurationError: If a name is no submodule's.
     """
-    module, names = trainer.lightning_module, policy.rules(stage).encoders
+    module, names = trainer.lightning_module, policy.batches.of(stage).encoders
     if not names:
         return None
     encoders, check = find_encoders(module, names), None
-    if policy.check_split:
+    if policy.batches.checks("fit"):
         check = EncoderCheck(
             trainer.strategy.root_device, limit=tolerance_in_training(trainer), tell=policy.events.append
         )
     sizes = policy.sizes if stage == "fit" else policy.evaluation_sizes
     return Encoders(
-        encoders, whose=type(module).__name__, unit=policy.rules(stage).unit, least=sizes.least, check=check
+        encoders, whose=type(module).__name__, unit=policy.batches.of(stage).unit, least=sizes.least, check=check
     )
 
 

@@ -7,8 +7,7 @@ micro-batch's outputs only.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,22 +19,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, HalfUpdatedError, SplitError
+from lightning_unified.errors import ConfigurationError, HalfUpdatedError
 from lightning_unified.step.device_gradients import DeviceGradientCheck
-from lightning_unified.step.encoders import encoders_of
-from lightning_unified.step.exactness.check import ExactnessCheck
-from lightning_unified.step.exactness.verdict import batch_norms_of
-from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.loop.checked_splitter import CheckedSplitter
+from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
 from lightning_unified.step.loop.planner import StepPlanner
-from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.step.loop.split_batch import WholeBatch
 from lightning_unified.step.loop.window import WindowTerms
-from lightning_unified.step.loop.zero_grad import LateZeroGrad, ZeroGrad, overrides
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught, insist
 from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
 from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
-from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 
@@ -53,19 +48,14 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
         super().__init__(trainer)
-        module = trainer.lightning_module
         self._policy, self._planner = policy, planner
-        self._rules = policy.rules("fit")
-        self._splitter = policy.splitter("fit")
-        self._encoders = encoders_of(trainer, policy, "fit")
-        self._state = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
-        self._written = StateWatch(partial(roots_of, module, trainer, TRAINING_STEP))
+        self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
-        self._check = ExactnessCheck(
-            trainer, rules=self._rules, splitter=self._splitter, step=self._training_step, fits=self._fits
+        self._batches = CheckedSplitter(
+            trainer, policy, step=self._training_step, fits=self._fits, metrics=lambda: self._state.named_metrics
         )
-        self._parity = DeviceGradientCheck(trainer, policy, splitter=self._splitter, step=self._training_step)
-        self._window = WindowTerms() if policy.mean_of_terms else None
+        self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
+        self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._gradients: HeldGradients | None = None
         self._weights: WeightsWatch | WeightsCopy | None = None
         self._zeroing: ZeroGrad | None = None
@@ -80,14 +70,14 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         window = None if self._window is None else self._window.state_dict()
-        own = {"sizes": self._policy.sizes_state(), "check": self._check.state_dict(), "window": window}
+        own = {"sizes": self._policy.sizing.state_dict(), "check": self._batches.check.state_dict(), "window": window}
         return {**super().on_save_checkpoint(), **own}
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._policy.load_sizes_state(state_dict.get("sizes"))
-        self._check.load_state_dict(state_dict.get("check"))
+        self._policy.sizing.load(state_dict.get("sizes"))
+        self._batches.check.load_state_dict(state_dict.get("check"))
         if self._window is not None:
             self._window.load_state_dict(state_dict.get("window") or [])
 
@@ -99,14 +89,15 @@ class UnifiedOptimization(_AutomaticOptimization):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
         kwargs[key] = self._prepared(kwargs[key])
-        shape = self._splitter.shape(kwargs[key])
+        shape = self._batches.splitter.shape(kwargs[key])
         if self._planner is not None:
             self._planner.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
         if self._window is not None:
             opens = batch_idx % self.trainer.accumulate_grad_batches == 0
-            terms = insist(lambda: self._terms(kwargs, shape), device=self._policy.watch.device)
+            count = partial(self._batches.loss_terms, kwargs, shape, batch_idx=batch_idx)
+            terms = insist(count, device=self._policy.watch.device)
             self._window.begin(terms, opens=opens)
-        if self._policy.recover:
+        if self._policy.options.recover:
             outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
         else:
             self._state.look()
@@ -120,10 +111,11 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run a step that draws its own batches, once and whole."""
-        self._policy.note_unsplit(
-            "micro_batch_size",
+        self._policy.notices.say_unsplit(
             "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
             "Write training_step(batch, batch_idx) to have them split.",
+            option="micro_batch_size",
+            asked=self._policy.sizes.asked,
         )
         if self._window is not None:
             raise ConfigurationError(
@@ -191,7 +183,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _prepared(self, batch: Any) -> Any:
         """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
-        prepare = self._rules.prepare
+        prepare = self._policy.batches.of("fit").prepare
         if prepare is None:
             return batch
 
@@ -199,7 +191,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
                 return prepare(batch)
 
-        if not self._policy.recover:
+        if not self._policy.options.recover:
             return call(batch)
         attempt = 0
         while True:
@@ -214,95 +206,14 @@ class UnifiedOptimization(_AutomaticOptimization):
             del snapshot, watch
             self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
 
-    def _terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None) -> float:
-        """Return by how many loss terms this batch counts in its window."""
-        rules, batch = self._rules, next(iter(kwargs.values()))
-        declared = rules.loss_weight is not None
-        if rules.loss_is_sum and not declared:
-            raise ConfigurationError(
-                f'window_mean="terms" needs the number of loss terms of a batch, and the rules of {type(self.trainer.lightning_module).__name__} '
-                '(loss_is_sum=True) do not say it: give loss_weight as well, or leave window_mean="batches".'
-            )
-        if shape is None and not declared:
-            return 1.0
-        rows = 1 if shape is None else shape.rows
-        splits = self._encoders is None and rules.splittable and not declared
-        splits = splits and rows >= 2 * self._policy.sizes.unit and self._splitter.refusal(batch, rows) is None
-        if shape is not None and splits:
-            self._checked(kwargs, shape)
-        rule = replace(self._policy.loss_rule, adds=False)
-        return Weighting(rule, [batch], [rows], zero_by_rows=False).terms
-
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         if _draws_its_batches(kwargs):
-            return _MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
-        batch = self._cut(kwargs)
-        self._parity.look(kwargs, cut=batch.parts > 1)
-        return _MicroBatchClosure(self, batch, optimizer, zero_grad)
-
-    def _cut(self, kwargs: "OrderedDict[str, Any]") -> "WholeBatch | SplitBatch":
-        """Return the batch as it is to run: whole, if it fits and where nothing can be counted that could be cut."""
-        key = next(iter(kwargs))
-        batch, whole = kwargs[key], WholeBatch(self._make_step_fn(kwargs))
-        shape = None if self._policy.sizes.runs_whole else self._splitter.require_shape(batch)
-        if shape is None:
-            return whole
-        sizes = self._policy.sizes.parts(shape)
-        if len(sizes) == 1:
-            return whole
-        self._policy.allow_split(shape)
-        if self._encoders is not None:
-            most = self._policy.most_chunks
-            return WholeBatch(partial(self._encoders.run, self._make_step_fn(kwargs), rows=max(sizes), most=most))
-        try:
-            self._splitter.require_rows(batch, shape.rows)
-            self._checked(kwargs, shape)
-        except SplitError as refusal:
-            if self._policy.runs_whole(refusal):
-                return whole
-            raise
-        if overrides(self.trainer, "on_before_backward"):
-            self._policy.say_once_a_part(
-                "the hook on_before_backward runs",
-                "What it logs is merged; keep other state of losses in on_train_batch_end.",
-            )
-        parts = self._splitter.micro_batches(batch, sizes)
-        return SplitBatch(
-            [partial(self._training_step, OrderedDict(kwargs, **{key: part})) for part in parts],
-            Weighting(self._policy.loss_rule, parts, sizes),
-            merging=SplitResults(
-                self._check.tables,
-                results=self.trainer.fit_loop.epoch_loop._results,
-                metrics=self._state.named_metrics,
-                state=self._written if self._policy.check_split else None,
-                ignored=batch_norms_of(self.trainer.lightning_module),
-                learn=partial(self._learn_more, kwargs, shape),
-            ),
-            parameters=list(self.trainer.lightning_module.parameters()),
-        )
-
-    def _checked(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape) -> None:
-        """Find by what micro-batches are weighted and how their results are put together; raise if nothing is exact."""
-        if not self._policy.check_split:
-            return
-        sizes = self._policy.sizes
-        verdict = self._check.verdict(
-            kwargs, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape), batch_idx=self._batch_idx
-        )
-        self._policy.split_checked(verdict)
-
-    def _learn_more(
-        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
-    ) -> None:
-        """Check a batch whose step returned or logged what no check has seen, before its update; say what nothing puts together."""
-        if self._policy.check_split:
-            sizes = self._policy.sizes
-            verdict = self._check.learn_more(
-                kwargs, table, paths, rows=shape.rows, unit=sizes.unit, at_once=sizes.at_once(shape)
-            )
-            self._policy.split_checked(verdict)
+            return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
+        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=self._batch_idx)
+        self._device_check.compare(kwargs, is_split=batch.parts > 1)
+        return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _fits(self, rows: int) -> bool | None:
         """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
@@ -360,54 +271,12 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def before_weights(self, optimizer: Optimizer) -> None:
         """Note weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
-        if self._policy.recover and self._closes_window:
+        if self._policy.options.recover and self._closes_window:
             if self._weights is None:
-                self._weights = (WeightsCopy if self._policy.optimizer_rollback else WeightsWatch)(optimizer)
+                self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
             self._phase = "optimizer step"
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
     """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
     return "any" in kwargs and len(kwargs) == 1
-
-
-class _MicroBatchClosure(Closure):
-    """Lightning's closure over several micro-batches, each in its order: training_step, zero_grad once a batch, backward."""
-
-    def __init__(
-        self,
-        loop: UnifiedOptimization,
-        batch: WholeBatch | SplitBatch,
-        optimizer: Optimizer,
-        zero_grad: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(step_fn=partial(batch.step, 0), backward_fn=None, zero_grad_fn=zero_grad)
-        self._loop, self._batch, self._optimizer = loop, batch, optimizer
-
-    @override
-    @torch.enable_grad()
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        loop, batch = self._loop, self._batch
-        outputs: list[ClosureResult] = []
-        scaled: Tensor | None = None
-        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
-        batch.begin()
-        for index in range(batch.parts):
-            output = batch.step(index, in_window=self._zero_grad_fn is None)
-            batch.end_part()
-            if zeroing is not None:
-                zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
-            if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
-                with batch.recording():
-                    scaled = loop.backward_part(
-                        output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
-                    ).detach()
-            output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
-            outputs.append(output)
-        batch.settle()  # hooks after backward may read what was logged and written
-        loop.after_backward(scaled, self._optimizer)
-        result = batch.join(outputs)
-        if result.loss is None:
-            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
-        loop.before_weights(self._optimizer)
-        return result

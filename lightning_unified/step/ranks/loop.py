@@ -107,7 +107,7 @@ class DistributedOptimization(UnifiedOptimization):
             absent=self._replicas.absent() if self._closes_window else 0,
         )
         self._ranks.are_apart = False
-        self._distributed_policy.heard(words)
+        self._distributed_policy.compare(words)
         if not self._closes_window:
             return
         everywhere = reduce(and_, [word.absent for word in words])
@@ -183,7 +183,7 @@ class DistributedOptimization(UnifiedOptimization):
 
     def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
         """Go on as if the step had gone well here: its forward and backward did."""
-        self._distributed_policy.taken_over(source, reason)
+        self._distributed_policy.report_resync(source, reason)
         _forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()
         result = cast("ClosureResult", cast("Closure", self._closure).consume_result())

@@ -1,12 +1,15 @@
 """The budget of a run on its device: resolved, handed to the allocator, and held against what the run really uses."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lightning_unified.cost_model import describe_bytes, metal_heap_bytes, static_bytes
+from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import (
     Budget,
     BudgetFollower,
@@ -27,7 +30,7 @@ from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
-__all__ = ["BudgetWatch"]
+__all__ = ["BudgetWatch", "refuse_small_budget"]
 
 log = logging.getLogger("lightning_unified")
 
@@ -239,3 +242,30 @@ class BudgetWatch:
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
     """Return where hardware is read, as keyword arguments: nothing for the machine this runs on."""
     return {} if machine is None else {"sources": machine.sources}
+
+
+def refuse_small_budget(
+    watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise `BudgetError` if the budget cannot hold weights, gradients and optimizer state, before any activation.
+
+    Args:
+        watch: The budget; nothing is refused before it is resolved.
+        module: The module to train.
+        optimizers: Its optimizers; empty before they exist.
+    """
+    need, budget = static_bytes(module, optimizers), watch.budget
+    if budget is None:
+        return
+    given = f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}"
+    if sum(need.values()) > budget.bytes:
+        raise BudgetError(
+            f"{given}: {describe_bytes(need)}, "
+            f"before any activation. Give a budget well above {format_bytes(sum(need.values()))}, or train a smaller model."
+        )
+    heaps = metal_heap_bytes(module) if watch.device.type == "mps" else 0
+    if heaps > budget.bytes:
+        raise BudgetError(
+            f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "
+            f"for tensors of 10 MiB and more. Give a budget well above {format_bytes(heaps)}, or train a smaller model."
+        )

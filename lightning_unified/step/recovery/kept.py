@@ -19,6 +19,10 @@ class KeptMemory:
     def __init__(self) -> None:
         self.begin(None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which begins without a module."""
+        return {"_module": None, "is_refused": False}
+
     def begin(self, module: nn.Module | None) -> None:
         """Begin a run of `module`."""
         self._module: Any = module

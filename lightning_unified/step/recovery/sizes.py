@@ -43,14 +43,9 @@ class MicroBatchSize:
         limit: Rows that may run at once whatever the evidence says: as asked, or less under pressure; None for the whole batch.
         unit: Rows that stay together.
         least: Rows that every micro-batch has.
-
-    Raises:
-        ConfigurationError: If `start` is neither a positive int nor `"auto"`.
     """
 
     def __init__(self, start: int | str) -> None:
-        if start != "auto" and (isinstance(start, bool) or not isinstance(start, int) or start < 1):
-            raise ConfigurationError(f'micro_batch_size={start!r}: give a number of rows (1, 2, 3, …) or "auto".')
         self.limit: int | None = None if isinstance(start, str) else start
         self.unit = self.least = 1
         self._asked = self.limit

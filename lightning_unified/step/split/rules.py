@@ -52,7 +52,7 @@ def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -
 def given_to(trainer: Any) -> MicroBatchRules | None:
     """Return the rules that the user gave to the strategy of `trainer`; None without a Trainer, or where there are none."""
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
-    return getattr(policy, "given_rules", None)
+    return None if policy is None else policy.batches.given
 
 
 def can_be_pickled(rules: MicroBatchRules | None) -> bool:

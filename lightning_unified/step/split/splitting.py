@@ -154,8 +154,8 @@ def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | N
         trainer: The live Trainer; None for a plain one.
     """
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
-    if policy is not None and policy.runs(module):
-        return policy.splitter(stage)
+    if policy is not None and policy.batches.runs(module):
+        return policy.batches.splitter(stage)
     return planning_splitter(module, rules_of(module, stage, given=given_to(trainer)), stage=stage)
 
 

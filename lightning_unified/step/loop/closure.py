@@ -1,14 +1,70 @@
-"""When the gradients of earlier steps are zeroed in a batch that runs as micro-batches."""
+"""The closure of an optimizer step over several micro-batches, and the order of its calls.
+
+Lightning's closure runs `training_step`, `zero_grad` and `backward`, in that order. Over micro-batches, `training_step` and `backward`
+run once for each of them and `zero_grad` once for the batch. A closure of our own is needed, because Lightning's freezes the result of
+`training_step` before `backward`: with it, callbacks would see the first micro-batch's outputs only.
+"""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.undo.kinds import is_ours
 
-__all__ = ["LateZeroGrad", "ZeroGrad", "overrides"]
+if TYPE_CHECKING:
+    from lightning_unified.step.loop.optimization import UnifiedOptimization
+
+__all__ = ["LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "overrides"]
+
+
+class MicroBatchClosure(Closure):
+    """Lightning's closure over several micro-batches, each in its order: training_step, zero_grad once a batch, backward."""
+
+    def __init__(
+        self,
+        loop: "UnifiedOptimization",
+        batch: WholeBatch | SplitBatch,
+        optimizer: Optimizer,
+        zero_grad: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(step_fn=partial(batch.step, 0), backward_fn=None, zero_grad_fn=zero_grad)
+        self._loop, self._batch, self._optimizer = loop, batch, optimizer
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        loop, batch = self._loop, self._batch
+        outputs: list[ClosureResult] = []
+        scaled: Tensor | None = None
+        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
+        batch.begin()
+        for index in range(batch.parts):
+            output = batch.step(index, in_window=self._zero_grad_fn is None)
+            batch.end_part()
+            if zeroing is not None:
+                zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
+            if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
+                with batch.recording():
+                    scaled = loop.backward_part(
+                        output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
+                    ).detach()
+            output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
+            outputs.append(output)
+        batch.settle()  # hooks after backward may read what was logged and written
+        loop.after_backward(scaled, self._optimizer)
+        result = batch.join(outputs)
+        if result.loss is None:
+            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        loop.before_weights(self._optimizer)
+        return result
 
 
 class ZeroGrad:
