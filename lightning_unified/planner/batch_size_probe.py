@@ -11,8 +11,8 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.recovery.aside import Undone, gradient_sample
 from lightning_unified.step.recovery.oom import caught
+from lightning_unified.step.recovery.undone_run import Undone, gradient_of_step
 from lightning_unified.step.split import BatchShape
 
 __all__ = ["BatchSizeProbe", "Found", "tried"]
@@ -92,7 +92,7 @@ class BatchSizeProbe:
 
         def run() -> None:
             with Undone(self._trainer):
-                gradient_sample(self._trainer, step)
+                gradient_of_step(self._trainer, step)
 
         _, reason = caught(run)
         peak = watch.measured_peak().bytes

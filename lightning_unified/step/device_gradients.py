@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.step.recovery.oom import release_cached_memory
+from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
 from lightning_unified.step.split import part_sizes
 from lightning_unified.units import format_bytes
 
@@ -156,7 +156,7 @@ class DeviceGradientCheck:
         return distance if distance == distance else float("inf")  # noqa: PLR0124  # NaN is far
 
     def _gradient(self, kwargs: "OrderedDict[str, Any]", key: str, batch: Any, parameters: Sequence[Tensor]) -> Tensor:
-        return gradient_sample(
+        return gradient_of_step(
             self._trainer, lambda: self._step(OrderedDict(kwargs, **{key: batch})), parameters=parameters
         )
 

@@ -8,7 +8,7 @@ import lightning as L
 
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
-from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.loop.split_batch import SplitResults
 from lightning_unified.step.policy import MemoryPolicy

@@ -1,6 +1,7 @@
 """Encoders of one module: their calls run in chunks of rows, each chunk recomputed in the backward pass."""
 
 import copy
+import difflib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import lightning as L
 from torch import Tensor, nn
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.step.encoders.calls import (
     EncoderCall,
@@ -21,12 +22,11 @@ from lightning_unified.step.encoders.calls import (
     split_call,
 )
 from lightning_unified.step.encoders.check import EncoderCheck
-from lightning_unified.step.encoders.names import find_encoders
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.split import part_sizes
 
-__all__ = ["Encoders", "encoders_of"]
+__all__ = ["Encoders", "encoders_of", "find_encoders"]
 
 T = TypeVar("T")
 
@@ -217,3 +217,24 @@ def _of_one(function: Callable[..., Any], count: int) -> Callable[[dict[Any, Any
 def _versions(call: dict[Any, Any]) -> Sequence[int]:
     tensors = (leaf for _, leaf in leaves_of(call) if isinstance(leaf, Tensor) and not leaf.is_inference())
     return [tensor._version for tensor in tensors]
+
+
+def find_encoders(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the submodules of `module` with these names, each once.
+
+    Raises:
+        ConfigurationError: If a name is no submodule's; the message names the nearest ones.
+    """
+    known = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or [one for one in known if "." not in one]
+            raise ConfigurationError(
+                f"MicroBatchRules(encoders=…) names {name!r}, and {type(module).__name__} has no such submodule; "
+                f"give names as in named_modules(), such as {', '.join(map(repr, near))}."
+                if near
+                else f"MicroBatchRules(encoders=…) names {name!r}, and {type(module).__name__} has no submodules."
+            )
+        found.setdefault(id(known[name]), (name, known[name]))
+    return dict(found.values())

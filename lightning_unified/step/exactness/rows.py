@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.leaves import named_tensors
+from lightning_unified.step.exactness.facts.fields import named_tensors
 
 __all__ = ["splits_of", "starts_of", "window"]
 

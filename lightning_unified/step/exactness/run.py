@@ -22,10 +22,9 @@ from torchmetrics import Metric
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, WatchPrecision
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
-from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.recovery.oom import is_out_of_memory
-from lightning_unified.step.results.hooks import inside_hook
-from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
+from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, inside_hook, path_of_log
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
 from lightning_unified.step.results.silent_loggers import say_direct_logs
 from lightning_unified.step.results.written import Written, written_since

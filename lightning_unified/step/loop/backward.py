@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.results.hooks import inside_hook
+from lightning_unified.step.results.logs import inside_hook
 
 __all__ = ["PartwiseBackward"]
 

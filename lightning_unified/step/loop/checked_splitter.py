@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.step.encoders import encoders_of
 from lightning_unified.step.exactness.check import ExactnessCheck
+from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
-from lightning_unified.step.exactness.weighting import Weighting
 from lightning_unified.step.loop.closure import overrides
 from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
 from lightning_unified.step.policy import MemoryPolicy

@@ -7,7 +7,7 @@ run once for each of them and `zero_grad` once for the batch. A closure of our o
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -19,10 +19,30 @@ from typing_extensions import override
 from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
 from lightning_unified.step.undo.kinds import is_ours
 
-if TYPE_CHECKING:
-    from lightning_unified.step.loop.optimization import UnifiedOptimization
+__all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "overrides"]
 
-__all__ = ["LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "overrides"]
+
+class ClosureHooks(Protocol):
+    """The loop as the closure calls it, between and after micro-batches."""
+
+    _skip_backward: bool
+
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
+        """Return what zeroes gradients in a batch of `parts` micro-batches; None within an accumulation window."""
+
+    def has_terms(self) -> bool:
+        """Return whether the batch has a loss term, and so a gradient."""
+        ...
+
+    def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+        """Run one micro-batch's backward pass, with its loss multiplied by `share`."""
+        ...
+
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        """Run the hooks that follow a batch's last backward pass."""
+
+    def before_weights(self, optimizer: Optimizer) -> None:
+        """Record weights and optimizer state before the optimizer writes them."""
 
 
 class MicroBatchClosure(Closure):
@@ -30,7 +50,7 @@ class MicroBatchClosure(Closure):
 
     def __init__(
         self,
-        loop: "UnifiedOptimization",
+        loop: ClosureHooks,
         batch: WholeBatch | SplitBatch,
         optimizer: Optimizer,
         zero_grad: Callable[[], None] | None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import lightning as L
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _METRICS,
     _Metadata,
@@ -15,7 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
-__all__ = ["LogKey", "LogRecorder", "Logged", "path_of_log"]
+__all__ = ["LogKey", "LogRecorder", "Logged", "inside_hook", "path_of_log"]
 
 
 @dataclass(slots=True)
@@ -145,3 +146,13 @@ def path_of_log(key: LogKey) -> str:
     """Return the path under which a merge rule for a logged name is kept: the name, numbered where it is logged more than once."""
     _, name, occurrence = key
     return name if not occurrence else f"{name} (call {occurrence + 1})"
+
+
+@contextmanager
+def inside_hook(module: L.LightningModule, name: str) -> Iterator[None]:
+    """Have `self.log` inside the block treat values as logged in the hook `name`, as `Trainer` does around each hook."""
+    outer, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = outer

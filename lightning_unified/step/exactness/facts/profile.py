@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.host_fields import arrays_of, columns_of
-from lightning_unified.step.exactness.facts.leaves import named_tensors
+from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, named_tensors
 
 __all__ = ["BatchProfiles", "facts_of"]
 

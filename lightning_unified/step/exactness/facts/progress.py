@@ -19,7 +19,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
 from lightning_unified.step.undo.kinds import is_ours
-from lightning_unified.step.undo.steps import names_of
+from lightning_unified.step.undo.roots import names_of
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
