@@ -129,7 +129,7 @@ class DistributedFirstStep(FirstStep):
         """Predict what runs, where another rank asked for fewer rows at once."""
         if self._mine is None or self._prediction is None or shape is None or self._settled is None:
             return
-        rows = self._policy.sizes.at_once(shape)
+        rows = self._policy.sizes.micro_batch_size(shape)
         if rows < self._prediction.rows:
             self._prediction = self._mine[0].predict(self._settled, micro_batch_size=rows)
             self.reason = f"{self.reason}; {rows} rows at once, as the most careful rank has it"

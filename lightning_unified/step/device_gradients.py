@@ -17,7 +17,7 @@ from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
-from lightning_unified.step.split import part_sizes
+from lightning_unified.step.split import split_rows
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
@@ -133,7 +133,7 @@ class DeviceGradientCheck:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
-        sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
+        sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         slices = [
             self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)

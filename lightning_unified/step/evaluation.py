@@ -15,7 +15,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
-from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 
@@ -111,7 +111,7 @@ class EvaluationSteps:
         for index, part in enumerate(parts):
             with results.part(index):
                 outputs.append(whole(part))
-            results.end_part()
+            results.end_micro_batch()
         weights = self._weights(check, parts, sizes)
         if phase == "predict" and check.guesses(outputs, weights):
             if self._policy.batches.checks(_STAGES[phase]):
@@ -150,7 +150,7 @@ class EvaluationSteps:
         return {
             "rows": shape.rows,
             "unit": sizes.unit,
-            "at_once": sizes.at_once(shape),
+            "micro_batch_size": sizes.micro_batch_size(shape),
             "likely": self._policy.splits.loss_rule,
         }
 
@@ -166,8 +166,8 @@ class EvaluationSteps:
             )
         return self._checks[key]
 
-    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> Parts:
-        rows = Parts(sizes, list(map(float, sizes)))
+    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> MicroBatchWeights:
+        rows = MicroBatchWeights(sizes, list(map(float, sizes)))
         return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:

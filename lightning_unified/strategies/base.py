@@ -24,7 +24,7 @@ from lightning_unified.precision import (
 from lightning_unified.status import RunStatus, runs_directory
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.loop.backward import PartwiseBackward
+from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.checkpoint_io import AtomicCheckpointIO
 from lightning_unified.strategies.run_interface import RunInterface
@@ -41,7 +41,7 @@ _MANUAL = (
 )
 
 
-class UnifiedBase(RunInterface, PartwiseBackward):
+class UnifiedBase(RunInterface, MicroBatchBackward):
     """Makes the Lightning strategy that follows it among the bases train inside a memory budget.
 
     A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this class.

@@ -9,7 +9,7 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import cut_seconds, step_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.step.split import part_sizes
+from lightning_unified.step.split import split_rows
 from tests.support.made_traces import MadeLines, rates
 
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
@@ -115,8 +115,8 @@ def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
 
     assert [way[0] for way in ways] == sorted({way[0] for way in ways}, reverse=True)
     for way in ways:
-        assert list(way) == part_sizes(rows, limit=way[0], unit=unit, least=least)
-    smallest = part_sizes(rows, limit=unit, unit=unit, least=least)
+        assert list(way) == split_rows(rows, micro_batch_size=way[0], unit=unit, least=least)
+    smallest = split_rows(rows, micro_batch_size=unit, unit=unit, least=least)
     assert ways[-1][0] == max(smallest)
 
 

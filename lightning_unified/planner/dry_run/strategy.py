@@ -21,7 +21,7 @@ from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.precision import MixedPrecision
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.loop.backward import PartwiseBackward
+from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
@@ -33,7 +33,7 @@ _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
-class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
+class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
     """Runs steps as `UnifiedStrategy` does, and tells the recorder in what part of the step it is.
 
     Args:
@@ -134,9 +134,9 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         return loss
 
     @override
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         self._recorder.backward_begins()
-        scaled = super().backward_part(loss, optimizer, share)
+        scaled = super().backward_micro_batch(loss, optimizer, share)
         self._backward_ends()
         return scaled
 

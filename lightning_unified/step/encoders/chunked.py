@@ -24,7 +24,7 @@ from lightning_unified.step.encoders.calls import (
 from lightning_unified.step.encoders.check import EncoderCheck
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.split import part_sizes
+from lightning_unified.step.split import split_rows
 
 __all__ = ["Encoders", "encoders_of", "find_encoders"]
 
@@ -120,7 +120,7 @@ class Encoders:
             function=function,
             arguments=call,
             roles=self._roles(stand_in.name, call, rows),
-            sizes=part_sizes(rows, limit=self._rows, unit=self._unit, least=self._least),
+            sizes=split_rows(rows, micro_batch_size=self._rows, unit=self._unit, least=self._least),
         )
         try:
             return self._in_chunks(made)

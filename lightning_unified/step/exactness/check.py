@@ -76,7 +76,7 @@ class ExactnessCheck:
         self._remembered: dict[str, Any] | None = None
 
     def verdict(
-        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
+        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int, batch_idx: int
     ) -> Verdict:
         """Return by what the micro-batches of this batch are weighted; checks it first if it is due.
 
@@ -84,7 +84,7 @@ class ExactnessCheck:
             kwargs: Of `training_step`, the batch first.
             rows: Of the batch.
             unit: Rows that stay together.
-            at_once: Rows of its largest micro-batch.
+            micro_batch_size: Rows of its largest micro-batch.
             batch_idx: Its number in the epoch.
 
         Raises:
@@ -94,8 +94,8 @@ class ExactnessCheck:
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
         news = self._profiles.news(self._facts(batch, rows))
-        if self._is_due(news, batch, rows=rows, unit=unit, at_once=at_once):
-            self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        if self._is_due(news, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size):
+            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
             self._profiles.add(self._facts(batch, rows))  # the check may have found that the step reads counters
         assert self._verdict is not None
         return self._verdict
@@ -148,7 +148,7 @@ class ExactnessCheck:
         *,
         rows: int,
         unit: int,
-        at_once: int,
+        micro_batch_size: int,
     ) -> Verdict:
         """Check a batch whose step gave something that no check has seen; what stays unknown, nothing puts together.
 
@@ -158,7 +158,7 @@ class ExactnessCheck:
             paths: Where.
             rows: Of the batch.
             unit: Rows that stay together.
-            at_once: Rows of its largest micro-batch.
+            micro_batch_size: Rows of its largest micro-batch.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # nothing could be told of such batches
@@ -166,7 +166,7 @@ class ExactnessCheck:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         for path in paths:
             if not table.knows(path):
                 table.reject(path)
@@ -179,7 +179,7 @@ class ExactnessCheck:
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted({*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable}))
 
-    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, at_once: int) -> bool:
+    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, micro_batch_size: int) -> bool:
         number, verdict = self._batches, self._verdict
         if verdict is None or news:
             return True
@@ -187,7 +187,9 @@ class ExactnessCheck:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
-        return len(self._tied) > 1 and self._tells_apart(batch, rows=rows, size=max(at_once // unit * unit, unit))
+        return len(self._tied) > 1 and self._tells_apart(
+            batch, rows=rows, size=max(micro_batch_size // unit * unit, unit)
+        )
 
     def _tells_apart(self, batch: Any, *, rows: int, size: int) -> bool:
         """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
@@ -209,7 +211,7 @@ class ExactnessCheck:
 
     # the check itself
 
-    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
         batch = next(iter(kwargs.values()))
         own = declared(self._rules)
         rules = [own] if own else self._candidates(batch, rows)
@@ -218,7 +220,7 @@ class ExactnessCheck:
             rules=rules,
             rows=rows,
             unit=unit,
-            most=UNITS if self._checks else max(at_once // unit, UNITS),
+            most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive,
             since=self._since(),

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
 from lightning_unified.step.exactness.run import Run
-from lightning_unified.step.results.merging import Parts
+from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = ["Comparison", "SplitRuns", "Trial"]
 
@@ -58,10 +58,10 @@ class SplitRuns:
     batches: Sequence[Any]
     runs: Sequence[Run]
 
-    def parts(self, rule: LossRule) -> Parts:
+    def parts(self, rule: LossRule) -> MicroBatchWeights:
         """Return what the parts weigh under a rule."""
         terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
-        return Parts(self.sizes, terms)
+        return MicroBatchWeights(self.sizes, terms)
 
     def shares(self, rule: LossRule) -> list[float]:
         """Return by what each part's loss is multiplied."""

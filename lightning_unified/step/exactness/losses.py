@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.step.exactness.facts.fields import leaf_at, named_tensors
-from lightning_unified.step.results.merging import Parts
+from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = [
     "LossRule",
@@ -214,7 +214,7 @@ class Weighting:
             counted = _on_host([rule.count(batch) for batch in batches])
         require_counts(rule, counted)
         weights = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
-        self.parts = Parts(list(rows), weights)
+        self.parts = MicroBatchWeights(list(rows), weights)
 
     @property
     def terms(self) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_unified.micro_batches import MergeRules
 from lightning_unified.step.exactness.run import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 
@@ -65,7 +65,7 @@ class Tables:
 
 
 def learn_results(
-    tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn how outputs, logs, metrics and written state of parts become the whole's.
 
@@ -89,7 +89,9 @@ def learn_results(
     return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
 
 
-def _learn_metrics(tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float) -> None:
+def _learn_metrics(
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
             values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
@@ -113,7 +115,13 @@ def _without_seams(state: Any) -> Any:
 
 
 def _learn_log(
-    tables: Tables, path: str, whole: Logged | None, calls: Sequence[Logged | None], parts: Parts, *, tolerance: float
+    tables: Tables,
+    path: str,
+    whole: Logged | None,
+    calls: Sequence[Logged | None],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> None:
     given = [call for call in calls if call is not None]
     if whole is None or len(given) < len(calls):
@@ -126,7 +134,7 @@ def _learn_log(
     if whole.batch_sizes[-1] is None or None in sizes:
         return
     tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], parts, tolerance=0.0)
-    weighted = Parts(parts.rows, list(map(float, sizes)))
+    weighted = MicroBatchWeights(parts.rows, list(map(float, sizes)))
     tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
     if tables.sized_logs.rule(path) == "mean":
         tables.logs.unmergeable.discard(path)

@@ -11,15 +11,15 @@ from typing_extensions import override
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.results.logs import inside_hook
 
-__all__ = ["PartwiseBackward"]
+__all__ = ["MicroBatchBackward"]
 
 
-class PartwiseBackward(Strategy):
+class MicroBatchBackward(Strategy):
     """Splits `Strategy.backward` (Lightning 2.6.6) in two: the backward pass of each micro-batch, and the hooks after the batch's last."""
 
     policy: MemoryPolicy
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
         `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss, so that its mean, as they log it, is the

@@ -70,7 +70,7 @@ class CheckedSplitter:
         shape = None if sizes.runs_whole else self.splitter.require_shape(batch)
         if shape is None or len(rows := sizes.parts(shape)) == 1:
             return WholeBatch(whole)
-        policy.splits.require(shape.rows, micro_batch_size=sizes.at_once(shape))
+        policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape))
         if self._encoders is not None:
             return WholeBatch(partial(self._encoders.run, whole, rows=max(rows), most=policy.most_chunks))
         try:
@@ -119,7 +119,7 @@ class CheckedSplitter:
 
     def _extent(self, shape: BatchShape) -> dict[str, int]:
         sizes = self._policy.sizes
-        return {"rows": shape.rows, "unit": sizes.unit, "at_once": sizes.at_once(shape)}
+        return {"rows": shape.rows, "unit": sizes.unit, "micro_batch_size": sizes.micro_batch_size(shape)}
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
         """Return the number of loss terms of a batch, for a gradient that is a mean over an accumulation window's terms.

@@ -34,7 +34,7 @@ class ClosureHooks(Protocol):
         """Return whether the batch has a loss term, and so a gradient."""
         ...
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward pass, with its loss multiplied by `share`."""
         ...
 
@@ -68,12 +68,12 @@ class MicroBatchClosure(Closure):
         batch.begin()
         for index in range(batch.parts):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
-            batch.end_part()
+            batch.end_micro_batch()
             if zeroing is not None:
                 zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
             if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
                 with batch.recording():
-                    scaled = loop.backward_part(
+                    scaled = loop.backward_micro_batch(
                         output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own

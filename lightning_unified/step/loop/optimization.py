@@ -219,7 +219,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
         return None if self._planner is None else self._planner.fits(rows)
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""
         self._phase = "backward"
         if first and self._gradients is not None:
@@ -227,7 +227,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._window is not None:
             # Lightning has divided the loss by the window's nominal number of batches
             share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
-        scaled = call._call_strategy_hook(self.trainer, "backward_part", loss, optimizer, share)
+        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share)
         self._phase = "forward"
         return scaled
 

@@ -149,13 +149,15 @@ class MemoryPolicy:
         self.watch.release()
         reason = self.watch.named(reason)
         sizes = self.evaluation_sizes if phase in _EVALUATIONS else self.sizes
-        failed = None if shape is None else sizes.at_once(shape)
+        failed = None if shape is None else sizes.micro_batch_size(shape)
         shrunk, recomputes = self._react(sizes, phase=phase, shape=shape, attempt=attempt)
         if not shrunk and not recomputes and attempt > 1:
             lengths = set() if shape is None else positions(batch, shape.rows)
             raise OutOfMemoryError(self._shortage(phase, reason, failed, lengths))
         self.recoveries += 1
-        what_next = f"with {sizes.at_once(shape)} at once" if shrunk and shape is not None else "after clearing caches"
+        what_next = (
+            f"with {sizes.micro_batch_size(shape)} at once" if shrunk and shape is not None else "after clearing caches"
+        )
         if recomputes:
             what_next = f"with activations recomputed ({self.recomputation.reason})"
         size = "the whole batch" if failed is None else f"{failed} rows at once"

@@ -92,7 +92,7 @@ class MicroBatchSizing:
     @property
     def micro_batch_size(self) -> int | None:
         """Rows of an effective batch that run at once; None before the first batch is done."""
-        return None if self.largest is None else self.training.at_once(self.largest)
+        return None if self.largest is None else self.training.micro_batch_size(self.largest)
 
     @property
     def reason(self) -> str:
@@ -125,7 +125,7 @@ class MicroBatchSizing:
                 outcome = "no batch that can be split has run yet"
             else:
                 shrunk = self._halve(shape, has_failed=has_failed)
-                rows = self.training.at_once(shape)
+                rows = self.training.micro_batch_size(shape)
                 outcome = f"micro-batches of {rows} rows from here on" if shrunk else "nothing left to shrink"
         except SplitError:  # memory has not run out: a batch that does not split exactly goes on whole
             outcome = _UNSPLITTABLE
@@ -138,7 +138,7 @@ class MicroBatchSizing:
 
     def _halve(self, shape: BatchShape, *, has_failed: bool) -> bool:
         sizes = self.training
-        rows = sizes.at_once(shape)
+        rows = sizes.micro_batch_size(shape)
         self._splits.require(shape.rows, micro_batch_size=rows)
         if rows <= sizes.smallest(shape):
             return False

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 
@@ -32,7 +32,14 @@ _ALONE = "as written"
 
 
 def learn_entry(
-    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable,
+    path: str,
+    before: Any,
+    whole: Any,
+    values: Sequence[Any],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> list[str]:
     """Learn how values written at `path` become the whole's; return the paths at which nothing puts them together.
 
@@ -67,7 +74,7 @@ def learn_entry(
     return [path] if lacks else []
 
 
-def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: Parts) -> Any:
+def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     """Return what the whole batch would have written at `path`; the arguments are those of `learn_entry`.
 
     Raises:
@@ -116,7 +123,9 @@ def _paths_of(table: MergeTable, path: str) -> list[str]:
     return [one for one in table.paths if one == path or one.startswith(f"{path}.")]
 
 
-def _learn_values(table: MergeTable, path: str, values: Sequence[Any], parts: Parts, *, tolerance: float) -> bool:
+def _learn_values(
+    table: MergeTable, path: str, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
+) -> bool:
     """Learn from the whole batch's value and the parts'; return whether no rule fits."""
     unmergeable = set(table.unmergeable)
     learn_tree(table, values[1:], values[0], parts, tolerance=tolerance, path=path)
@@ -127,7 +136,14 @@ def _learn_values(table: MergeTable, path: str, values: Sequence[Any], parts: Pa
 
 
 def _learn_change(
-    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable,
+    path: str,
+    before: Any,
+    whole: Any,
+    values: Sequence[Any],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> bool:
     """Learn whether changes add up; return it. Learnt beside other rules, which may fit because of zeros before."""
     all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
@@ -142,7 +158,7 @@ def _learn_change(
 
 
 def _learn_made(
-    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn about a dict or set that the step has made, entry by entry; the whole batch's is the first value."""
     if values[0] is UNWRITTEN:
@@ -158,7 +174,7 @@ def _learn_made(
     return troubles
 
 
-def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: Parts) -> Any:
+def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: MicroBatchWeights) -> Any:
     if issubclass(kind, (set, frozenset)):
         return kind().union(*made)
     whole = copy(made[-1])

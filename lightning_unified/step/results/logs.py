@@ -46,7 +46,7 @@ class LogRecorder:
         self._seen: dict[tuple[str, str], int] = {}
         self._part = 0
 
-    def next_part(self, index: int) -> None:
+    def next_micro_batch(self, index: int) -> None:
         """Attribute what follows to micro-batch `index`."""
         self._part, self._seen = index, {}
 

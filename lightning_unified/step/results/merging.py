@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 
-__all__ = ["MergeTable", "Parts", "fitting", "merged", "same"]
+__all__ = ["MergeTable", "MicroBatchWeights", "fitting", "merged", "same"]
 
 Rule = str | Callable[[list[Any], list[int]], Any]
 
@@ -26,7 +26,7 @@ _ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of rules that fit
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MicroBatchWeights:
     """What the parts of one batch weigh.
 
     Args:
@@ -38,7 +38,7 @@ class Parts:
     terms: Sequence[float]
 
 
-def merged(rule: Rule, values: Sequence[Any], parts: Parts) -> Any:
+def merged(rule: Rule, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     """Return the whole batch's value by one rule.
 
     Args:
@@ -74,7 +74,7 @@ def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
     raise TypeError(f"{type(first).__name__} values have no dimension {dim}")
 
 
-def _figure(rule: str, values: Sequence[Any], parts: Parts) -> Any:
+def _figure(rule: str, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     if rule in ("max", "min"):
         if isinstance(values[0], Tensor):
             stacked = torch.stack(list(values))
@@ -100,7 +100,7 @@ def _total(values: Sequence[Any]) -> Any:
 _SMALL = 4096  # entries
 
 
-def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> frozenset[str]:
+def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules under which the parts' values are the whole's.
 
     Args:
@@ -215,7 +215,9 @@ class MergeTable:
     unmergeable: set[str] = field(default_factory=set)
     _fits: dict[str, frozenset[str]] = field(default_factory=dict)
 
-    def learn(self, path: str, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> None:
+    def learn(
+        self, path: str, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float
+    ) -> None:
         """Keep the rules for `path` that fit these values too."""
         if path in self.given:
             return

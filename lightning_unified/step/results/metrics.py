@@ -11,12 +11,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
 from lightning_unified.step.undo import Roots, StateWatch
 
 __all__ = [
     "ComputeRecord",
-    "MetricsOverParts",
+    "MetricsOverMicroBatches",
     "UpdateRecord",
     "can_join",
     "metric_state",
@@ -27,7 +27,7 @@ __all__ = [
 _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")
 
 
-class MetricsOverParts:
+class MetricsOverMicroBatches:
     """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
 
     The metric is emptied before each micro-batch. The states that the micro-batches leave are put together by the rules that the
@@ -63,7 +63,7 @@ class MetricsOverParts:
         for path, metric in self._joined.items():
             self._states[path].append(metric_state(metric) if metric._update_count else None)
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, parts: MicroBatchWeights) -> None:
         """Set step values and join the batch's state with what was there before."""
         for path, metric in self._joined.items():
             indices = [index for index, state in enumerate(self._states[path]) if state is not None]
@@ -71,13 +71,17 @@ class MetricsOverParts:
                 set_metric_state(metric, self._before[path])
                 continue
             states = [state for state in self._states[path] if state is not None]
-            weights = Parts([parts.rows[index] for index in indices], [parts.terms[index] for index in indices])
+            weights = MicroBatchWeights(
+                [parts.rows[index] for index in indices], [parts.terms[index] for index in indices]
+            )
             set_metric_state(metric, self._merged(path, metric, states, weights))
             _join(metric, self._before[path])
         for twin in self._twinned:
             twin.finish()
 
-    def _merged(self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: Parts) -> dict[str, Any]:
+    def _merged(
+        self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: MicroBatchWeights
+    ) -> dict[str, Any]:
         """Return the state of the whole batch; what the check has not seen is reduced as the metric says itself."""
         result = dict(states[-1])
         if len(states) == 1:

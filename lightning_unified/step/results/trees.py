@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined, with_entries
 
 __all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
 
 
 def learn_tree(
-    table: MergeTable, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float, path: str = ""
+    table: MergeTable, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float, path: str = ""
 ) -> None:
     """Learn how values that may be nested are put together.
 
@@ -33,7 +33,9 @@ def learn_tree(
         learn_tree(table, others, inner, parts, tolerance=tolerance, path=joined(path, name))
 
 
-def merge_tree(table: MergeTable, values: Sequence[Any], parts: Parts, *, fallback: Any, path: str = "") -> Any:
+def merge_tree(
+    table: MergeTable, values: Sequence[Any], parts: MicroBatchWeights, *, fallback: Any, path: str = ""
+) -> Any:
     """Return the whole batch's value.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_unified.step.results.entries import (
     learn_entry,
     merge_entry,
 )
-from lightning_unified.step.results.merging import MergeTable, Parts, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import (
@@ -47,7 +47,7 @@ from lightning_unified.step.undo.changes import (
 __all__ = [
     "Write",
     "Written",
-    "WrittenOverParts",
+    "WrittenOverMicroBatches",
     "differing",
     "drawn_unequally",
     "learn_written",
@@ -80,7 +80,7 @@ def written_since(noted: Noted) -> Written:
 
 
 def learn_written(
-    table: MergeTable, whole: Written, runs: Sequence[Written], parts: Parts, *, tolerance: float
+    table: MergeTable, whole: Written, runs: Sequence[Written], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn how the writes of parts become the whole's; return the paths at which nothing puts them together."""
     troubles = []
@@ -107,7 +107,7 @@ def differing(one: Written, other: Written) -> set[str]:
         if path not in one or path not in other:
             paths.add(path)
             continue
-        learn_tree(table, [other[path].after], one[path].after, Parts([1], [1.0]), tolerance=0.0, path=path)
+        learn_tree(table, [other[path].after], one[path].after, MicroBatchWeights([1], [1.0]), tolerance=0.0, path=path)
         if table.unmergeable:
             paths.add(path)
             table.unmergeable.clear()
@@ -141,7 +141,7 @@ def _kept(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class WrittenOverParts:
+class WrittenOverMicroBatches:
     """Lets every micro-batch begin with the state from before the batch, and puts together what they write.
 
     Args:
@@ -164,7 +164,7 @@ class WrittenOverParts:
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
 
-    def begin_part(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Let a micro-batch begin with the state from before the batch."""
         if self._noted is None:
             self._noted = self._watch.note()
@@ -172,7 +172,7 @@ class WrittenOverParts:
         elif self._writes[-1]:
             self._back(self._writes[-1].values())
 
-    def end_part(self) -> None:
+    def end_micro_batch(self) -> None:
         """Note what the micro-batch has written."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
@@ -199,7 +199,7 @@ class WrittenOverParts:
         """Return whether some rule puts together what is written there."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, parts: MicroBatchWeights) -> None:
         """Write what the whole batch would have written.
 
         Raises:
