@@ -1,4 +1,4 @@
-"""The memory options of one run: what the user asked for from the start, and what a plan sets later."""
+"""The optimizer kernel and loss chunk of one run, as the user asked and as a plan sets them."""
 
 import logging
 from collections.abc import Iterable

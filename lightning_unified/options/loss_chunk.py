@@ -1,4 +1,4 @@
-"""The memory option of a chunked loss: how many rows of logits exist at once."""
+"""The chunked loss: how many rows of logits exist at the same time."""
 
 import lightning as L
 

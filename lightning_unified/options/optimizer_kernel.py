@@ -1,4 +1,4 @@
-"""The memory option of the optimizer's kernel: the same update fused, for each tensor list at once, or tensor by tensor.
+"""Optimizer kernels: the same update fused, over lists of tensors, or tensor by tensor.
 
 What a step takes beside the state differs: fused kernels take nothing, foreach kernels up to the parameters once more, the loop a few
 times the largest parameter. The updates differ in rounding only.

@@ -1,4 +1,4 @@
-"""Whether a device makes the gradients that the CPU makes, looked at when the size of micro-batches changes: on MPS it may not."""
+"""The device gradient check: compare micro-batch gradients of a device with the CPU's."""
 
 import logging
 from collections import OrderedDict

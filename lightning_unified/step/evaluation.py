@@ -1,4 +1,4 @@
-"""Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
+"""Validation, test and predict steps: whole, or split after memory ran out in one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="unified_ddp")`: several ranks, each inside its memory budget, as one run."""
+"""`Trainer(strategy="unified_ddp")`: several ranks, each inside its memory budget."""
 
 import zlib
 from datetime import timedelta

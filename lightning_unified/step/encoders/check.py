@@ -1,4 +1,4 @@
-"""Whether an encoder treats each row by itself: a few rows of a real call, run whole and in chunks, with nothing of it left behind."""
+"""Check that an encoder treats each row by itself, on a few rows of a real call."""
 
 import logging
 from collections.abc import Callable, Sequence

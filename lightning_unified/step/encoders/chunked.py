@@ -1,4 +1,4 @@
-"""Encoders of one module: their calls run in chunks of rows, each chunk recomputed in the backward pass."""
+"""Run a module's encoders in chunks of rows and recompute each chunk in backward."""
 
 import copy
 import difflib

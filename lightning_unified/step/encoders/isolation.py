@@ -1,4 +1,4 @@
-"""A block in which an encoder may run, and after which it is as before: modes, buffers, attributes and random generators."""
+"""Run an encoder and restore its modes, buffers, attributes and random generators."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

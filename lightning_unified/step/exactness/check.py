@@ -1,4 +1,4 @@
-"""When a split batch is checked, and what follows: a rule for its losses, rules for its results, or a refusal.
+"""The schedule of the exactness check, and its outcome: loss and merge rules, or a refusal.
 
 A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
 returned and logged values, and what the step writes. It is a sample, so it is made again:

@@ -1,4 +1,4 @@
-"""What is run in a check, and how the gradients of the whole rows and of their parts compare."""
+"""The runs of one check, and the comparison of whole and split gradients."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How results of a validation, test or predict step that ran in micro-batches become the whole batch's: found out as in training.
+"""The exactness check of validation, test and predict steps.
 
 There is no gradient to compare. Some rows run whole and in parts, and what the step returns, logs, counts and writes is compared. A check
 is made before the first split batch of a stage, before split batches 2, 4, 8, …, before one that differs in kind from those checked, and

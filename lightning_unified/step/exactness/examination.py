@@ -1,4 +1,4 @@
-"""How a check is made: on as many rows as fit, on the device, with activation checkpointing, or on the CPU."""
+"""Where a check runs: on the device, with activation checkpointing, or on the CPU."""
 
 import logging
 from collections import OrderedDict

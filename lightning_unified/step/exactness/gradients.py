@@ -1,4 +1,4 @@
-"""Whether the gradients of parts, put together, are the whole's but for rounding: parameter by parameter, on samples of their entries.
+"""Compare split gradients with whole ones, parameter by parameter, up to rounding.
 
 Parameter p agrees if
 

@@ -1,4 +1,4 @@
-"""Running a module on the CPU in float32, on copies of its weights, and leaving it as it was."""
+"""Run a module on the CPU in float32, on copies of its weights."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
+"""One trial: run rows whole and in micro-batches, and compare every result."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

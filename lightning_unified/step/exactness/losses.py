@@ -1,4 +1,4 @@
-"""By what the losses of micro-batches are weighted: the candidates, and which of them a batch can tell apart."""
+"""Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

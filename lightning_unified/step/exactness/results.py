@@ -1,4 +1,4 @@
-"""The results of a batch that ran as micro-batches: outputs, logs, metrics and written state, put together by the rules that fit."""
+"""The merge rules of one stage: outputs, logs, metrics and written state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

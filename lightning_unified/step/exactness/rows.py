@@ -1,4 +1,4 @@
-"""Which rows of a batch are checked, and in which parts they run beside the whole."""
+"""Choose the rows that a check runs, and split them into unequal micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any

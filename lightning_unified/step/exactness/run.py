@@ -1,4 +1,4 @@
-"""One run of `training_step` and its backward pass over some rows: everything it makes is noted, and then undone."""
+"""Run `training_step` and backward on some rows, record all results, and undo the run."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""What the exactness check has found, and what it need not look at: modules whose layers mix rows by themselves."""
+"""The verdict of the exactness check, and layers that mix rows by design."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

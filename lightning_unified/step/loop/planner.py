@@ -1,4 +1,4 @@
-"""What the step asks before a batch runs; the planner answers it, and knows the step, which cannot know the planner."""
+"""The interface through which the step asks for a plan; the planner implements it."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ __all__ = ["StepPlanner"]
 
 
 class StepPlanner(Protocol):
-    """What plans for batches before they run."""
+    """Plans for a batch before it runs. The step declares the interface, because `step` must not import `planner`."""
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         """Plan for `batch`, if nothing like it has been planned for; `step` runs `training_step` on a batch."""

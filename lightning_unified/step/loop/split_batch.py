@@ -1,4 +1,4 @@
-"""The batch as the closure runs it: whole, or in micro-batches whose results become the whole batch's."""
+"""A batch as the closure runs it: whole, or split with its results merged."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Accumulation windows whose gradient is the mean over all their loss terms, not the mean of their batches' means."""
+"""Accumulation windows whose gradient is the mean over all their loss terms."""
 
 from collections.abc import Iterable
 

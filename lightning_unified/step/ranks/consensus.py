@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other, so that all go on or all stop: over sockets of their own, never over the device."""
+"""Meetings of ranks over their own sockets: all go on, or all stop."""
 
 import struct
 import time

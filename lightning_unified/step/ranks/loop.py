@@ -1,4 +1,4 @@
-"""The step of several ranks: each runs its own batch, and none begins a collective before all are known to take part in it.
+"""The training step of several ranks: no collective starts before all ranks can join it.
 
 A rank that ran out of memory cannot take part in the reduction that the others have begun, and they would wait for it for ever. So
 everything that may fail and be repeated lies between two meetings of the ranks, and holds no collective:

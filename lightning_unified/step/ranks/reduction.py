@@ -1,4 +1,4 @@
-"""Gradients and buffers made equal over ranks in the memory that is there: nothing is allocated once ranks have begun together."""
+"""Average gradients and broadcast buffers over ranks without allocating memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

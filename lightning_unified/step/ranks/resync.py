@@ -1,4 +1,4 @@
-"""A rank whose optimizer step ran out of memory takes the result from one whose step went well: ranks are copies of one another."""
+"""Resync: a rank whose optimizer step failed copies weights and state from another rank."""
 
 import pickle
 from collections.abc import Callable

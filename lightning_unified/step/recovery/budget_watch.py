@@ -1,4 +1,4 @@
-"""The budget of a run on its device: resolved, handed to the allocator, and held against what the run really uses."""
+"""The budget of a run: resolve it, cap the allocator, and compare it with the use."""
 
 import logging
 from collections.abc import Sequence

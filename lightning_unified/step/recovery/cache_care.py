@@ -1,4 +1,4 @@
-"""The caches of a run's device, cleared between batches when that is worth it."""
+"""Clear the device's caches between batches when that pays off."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or absent: written beside their target, flushed to the disk, then renamed."""
+"""Atomic checkpoint files: written beside the target, flushed to disk, then renamed."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The random generators that a step may draw from: noted before it, put back when it is to be repeated."""
+"""Record and restore the random generators that a step may use."""
 
 import _random
 import ctypes

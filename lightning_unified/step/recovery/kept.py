@@ -1,4 +1,4 @@
-"""What a module keeps on the device from one step to the next for as long as there is room, such as the cache it samples with."""
+"""Memory that a module keeps on the device between steps, such as a sampling cache."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Out of memory: how each backend says it, and what gives memory back afterwards."""
+"""Recognise each backend's out-of-memory errors, and release memory afterwards."""
 
 import ctypes
 import errno

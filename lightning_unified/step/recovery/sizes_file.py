@@ -1,4 +1,4 @@
-"""The sizes a run has found, in a small file, so that a resumed or repeated run starts with them."""
+"""The file of micro-batch sizes, from which a resumed or repeated run starts."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
+"""The state that a batch changes before the optimizer step, recorded and restored."""
 
 from collections import defaultdict
 from functools import partial

@@ -1,4 +1,4 @@
-"""Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
+"""Run `training_step` outside the training loop, and undo everything it changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

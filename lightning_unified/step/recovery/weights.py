@@ -1,4 +1,4 @@
-"""Weights and optimizer state around `optimizer.step()`: never left half-updated."""
+"""Keep weights and optimizer state from being half-updated by `optimizer.step()`."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""How the attributes and entries that micro-batches write become those that the whole batch writes: rules learnt, and values put together.
+"""Merge attributes and container entries that micro-batches write.
 
 A value is put together by the rules that outputs have, or in one of these ways, by path:
 

@@ -1,4 +1,4 @@
-"""What `self.log` says of a batch that ran as micro-batches: the same as if it had run whole."""
+"""Record the `self.log` calls of micro-batches, and log the whole batch once."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet

@@ -1,4 +1,4 @@
-"""How values of micro-batches become the whole batch's: rules found by comparing both, and kept only while they fit.
+"""Merge rules: found by comparing whole and split values, kept while they fit.
 
 A value is anything a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` begins with every rule that fits a check, and
 drops those that a later check refutes, for the first fitting rule is often wrong: a count fits a mean where all parts have one row, an F1

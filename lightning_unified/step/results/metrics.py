@@ -1,4 +1,4 @@
-"""torchmetrics objects of a batch that ran as micro-batches: their states and values are those of the whole batch."""
+"""Merge the states and values of torchmetrics objects over micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""Loggers that write nothing, for runs of a step that are to leave nothing behind."""
+"""Loggers that write nothing, for runs of a step that are undone."""
 
 from types import TracebackType
 from typing import Any, Self

@@ -1,4 +1,4 @@
-"""Nested values: learning and merging them entry by entry."""
+"""Learn merge rules of nested values, and merge them, entry by entry."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step writes into its module, and how the writes of micro-batches become the whole batch's.
+"""Merge the state that micro-batches write into their module.
 
 A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a split batch
 would write it once more. So every micro-batch begins with the state from before the batch, and what they write is put together by a

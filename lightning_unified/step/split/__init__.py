@@ -1,4 +1,4 @@
-"""Splitting batches into micro-batches by rows, and merging what micro-batches return."""
+"""Split batches into micro-batches by rows, and merge their outputs."""
 
 from lightning_unified.step.split.containers import containers_copied, tensors_in
 from lightning_unified.step.split.merging import merge

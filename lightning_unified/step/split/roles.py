@@ -1,4 +1,4 @@
-"""The role that each place of a batch has when the batch is split: decided from the first batch that has it, then held."""
+"""The role of each place of a batch, decided once and then held: rows, columns or shared."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field

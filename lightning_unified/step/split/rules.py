@@ -1,4 +1,4 @@
-"""Which rules hold for a module's batches: those given to the strategy, else those that the module declares, else the defaults."""
+"""Find the rules of a module's batches: given, declared, or the defaults."""
 
 import pickle
 from typing import Any

@@ -1,4 +1,4 @@
-"""Splitting the batches of one module, by its own rules where it has them."""
+"""Split the batches of one module and stage, by its rules where it has them."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What holds values and may hold others after a step: attributes, dicts, lists, sets, closure variables, named globals."""
+"""Cells: attributes, containers, closures and globals whose contents can be restored."""
 
 import functools
 import operator

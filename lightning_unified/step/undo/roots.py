@@ -1,4 +1,4 @@
-"""Which things are walked: the module, the user's callbacks, learning rates, and what the step's functions name."""
+"""The roots of the walk: module, callbacks, schedulers, and variables that steps name."""
 
 import builtins
 import dis

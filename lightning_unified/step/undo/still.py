@@ -1,4 +1,4 @@
-"""Things that have not changed since they were looked at, and a quick way to tell whether that still holds."""
+"""Skip objects that have not changed since the last look, by identity and dict versions."""
 
 import functools
 import sys

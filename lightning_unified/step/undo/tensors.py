@@ -1,4 +1,4 @@
-"""Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
+"""Restore untrained tensors: small ones from copies, large ones guarded by checksums."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The state that a step may change: noted before the step, and put back if it is to be repeated or was only a trial."""
+"""Record the state that a step may change, and restore it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any

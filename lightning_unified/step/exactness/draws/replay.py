@@ -1,4 +1,4 @@
-"""Random draws: record those of a run over whole rows, and give each part of these rows its share of them.
+"""Record the random draws of a whole run, and replay each micro-batch's share of them.
 
 A module with dropout or noise draws other numbers when its rows run in parts, so that its gradients cannot be compared. `RecordDraws`
 notes what every random operator returns while all rows run together. `ReplayDraws` lets the operators run again over a part of the rows

@@ -1,4 +1,4 @@
-"""The fields of a batch that are no tensors and have one entry for each row: lists of labels and names, arrays, dicts by row."""
+"""The fields of a batch by path: its tensors, and lists or arrays with an entry per row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

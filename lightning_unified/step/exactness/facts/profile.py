@@ -1,4 +1,4 @@
-"""What is new in a batch: values, zeros, masks and lengths outside those of batches that have been checked.
+"""Batch profiles: values, zeros, masks and lengths that no checked batch had.
 
 A loss may mix rows for some data only: a row without observations takes the batch's mean, a class that is missing changes a weight. So a
 batch that differs in kind from those checked is checked too, before its update. A profile is a set of facts about each tensor of the batch:

@@ -1,4 +1,4 @@
-"""What of a run's progress a step reads, and what of its module changes between steps: a loss that depends on them may change its nature.
+"""Facts outside the batch: counters that a step reads, and changes of its module.
 
 A contrastive term may be switched on in a later epoch, warmed up by the step, or set by a hook; a backbone may be unfrozen. The batch shows
 nothing of that, so these are facts too: batches with new facts are checked before their update (see profile.py).
