@@ -21,7 +21,7 @@ NONE, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 
 
 class ActivationCheckpointing:
-    """Keeps what of a module is recomputed: as asked, as a plan sets it before the first step, more of it for want of memory.
+    """The choice of one run: as the user asked, as a plan sets it, or all blocks after memory ran out.
 
     Args:
         asked: True or False from the start, or `"auto"`: as the module is, until `set` or `more` is called.
@@ -39,7 +39,7 @@ class ActivationCheckpointing:
         self.reason = "as asked" if asked != "auto" else "as the module is"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: the choice, and no hold on a module."""
+        """Return the state for another process: the choice, and no hold on a module."""
         return {**vars(self), "_module": None, "_memory_option": None}
 
     @property
@@ -71,7 +71,7 @@ class ActivationCheckpointing:
             self._pull(ALL, "as asked")
 
     def choices(self) -> tuple[RecomputePolicy, ...]:
-        """Return what a plan may `set`, from the least recomputed to the most: one alone where that was asked for."""
+        """Return the policies that a plan may `set`; a single one if the user chose."""
         if self._asked != "auto":
             return (ALL if self._asked else NONE,)
         assert self._module is not None, "recomputation is chosen once fit has begun"
@@ -132,7 +132,7 @@ class ActivationCheckpointing:
         self._memory_option = None
 
     def end(self) -> None:
-        """Leave the module as it was before `begin`; what was asked of its own attribute stays."""
+        """Restore the module as before `begin`; its own `recompute` attribute stays as the user asked."""
         self._let_go()
         self._module = None
 
@@ -205,7 +205,9 @@ class CheckpointedBlocks:
 
 
 def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]:
-    """Return what the module can be asked for, from the least recomputed to the most; none alone where it has nothing to recompute.
+    """Return the policies that the module allows, from the least recomputed to the most.
+
+    A module without blocks allows `NONE` only.
 
     Keeping attention is among it for the whole of the blocks and for each part, for only a step tells whether there is any.
     """

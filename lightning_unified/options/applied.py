@@ -46,12 +46,12 @@ class AppliedOptions:
         self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: the choice, and no hold on module and optimizers."""
+        """Return the state for another process: the choice, and no hold on module and optimizers."""
         return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why each memory option is as it is, for `Plan.reasons`; those that nobody touched are left out."""
+        """The reason of each option that was set, for `Plan.reasons`."""
         touched = {"optimizer_kernel": bool(self._changes), "loss_chunk": self._chunk is not None}
         return {name: why for name, why in self._why.items() if touched[name]}
 
@@ -134,7 +134,7 @@ class AppliedOptions:
         log.info("Chunk of the loss: %s.", self._why["loss_chunk"])
 
     def end(self) -> None:
-        """Leave module and optimizers as they were before `begin`."""
+        """Restore module and optimizers as before `begin`."""
         self._undo_kernels()
         self._undo_chunk()
         self._module, self._optimizers = None, []

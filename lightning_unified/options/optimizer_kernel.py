@@ -69,7 +69,7 @@ def allowed_kernels(optimizer: Optimizer, device: str | None = None, *, scaled: 
 
 
 def asks_for_kernel(optimizer: Optimizer) -> bool:
-    """Return whether the one who built `optimizer` chose its kernel (`fused=` or `foreach=`)."""
+    """Return whether `optimizer` was built with a choice of kernel (`fused=` or `foreach=`)."""
     return any(group.get(flag) is not None for group in optimizer.param_groups for flag in _FLAGS)
 
 
@@ -90,7 +90,7 @@ def set_kernel(optimizer: Optimizer, kernel: Kernel) -> "KernelChange":
     if kernel not in allowed:
         name = type(optimizer).__name__
         devices = sorted({p.device.type for group in optimizer.param_groups for p in group["params"]})
-        ways = f"it can run with {', '.join(allowed)}" if allowed else "only torch's own optimizers can be told"
+        ways = f"it can run with {', '.join(allowed)}" if allowed else "only torch's own optimizers can be changed"
         raise ConfigurationError(
             f'optimizer_kernel="{kernel}": {name} on {", ".join(devices)} cannot run with it; {ways}. '
             'Choose another kernel or "keep", which leaves the optimizer as it was built.'

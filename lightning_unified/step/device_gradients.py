@@ -33,7 +33,7 @@ _NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has n
 
 
 class DeviceGradientCheck:
-    """Compares the gradient of one micro-batch with the CPU's, once for each size that batches are cut to, or then run whole in.
+    """Compares the gradient of one micro-batch with the CPU's, once for each micro-batch size.
 
     The device runs the micro-batch as training does, at its full size and precision, for the faults known show in large backward
     passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. What both change is put back. Costs a
@@ -67,7 +67,7 @@ class DeviceGradientCheck:
         """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
 
         Args:
-            kwargs: Of `training_step`, the undivided batch first.
+            kwargs: Of `training_step`, the whole batch first.
             is_split: Whether the batch runs in micro-batches.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
@@ -106,7 +106,7 @@ class DeviceGradientCheck:
         return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
+        """Return the distance of the two gradients relative to the CPU's, or why it is unknown."""
         if not self._policy.splits.is_exact:
             return _NO_METHOD
         needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes

@@ -25,14 +25,14 @@ _STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
 
 
 class EvaluationSteps:
-    """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
+    """Runs evaluation steps so that their logs and outputs are those of the whole batch.
 
     How results of micro-batches become the whole batch's is found out before the first split batch of a stage; see
     `exactness.evaluation`. Predictions for which that is not certain are refused.
 
     Args:
         trainer: Whose evaluations these are.
-        policy: How to cut, and what to do when memory runs out.
+        policy: How to split, and what to do when memory runs out.
         foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
     """
 
@@ -46,7 +46,7 @@ class EvaluationSteps:
         self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
-        """Return what `step(*args)` gives of the whole batch.
+        """Return the whole batch's output of `step(*args)`.
 
         Args:
             step: The strategy's `validation_step`, `test_step` or `predict_step`.
@@ -132,7 +132,7 @@ class EvaluationSteps:
         table: MergeTable,
         paths: Sequence[str],
     ) -> None:
-        """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
+        """Check a batch whose step gave something that no check has seen; say what no rule merges."""
         if self._policy.batches.checks(_STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:

@@ -32,7 +32,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     """Trains a copy of any LightningModule on each of several devices or processes, each inside its memory budget, as `ddp` does.
 
     Each rank runs its own batch, split as its own memory asks for, and gradients are averaged once when the window's last batch is
-    over: what is learnt is what `strategy="ddp"` learns from undivided batches. Ranks meet before and after everything that they do
+    over: what is learnt is what `strategy="ddp"` learns from whole batches. Ranks meet before and after everything that they do
     together, so that a rank that runs out of memory, in forward, backward, reduction or optimizer step, makes all of them repeat
     the batch, and one that fails otherwise, or is gone, makes all of them end with an error that names it. See docs/several_ranks.md.
 
@@ -139,7 +139,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        """Return the state for another process; it has no connection to the other ranks."""
         return {**super().__getstate__(), "_ranks": None, "_replicas": None}
 
     @property

@@ -18,7 +18,7 @@ __all__ = ["UnifiedStrategy"]
 
 
 class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
-    """Trains any LightningModule on one device inside a memory budget, with the gradients of the undivided batch.
+    """Trains any LightningModule on one device inside a memory budget, with the gradients of the whole batch.
 
     The batch a loader gives is the batch the optimizer sees. If it does not fit, or `micro_batch_size` says so, it runs as
     micro-batches whose losses are weighted so that gradients, logs and outputs are those of the whole; if memory runs out inside a

@@ -194,7 +194,7 @@ def test_a_kernel_that_is_not_allowed_is_refused_with_those_that_are():
         ConfigurationError, match=r'="fused": RMSprop on cpu cannot .*; it can run with for-loop, foreach\.'
     ):
         set_kernel(RMSprop(deep().parameters()), "fused")
-    with pytest.raises(ConfigurationError, match=r"LBFGS on cpu cannot .*; only torch's own optimizers can be told"):
+    with pytest.raises(ConfigurationError, match=r"LBFGS on cpu cannot .*; only torch's own optimizers can be changed"):
         set_kernel(torch.optim.LBFGS(deep().parameters()), "fused")
 
 

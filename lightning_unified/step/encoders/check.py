@@ -63,7 +63,7 @@ class EncoderCheck:
         self._told: set[tuple[str, str]] = set()
 
     def next_step(self) -> None:
-        """Note that another step runs in chunks."""
+        """Record that another step runs in chunks."""
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:
             self._seen.clear()

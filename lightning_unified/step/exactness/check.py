@@ -38,7 +38,7 @@ _RETRIES = 3  # batches on which an undecided check is made again at once; after
 
 
 class ExactnessCheck:
-    """Finds out whether batches may be split, and how their results are put together.
+    """Finds out whether batches may be split, and how their results are merged.
 
     Args:
         trainer: In `fit`.
@@ -78,7 +78,7 @@ class ExactnessCheck:
     def verdict(
         self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int, batch_idx: int
     ) -> Verdict:
-        """Return by what the micro-batches of this batch are weighted; checks it first if it is due.
+        """Return the loss rule of this batch, after a check of the batch if one is due.
 
         Args:
             kwargs: Of `training_step`, the batch first.
@@ -110,7 +110,7 @@ class ExactnessCheck:
         return facts_of(batch, rows) | counters | figures | self._module_facts.now() | self._outside_facts.now()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what the checks have found, for a checkpoint; None if nothing yet."""
+        """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
         return {
@@ -121,11 +121,11 @@ class ExactnessCheck:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep what the run that this one continues has found, for batches of which a check can tell nothing, as where memory runs out in it."""
+        """Keep the findings of the run that this one continues, for batches that a check cannot decide."""
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
-        """Return what the run that this one continues has found; None if it found nothing that holds for the module as it is now."""
+        """Return the verdict of the run that this one continues; None if none holds for the module now."""
         state = self._remembered
         rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
         if state is None or None in rules:
@@ -150,7 +150,7 @@ class ExactnessCheck:
         unit: int,
         micro_batch_size: int,
     ) -> Verdict:
-        """Check a batch whose step gave something that no check has seen; what stays unknown, nothing puts together.
+        """Check a batch whose step gave something that no check has seen; what stays unknown, no rule merges.
 
         Args:
             kwargs: Of `training_step`, the batch first.
@@ -256,7 +256,7 @@ class ExactnessCheck:
         return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _since(self) -> str:
-        """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
+        """Return a sentence on batches split since the last check that agreed; empty before the first update."""
         step = self._trainer.global_step
         if self._last_step < 0 or step <= self._last_step:
             return ""

@@ -15,7 +15,7 @@ __all__ = ["Comparison", "SplitRuns", "Trial"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is run.
+    """The rows that a check runs, and their split.
 
     Args:
         batch: The loader's.
@@ -59,12 +59,12 @@ class SplitRuns:
     runs: Sequence[Run]
 
     def parts(self, rule: LossRule) -> MicroBatchWeights:
-        """Return what the parts weigh under a rule."""
+        """Return the micro-batches' weights under a rule."""
         terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
         return MicroBatchWeights(self.sizes, terms)
 
     def shares(self, rule: LossRule) -> list[float]:
-        """Return by what each part's loss is multiplied."""
+        """Return the factor of each micro-batch's loss."""
         if rule.count is not None:
             require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
         return shares(rule, self.batches, self.sizes)
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> Tolerance:
-        """What counts as rounding in the formats that were computed in."""
+        """The tolerance for the coarsest number format of the runs."""
         runs = (self.whole, *self.split.runs)
         return Tolerance.of({one for run in runs for one in run.formats})
 

@@ -35,7 +35,7 @@ _ROUNDING = 1e-6  # relative; of a mean of equal values
 
 
 class EvaluationCheck:
-    """Finds the rules by which results of one stage are put together.
+    """Finds the rules by which results of one stage are merged.
 
     Args:
         trainer: Whose evaluation it is.
@@ -76,7 +76,7 @@ class EvaluationCheck:
             likely: By what training weights micro-batches.
 
         Raises:
-            SplitError: If predictions cannot be put together, or the step writes what nothing puts together.
+            SplitError: If predictions cannot be merged, or the step writes what no rule merges.
         """
         self._batches += 1
         news = self._profiles.news(facts_of(batch, rows))
@@ -98,7 +98,7 @@ class EvaluationCheck:
             units //= 2
 
     def unmergeable(self) -> list[str]:
-        """Return names and paths that nothing puts together and that have not been returned before."""
+        """Return names and paths that no rule merges and that have not been returned before."""
         new = [
             name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
         ]
@@ -111,7 +111,7 @@ class EvaluationCheck:
         return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
 
     def guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> dict[str, Sequence[Any]]:
-        """Return those predictions of micro-batches, by path, of which the rules leave open what the whole batch's are.
+        """Return the paths of predictions whose merge the rules leave open.
 
         Args:
             returned: What the step returned for each micro-batch.

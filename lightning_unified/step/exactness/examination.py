@@ -32,7 +32,7 @@ UNITS = 8  # of rows in checks after the first; judgement: three unequal parts w
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check is to examine.
+    """The arguments of one check.
 
     Args:
         kwargs: Of `training_step`, the batch first.
@@ -90,7 +90,7 @@ class Examination:
         self._largest: int | None = None
 
     def findings(self, check: Check) -> Findings | str:
-        """Return what a check finds; or why nothing can be told.
+        """Return the findings of a check, or why it is undecided.
 
         Args:
             check: What to examine.
@@ -198,7 +198,7 @@ class Examination:
         return None
 
     def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
-        """Return what the first check finds once rows are split in another way too, with dropout if the module has any.
+        """Repeat the first check on another split, with dropout if the module has any; return both findings.
 
         Two splits tell a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """

@@ -54,7 +54,7 @@ class Tolerance:
 
 
 def tolerance_in_training(trainer: L.Trainer) -> float:
-    """Return up to which relative difference two results of the step as it trains, with autocast and TF32, are the same but for rounding."""
+    """Return the relative rounding error between two results of the step with autocast and TF32."""
     formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
     found = Tolerance.of({*formats, mixed} if mixed else formats).relative
@@ -133,7 +133,7 @@ def _device_of(groups: Sequence[_Group]) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The parameter whose gradient differs most, as a multiple of what is tolerated.
+    """The parameter whose gradient differs most, as a multiple of the tolerance.
 
     Args:
         excess: Difference over tolerance; at most 1 is rounding.

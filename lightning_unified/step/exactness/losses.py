@@ -109,7 +109,7 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule of which `state` is the `state_dict`; None if the module declares another one now, or none any more.
+    """Return the rule restored from `state`; None if the module declares another one now, or none any more.
 
     Args:
         state: Of the rule.
@@ -122,7 +122,7 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:
-    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    """Return the default rule where checks are undecided: scored labels if the batch has labels, else rows; a declared one is the only one."""
     return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
@@ -173,13 +173,13 @@ def _summing(path: str, tensor: Tensor) -> list[LossRule]:
 
 
 def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
-    """Raise `SplitError` if what a rule counted in micro-batches are no numbers of loss terms."""
+    """Raise `SplitError` if a rule's counts are no valid numbers of loss terms."""
     if not all(count >= 0 for count in counted):
         raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
 
 
 def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return by what each part's loss is multiplied; by rows where no part has a term."""
+    """Return the factor of each micro-batch's loss; by rows where none has a term."""
     if rule.adds:
         return [1.0] * len(parts)
     counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]

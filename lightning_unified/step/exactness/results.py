@@ -39,7 +39,7 @@ class Tables:
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
-        """Return tables that begin with what the user has given."""
+        """Return tables that begin with the user's own rules."""
         return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
 
     @property
@@ -53,12 +53,12 @@ class Tables:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was inferred, for a checkpoint."""
+        """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
         return {"tables": tables, "joins": dict(self.joins)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what the tables of another run have inferred."""
+        """Take the rules that another run inferred."""
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins = dict(state["joins"])
@@ -67,7 +67,7 @@ class Tables:
 def learn_results(
     tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how outputs, logs, metrics and written state of parts become the whole's.
+    """Learn how outputs, logs, metrics and written state of micro-batches merge.
 
     Args:
         tables: Where the rules are kept.
@@ -77,7 +77,7 @@ def learn_results(
         tolerance: Relative difference that is rounding.
 
     Returns:
-        The paths of what the step writes that nothing puts together.
+        The paths of what the step writes that no rule merges.
     """
     learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
@@ -127,7 +127,7 @@ def _learn_log(
     if whole is None or len(given) < len(calls):
         tables.logs.reject(path)
         return
-    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are put together themselves
+    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are merged themselves
         return
     values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
     tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
@@ -141,7 +141,7 @@ def _learn_log(
 
 
 def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
-    """Return what to say of a module whose step writes what nothing puts together.
+    """Return the refusal of a module whose step writes state that what no rule merges.
 
     Args:
         whose: The module's name.

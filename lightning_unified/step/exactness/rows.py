@@ -17,7 +17,7 @@ _IGNORED = -100
 
 
 def splits_of(units: int) -> list[list[int]]:
-    """Return two ways to split so many units into three unequal parts; fewer or equal ones where there are too few units.
+    """Return two splits of `units` units into three unequal micro-batches, or fewer where units are few.
 
     One split in two equal parts accepts class weights by coincidence in 6 of 158 batches, three parts in none. Two splits tell a mean
     weighted by rows from sums and constants.
@@ -34,7 +34,7 @@ def splits_of(units: int) -> list[list[int]]:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Return where parts of these sizes begin."""
+    """Return the first rows of micro-batches of these sizes."""
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 

@@ -44,7 +44,7 @@ def is_batch_norm(child: nn.Module) -> bool:
 
 @dataclass(kw_only=True)
 class Results:
-    """What one run of a step returned, logged, counted and wrote.
+    """The outputs, logs, metrics and written state of one run of a step.
 
     Args:
         rows: That ran.
@@ -75,7 +75,7 @@ class Results:
 
 @dataclass(kw_only=True)
 class Run(Results):
-    """What one run of `training_step` and its backward pass made.
+    """The gradient and results of one run of `training_step` and its backward pass.
 
     Args:
         gradient: Samples of it.
@@ -184,7 +184,7 @@ class Runner:
         return self._trainer.strategy.root_device
 
     def release(self) -> None:
-        """Let go of the copies of state that runs have made."""
+        """Drop the copies of state that runs have made."""
         self._state.release()
 
     def run(
@@ -304,7 +304,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch whose tensors are copies, for a step may write them in place."""
+    """Return a batch with copied tensors, because a step may write them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, PackedSequence):

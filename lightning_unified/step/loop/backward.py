@@ -15,7 +15,7 @@ __all__ = ["MicroBatchBackward"]
 
 
 class MicroBatchBackward(Strategy):
-    """Splits `Strategy.backward` (Lightning 2.6.6) in two: the backward pass of each micro-batch, and the hooks after the batch's last."""
+    """Splits `Strategy.backward` in two: each micro-batch's backward pass, and the hooks after the last."""
 
     policy: MemoryPolicy
 
@@ -36,7 +36,7 @@ class MicroBatchBackward(Strategy):
         return scaled
 
     def after_backward(self, loss: Tensor) -> None:
-        """Run the hooks that follow the last backward pass of a batch: they see its whole gradient, once."""
+        """Run the hooks after a batch's last backward pass, which see its whole gradient."""
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 

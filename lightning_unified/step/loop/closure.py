@@ -28,7 +28,7 @@ class ClosureHooks(Protocol):
     _skip_backward: bool
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
-        """Return what zeroes gradients in a batch of `parts` micro-batches; None within an accumulation window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
 
     def has_terms(self) -> bool:
         """Return whether the batch has a loss term, and so a gradient."""
@@ -46,7 +46,7 @@ class ClosureHooks(Protocol):
 
 
 class MicroBatchClosure(Closure):
-    """Lightning's closure over several micro-batches, each in its order: training_step, zero_grad once a batch, backward."""
+    """Lightning's closure over several micro-batches: step and backward for each, zero_grad once."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class ZeroGrad:
             self._zero_grad()
 
     def undo(self) -> None:
-        """Nothing is set aside."""
+        """Do nothing: no gradient is set aside."""
 
 
 class LateZeroGrad(ZeroGrad):
-    """The same for users who have `on_before_zero_grad`: it runs once the last micro-batch's step has run, as it follows the whole batch's.
+    """Zeroes gradients after the last micro-batch's step, for users with `on_before_zero_grad`.
 
     Otherwise a momentum teacher that the hook moves would differ between the first micro-batch and the others. The hook finds the
     gradients of the step before, as in a whole batch; until then they are set aside, at the price of their bytes.
@@ -140,7 +140,7 @@ class LateZeroGrad(ZeroGrad):
             self._put([_sum(parameter.grad, one) for parameter, one in zip(self._parameters, made, strict=True)])
 
     def undo(self) -> None:
-        """Put back what is set aside, if anything is."""
+        """Restore the gradients that are set aside."""
         if self._aside is not None:
             self._put(self._aside)
         self._aside = None

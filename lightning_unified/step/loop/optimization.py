@@ -38,12 +38,12 @@ __all__ = ["UnifiedOptimization"]
 
 
 class UnifiedOptimization(_AutomaticOptimization):
-    """One optimization step of a batch: cut as the strategy says, exact, and repeated smaller after an out-of-memory error.
+    """Runs one optimization step: splits the batch, and repeats the step smaller after an out-of-memory error.
 
     Args:
         trainer: The Trainer whose batches are run.
-        policy: How to cut and what to do when memory runs out.
-        foresight: What plans for a batch before it runs; None where nothing is predicted.
+        policy: Decides the micro-batch sizes and the reaction when memory runs out.
+        planner: Plans for a batch before it runs; None where nothing is predicted.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -63,7 +63,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._batch_idx = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: Lightning's own state. The next fit makes a new loop from the strategy."""
+        """Return the state for another process: Lightning's own state. The next fit makes a new loop from the strategy."""
         kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
         return {name: value for name, value in vars(self).items() if name in kept}
 
@@ -83,7 +83,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
-        """Run the batch, and again in smaller parts for as long as memory runs out and a smaller part is possible."""
+        """Run the batch; repeat it in smaller micro-batches while memory runs out and a smaller size is left."""
         self._batch_idx = batch_idx
         if _draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
@@ -165,7 +165,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
 
     def _step_back(self, snapshot: StepSnapshot) -> None:
-        """Undo what the failed attempt did, the weights first: when they cannot be, nothing else matters."""
+        """Undo the failed attempt, weights first: if they cannot be restored, the run stops."""
         if self._weights is not None and not self._weights.restore():
             raise HalfUpdatedError(
                 "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
@@ -182,7 +182,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._state.forget()
 
     def _prepared(self, batch: Any) -> Any:
-        """Return what the rule `prepare` makes of the whole batch; a repeated step reuses it."""
+        """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
         prepare = self._policy.batches.of("fit").prepare
         if prepare is None:
             return batch
@@ -216,11 +216,11 @@ class UnifiedOptimization(_AutomaticOptimization):
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _fits(self, rows: int) -> bool | None:
-        """Return whether so many rows are predicted to fit at once; None where nothing is predicted."""
+        """Return whether a micro-batch of `rows` rows is predicted to fit; None where nothing is predicted."""
         return None if self._planner is None else self._planner.fits(rows)
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
-        """Run one micro-batch's backward; the gradients of earlier batches of a window are out of its way."""
+        """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
         self._phase = "backward"
         if first and self._gradients is not None:
             self._gradients.hold()
@@ -232,7 +232,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return scaled
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
-        """Return what zeroes gradients in a batch of `parts` micro-batches; None within an accumulation window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
         self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
         if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
             self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
@@ -243,7 +243,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return self._window is None or self._window.factor > 0
 
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
-        """Run what follows a batch's last backward, on the gradients of the window so far.
+        """Run the hooks after a batch's last backward pass, on the window's gradients so far.
 
         Args:
             loss: What was differentiated last; None if nothing was.
@@ -260,7 +260,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_gradients(self, optimizer: Optimizer) -> None:
-        """Make the sum in the gradients what the optimizer is to see, once the window's last backward is over."""
+        """Turn the summed gradients into the optimizer's, after the window's last backward pass."""
         if self._window is not None and self._closes_window:
             self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -270,7 +270,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return not self.trainer.fit_loop._should_accumulate()
 
     def before_weights(self, optimizer: Optimizer) -> None:
-        """Note weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
+        """Record weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
         if self._policy.options.recover and self._closes_window:
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)

@@ -14,13 +14,13 @@ class StepPlanner(Protocol):
     """Plans for a batch before it runs. The step declares the interface, because `step` must not import `planner`."""
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
-        """Plan for `batch`, if nothing like it has been planned for; `step` runs `training_step` on a batch."""
+        """Plan for `batch` if its kind is new; `step` runs `training_step` on a batch."""
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for a batch of validation in the middle of the fit, if nothing like it has been planned for."""
+        """Plan for a validation batch within the fit if its kind is new."""
 
     def fits(self, rows: int) -> bool | None:
-        """Return whether so many rows of the batch in hand are predicted to fit at once; None where nothing is predicted."""
+        """Return whether `rows` rows of the current batch are predicted to fit; None where nothing is predicted."""
 
     def batch_done(self) -> None:
         """Learn from a batch that has run."""

@@ -60,7 +60,7 @@ class WholeBatch:
 
 
 class SplitResults:
-    """What micro-batches return, log and count, put together by the rules that the exactness check has found.
+    """Merges micro-batches' outputs, logs and metrics by the rules of the exactness check.
 
     Args:
         tables: The rules.
@@ -106,12 +106,12 @@ class SplitResults:
             yield
 
     def end_micro_batch(self) -> None:
-        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
+        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
         if self._written is not None:
             self._written.end_micro_batch()
 
     def settle(self, parts: MicroBatchWeights) -> None:
-        """Write, count and log what the whole batch's step would have; later calls do nothing more.
+        """Write the merged state, metrics and logs once; later calls do nothing.
 
         Args:
             parts: What the micro-batches weigh.
@@ -256,19 +256,19 @@ class SplitBatch:
         return self._merging.recording()
 
     def end_micro_batch(self) -> None:
-        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
+        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
         self._merging.end_micro_batch()
 
     def settle(self) -> None:
-        """Write what the whole batch's step would have written, before the hooks that follow it."""
+        """Write the merged state, before the hooks that follow the step."""
         self._merging.settle(self._weighting.parts)
 
     def share(self, index: int) -> float | None:
-        """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""
+        """Return the factor of the micro-batch's loss; None if the loss is its share of the batch's already."""
         return self._weighting.share(index)
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
-        """Return the whole batch's result, and log what was held back."""
+        """Return the whole batch's result, and write the logs that were held back."""
         extra = self._merging.finish([output.extra for output in outputs], self._weighting.parts)
         return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
 

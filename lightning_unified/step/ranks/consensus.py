@@ -23,7 +23,7 @@ _RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; what follows 
 
 
 class Point(IntEnum):
-    """Where ranks meet; one that comes to another point than the others has taken another path through the run."""
+    """The points of a run at which ranks meet; different points mean that ranks took different paths."""
 
     ENVIRONMENT = 1
     MODULE = 2
@@ -52,7 +52,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """What one rank said at a meeting.
+    """The record that one rank sends to a meeting.
 
     Attributes:
         rank: Whose word it is.
@@ -98,7 +98,7 @@ class Ranks:
         self.expect(parameters=0)
 
     def expect(self, *, parameters: int) -> None:
-        """Make room for a mask of so many parameters in what is said from here on."""
+        """Reserve bits for a mask of `parameters` parameters in later records."""
         self._mask_bytes = -(-parameters // 8)
         self._table = torch.zeros(self.size, _RECORD.size + self._mask_bytes, dtype=torch.uint8)
 
@@ -112,7 +112,7 @@ class Ranks:
         terms: float = 0.0,
         absent: int = 0,
     ) -> list[Word]:
-        """Wait for all ranks, and return what each has to say, in their order.
+        """Wait for all ranks, and return the record of each, in rank order.
 
         Raises:
             RankError: If another rank failed, is gone, or came to another point.
@@ -130,7 +130,7 @@ class Ranks:
         return words
 
     def exchange(self, point: Point, value: Any) -> list[Any]:
-        """Meet, and return the `value` of each rank; for what is rare, as it is pickled."""
+        """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
         with self._losses_named():
             return self._gathered(value)
@@ -154,7 +154,7 @@ class Ranks:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Tell the others of an error in the block where they meet next, so that none waits for this rank."""
+        """Report an error inside the block at the next meeting, so that no rank waits for this one."""
         try:
             yield
         except Exception as error:
@@ -166,7 +166,7 @@ class Ranks:
             raise
 
     def part(self) -> None:
-        """Note that all ranks stop, each with an error of its own: no further meeting."""
+        """End all meetings: every rank stops with an error of its own."""
         self.is_over = True
 
     def _word(self, rank: int, text: str = "") -> Word:

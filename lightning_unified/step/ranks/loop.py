@@ -39,18 +39,18 @@ __all__ = ["DistributedOptimization"]
 
 
 class DistributedOptimization(UnifiedOptimization):
-    """One optimization step of a batch that every rank has a part of.
+    """Runs one optimization step on every rank, each with its own batch.
 
-    Gradients are those of `DistributedDataParallel` over undivided batches: the mean of the ranks' own, reduced once for an
-    accumulation window. A rank may cut its batch into more parts than another does.
+    Gradients are those of `DistributedDataParallel` over whole batches: the mean of the ranks' own, reduced once for an
+    accumulation window. A rank may split its batch into more micro-batches than another.
 
     Args:
         trainer: The Trainer whose batches are run.
-        policy: How to cut and what to do when memory runs out.
+        policy: How to split and what to do when memory runs out.
         ranks: All of them.
         replicas: The module's copies.
         broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
-        foresight: What plans for a batch before it runs, with the other ranks; None where nothing is predicted.
+        planner: Plans for a batch before it runs, with the other ranks; None where nothing is predicted.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class DistributedOptimization(UnifiedOptimization):
     def _after_weights(
         self, outputs: dict[str, Any] | None, reason: str | None
     ) -> tuple[dict[str, Any] | None, str | None]:
-        """Meet after the optimizer's step; what it left half done on this rank is replaced by what another one has."""
+        """Meet after the optimizer step; resync a rank whose step failed."""
         mine = Outcome.WELL
         if reason is not None:
             restored = self._weights is None or self._weights.restore()
@@ -182,7 +182,7 @@ class DistributedOptimization(UnifiedOptimization):
         return (outputs if reason is None else self._taken_over(well[0], reason)), None
 
     def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
-        """Go on as if the step had gone well here: its forward and backward did."""
+        """Finish the step after a resync, as if the optimizer step had gone well on this rank."""
         self._distributed_policy.report_resync(source, reason)
         _forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()

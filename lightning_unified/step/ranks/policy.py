@@ -122,7 +122,7 @@ class DistributedPolicy(MemoryPolicy):
 
 
 def most_careful(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of `MicroBatchSize` that follows from what several of them have found."""
+    """Return the most careful state of several `MicroBatchSize` objects."""
     states = list(states)
     failures = {Failure(**failure) for state in states for failure in state["failures"]}
     failures = {one for one in failures if not any(_rules_out(other, one) for other in failures if other != one)}

@@ -29,7 +29,7 @@ class _Bucket:
 
 
 class Replicas:
-    """A module that every rank has a copy of: parameters and buffers alike on all, gradients averaged.
+    """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
     In place of `DistributedDataParallel`: that one starts to reduce in the middle of the backward pass, where a rank that runs out
     of memory leaves the others waiting, and keeps a second copy of all gradients in its buckets. Here a reduction begins when every
@@ -56,7 +56,7 @@ class Replicas:
 
     @property
     def scratch_bytes(self) -> int:
-        """What a reduction needs on the device beside the gradients, there from the start on."""
+        """Device bytes of a reduction beside the gradients, reserved from the start."""
         return self._scratch.numel()
 
     @property
@@ -127,7 +127,7 @@ class Replicas:
             tensors: The same ones on all ranks.
             collective: Called with pieces of memory.
             scale: By what each number is multiplied before.
-            like: Names the shapes and types of `tensors`, so that they are put together but once.
+            like: Names the shapes and types of `tensors`, so that they are merged but once.
         """
         shortages = []
 

@@ -21,7 +21,7 @@ __all__ = ["resync"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Blank:
-    """Stands for a tensor in what is handed round by value; the tensor itself follows."""
+    """The place of a tensor in pickled state; the tensor itself is sent afterwards."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -43,7 +43,7 @@ _NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lo
 
 
 class BudgetWatch:
-    """What a run may use, and what it does use.
+    """The budget of a run, and its use of memory.
 
     Args:
         spec: The budget as written: `"auto"`, `"28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
@@ -77,7 +77,7 @@ class BudgetWatch:
         self._files = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it counts nothing on a simulated machine and follows no other program."""
+        """Return the state for another process; it counts nothing on a simulated machine and follows no other program."""
         return {**vars(self), "_elsewhere": None, "_on_machine": ExitStack(), "_follower": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class BudgetWatch:
         vars(self).update(state, _elsewhere=_sources_of(state["machine"]))
 
     def prepare(self, device: torch.device) -> None:
-        """Do what must be done before anything is asked of the device, because asking makes its allocator."""
+        """Write the allocator's settings before the device is queried, because a query creates the allocator."""
         device = device if self.machine is None else torch.device(self.machine.device)
         if device.type != "cpu" and (self.written is None or device.type != self.device.type):
             self.written = prepare_allocators(self.spec, **self._elsewhere)
@@ -120,7 +120,7 @@ class BudgetWatch:
             self.machine.forget()
 
     def release(self) -> None:
-        """Give back what is kept for reuse; call it outside any `except` block."""
+        """Release cached memory; call it outside any `except` block."""
         release_cached_memory(self.device, **self._elsewhere)
 
     def named(self, reason: str) -> str:
@@ -168,11 +168,11 @@ class BudgetWatch:
         return self.budget.bytes
 
     def reading(self) -> Reading:
-        """Return what the device's pool says now; never waits for the device."""
+        """Return the counters of the device's pool. Never waits for the device."""
         return read(self.device, **self._elsewhere)
 
     def room(self) -> int | None:
-        """Return what the process could hold altogether now, in bytes, within its budget; None if unknown."""
+        """Return the bytes that the process could hold altogether now within its budget; None if unknown."""
         now = self.reading()
         if now.available.bytes is None:
             return None

@@ -50,7 +50,7 @@ _OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE | re.MULTILINE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out, on any backend: the errors after which the strategies repeat a step.
+    """Return whether `error` is an out-of-memory error of any backend, after which a step is repeated.
 
     A `RuntimeError` counts by its text, which must be one that an allocator or a library is known to raise. The errors of this
     package do not count: they are final.
@@ -91,7 +91,7 @@ _ATTEMPTS = 3  # judgement: what other programs or a neighbouring thread held ma
 
 
 def insist(call: Callable[[], T], *, device: torch.device) -> T:
-    """Return what `call` gives, after clearing caches and calling it again where memory runs out in it.
+    """Return the result of `call`; clear caches and call it again if memory runs out.
 
     For what must not fail because it is small: notes before a step and their return after it.
 

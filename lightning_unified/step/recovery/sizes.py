@@ -81,7 +81,7 @@ class MicroBatchSize:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether nothing limits the size, so that every batch runs undivided."""
+        """Whether nothing limits the size, so that every batch runs whole."""
         return self.limit is None and not self._failures
 
     def parts(self, shape: BatchShape) -> list[int]:

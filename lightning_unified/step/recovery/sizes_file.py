@@ -19,7 +19,7 @@ log = logging.getLogger("lightning_unified")
 
 
 def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
-    """Return what sizes depend on besides the batch: the module, the precision, recomputation, the device and the budget."""
+    """Return the conditions that sizes hold for: module, precision, recomputation, device, budget."""
     reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,

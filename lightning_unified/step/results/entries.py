@@ -1,11 +1,11 @@
 """Merge attributes and container entries that micro-batches write.
 
-A value is put together by the rules that outputs have, or in one of these ways, by path:
+A value is merged by the rules that outputs have, or in one of these ways, by path:
 
 | key in the table | rule |
 |---|---|
 | `path` | a rule for the values |
-| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are put together entry by entry |
+| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are merged entry by entry |
 | `path (change)` | `"sum"`: what micro-batches add is added up; what was not there counts as 0 |
 | `path (alone)` | `"as written"` by the one micro-batch that writes it |
 
@@ -41,7 +41,7 @@ def learn_entry(
     *,
     tolerance: float,
 ) -> list[str]:
-    """Learn how values written at `path` become the whole's; return the paths at which nothing puts them together.
+    """Learn how values written at `path` become the whole's; return the paths at which no rule merges them.
 
     Args:
         table: Where the rules are kept.
@@ -104,7 +104,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
 
 
 def is_known(table: MergeTable, path: str, before: Any) -> bool:
-    """Return whether checks have told how values written at `path` are put together, from this value before."""
+    """Return whether checks have told how values written at `path` are merged, from this value before."""
     if before is ABSENT and table.knows(_made(path)):
         return True
     if "sum" in table.all_rules(path) and "sum" in table.all_rules(_added(path)):  # it was always 0 before
@@ -113,7 +113,7 @@ def is_known(table: MergeTable, path: str, before: Any) -> bool:
 
 
 def is_mergeable(table: MergeTable, path: str) -> bool:
-    """Return whether some rule puts together what is written at `path`."""
+    """Return whether some rule merges what is written at `path`."""
     if table.knows(_made(path)) or table.rule(_alone(path)) == _ALONE or _adds(table, path):
         return True
     return any(table.rule(one) is not None for one in _paths_of(table, path))

@@ -47,7 +47,7 @@ class LogRecorder:
         self._part = 0
 
     def next_micro_batch(self, index: int) -> None:
-        """Attribute what follows to micro-batch `index`."""
+        """Attribute later logs to micro-batch `index`."""
         self._part, self._seen = index, {}
 
     @contextmanager
@@ -87,16 +87,16 @@ class LogRecorder:
         return metrics
 
     def forget(self) -> None:
-        """Drop what has been recorded."""
+        """Drop all recorded logs."""
         self.logged, self._seen = {}, {}
 
     @property
     def names(self) -> set[LogKey]:
-        """What has been recorded: hook, name, and how often before in the same micro-batch."""
+        """The recorded logs: hook, name, and how often before in the same micro-batch."""
         return set(self.logged)
 
     def keep(self, names: AbstractSet[LogKey]) -> None:
-        """Drop what is not among `names`."""
+        """Drop the logs that are not among `names`."""
         self.logged = {key: call for key, call in self.logged.items() if key in names}
 
     def flush(

@@ -27,7 +27,7 @@ _ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of rules that fit
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWeights:
-    """What the parts of one batch weigh.
+    """The rows and loss terms of a batch's micro-batches, by which values are averaged.
 
     Args:
         rows: Of each.
@@ -227,12 +227,12 @@ class MergeTable:
             self.unmergeable.add(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was inferred, for a checkpoint."""
+        """Return the inferred rules, for a checkpoint."""
         fits = {path: sorted(rules) for path, rules in self._fits.items()}
         return {"fits": fits, "unmergeable": sorted(self.unmergeable)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another table has inferred."""
+        """Take the rules that another table inferred."""
         self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
         self.unmergeable = set(state["unmergeable"]) - set(self.given)
 
@@ -241,7 +241,7 @@ class MergeTable:
         self._fits[path] = frozenset({rule})
 
     def reject(self, path: str) -> None:
-        """Note that nothing puts the values at `path` together: it is there in some of the runs only."""
+        """Record that no rule merges the values at `path`: it is there in some of the runs only."""
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)

@@ -30,7 +30,7 @@ _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced"
 class MetricsOverMicroBatches:
     """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
 
-    The metric is emptied before each micro-batch. The states that the micro-batches leave are put together by the rules that the
+    The metric is emptied before each micro-batch. The states that the micro-batches leave are merged by the rules that the
     exactness check has found, else by the metric's own reductions. The result is the batch's own state: its value is the step value,
     and joining it with the state from before is what `Metric.forward` does for a whole batch (torchmetrics/metric.py,
     `_forward_reduce_state_update`). A metric that says that its update needs the full state (`full_state_update` not False) is joined too
@@ -116,7 +116,7 @@ class UpdateRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the updates inside the block."""
+        """Record the updates inside the block."""
         update, attributes = self._metric.update, vars(cast("Any", self._metric))
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class ComputeRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the numbers that are asked for inside the block."""
+        """Record the numbers that are asked for inside the block."""
         with ExitStack() as stack:
             for metric in self._metrics:
                 stack.enter_context(_replaced(metric, "compute", self._noting(metric.compute)))

@@ -13,7 +13,7 @@ __all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
 def learn_tree(
     table: MergeTable, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float, path: str = ""
 ) -> None:
-    """Learn how values that may be nested are put together.
+    """Learn how values that may be nested are merged.
 
     Args:
         table: Where the rules are kept.
@@ -74,7 +74,7 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
 
 
 def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
-    """Yield path and values, one for each part, of everything that is put together by a rule of its own."""
+    """Yield path and values, one for each part, of everything that is merged by a rule of its own."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
         yield path, values

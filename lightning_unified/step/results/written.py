@@ -1,7 +1,7 @@
 """Merge the state that micro-batches write into their module.
 
 A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a split batch
-would write it once more. So every micro-batch begins with the state from before the batch, and what they write is put together by a
+would write it once more. So every micro-batch begins with the state from before the batch, and what they write is merged by a
 rule that the exactness check has found, as outputs are:
 
 | the whole batch writes | for example | rule |
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What was there before a run, and what it wrote.
+    """A value before a run, and the value the run wrote.
 
     Args:
         kind: As of `Change`.
@@ -75,14 +75,14 @@ Written = dict[str, Write]
 
 
 def written_since(noted: Noted) -> Written:
-    """Return what has been written since `noted`, by path."""
+    """Return the values written since `noted`, by path."""
     return {one.path: Write(one.kind, one.before, _kept(one.after)) for one in changes_since(noted)}
 
 
 def learn_written(
     table: MergeTable, whole: Written, runs: Sequence[Written], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how the writes of parts become the whole's; return the paths at which nothing puts them together."""
+    """Learn how the writes of parts become the whole's; return the paths at which no rule merges them."""
     troubles = []
     for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
         writes = [one.get(path) for one in (whole, *runs)]
@@ -142,7 +142,7 @@ def _kept(value: Any) -> Any:
 
 
 class WrittenOverMicroBatches:
-    """Lets every micro-batch begin with the state from before the batch, and puts together what they write.
+    """Lets every micro-batch begin with the state from before the batch, and merges what they write.
 
     Args:
         watch: Over the state that the step may write; used for nothing else.
@@ -173,14 +173,14 @@ class WrittenOverMicroBatches:
             self._back(self._writes[-1].values())
 
     def end_micro_batch(self) -> None:
-        """Note what the micro-batch has written."""
+        """Record what the micro-batch has written."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
         moved = moved_since(self._noted, self._versions, known)
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the writes of the micro-batch before, which are put together at the end; those that nothing puts together stay."""
+        """Take back the writes of the micro-batch before, which are merged at the end; those that no rule merges stay."""
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:
@@ -196,11 +196,11 @@ class WrittenOverMicroBatches:
                 _put_back(one)
 
     def _merges(self, change: Change) -> bool:
-        """Return whether some rule puts together what is written there."""
+        """Return whether some rule merges what is written there."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
     def finish(self, parts: MicroBatchWeights) -> None:
-        """Write what the whole batch would have written.
+        """Write the whole batch's values.
 
         Raises:
             SplitError: If micro-batches wrote differently what they had always written alike.

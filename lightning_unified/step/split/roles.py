@@ -17,7 +17,7 @@ __all__ = ["Place", "Role", "Roles", "Tag", "Trial", "may_hold_rows", "places_in
 
 
 class Role(Enum):
-    """What becomes of an entry when its batch is split."""
+    """How an entry is treated when its batch is split."""
 
     ROWS = "split by rows"
     SHARED = "given whole to every micro-batch"

@@ -146,7 +146,7 @@ class BatchSplitter:
 
 
 def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | None = None) -> BatchSplitter:
-    """Return what splits the batches of `module` in the run of `trainer`; a new splitter where none runs it.
+    """Return the splitter of `module` in the run of `trainer`, or a new one outside a run.
 
     Args:
         module: A LightningModule.

@@ -37,7 +37,7 @@ def path_text(path: Path) -> str:
 
 
 class Cell:
-    """One thing that holds values: how to copy what it holds, and how to make it hold that again.
+    """A container of values whose contents can be copied and restored.
 
     Args:
         target: The thing itself; it keeps its identity.
@@ -52,11 +52,11 @@ class Cell:
         self.target, self.path, self.style, self.skip = target, path, style, skip
 
     def copy(self) -> Any:
-        """Return what it holds now."""
+        """Return its present contents."""
         raise NotImplementedError
 
     def restore(self, noted: Any) -> None:
-        """Make it hold what `copy` returned."""
+        """Restore the contents that `copy` returned."""
         raise NotImplementedError
 
     def entries(self, noted: Any) -> Iterable[tuple[Any, Any]]:
@@ -227,7 +227,7 @@ class ClosureCell(Cell):
 
 
 def cells_of(value: Any, kind: Kind, path: Path) -> list[Cell]:
-    """Return what holds the entries and the attributes of `value`, a container or an object."""
+    """Return the cells of `value`, a container or an object: its entries and attributes."""
     cells: list[Cell] = []
     if kind in _CELLS:
         cells.append((LongCell if len(value) > LARGEST else _CELLS[kind])(value, path))

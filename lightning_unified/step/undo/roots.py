@@ -47,7 +47,7 @@ class Roots:
 
 
 def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterable[str]) -> Roots:
-    """Return what a step of `module` may change.
+    """Return the roots from which a step of `module` may change state.
 
     Args:
         module: What is trained.

@@ -99,7 +99,7 @@ class TensorKeeper:
         self._plan: Plan | None = None
 
     def note(self, fixed: Sequence[FoundTensor], moving: Sequence[FoundTensor]) -> "NotedTensors":
-        """Copy what is to be copied, and read the version counters of the rest.
+        """Copy small tensors, and read the version counters of the others.
 
         Args:
             fixed: The same object as long as the same tensors are in the same places.
@@ -138,7 +138,7 @@ class TensorKeeper:
         self._moving_rooms = Rooms()
 
     def release(self) -> None:
-        """Let go of all copies; the next note makes room anew."""
+        """Drop all copies; the next note makes room anew."""
         self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:

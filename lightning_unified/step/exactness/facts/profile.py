@@ -163,7 +163,7 @@ class BatchProfiles:
         return frozenset(fact for fact in facts - self._known if not self._varies(fact))
 
     def add(self, facts: frozenset[Fact]) -> None:
-        """Note that batches with these facts have been checked."""
+        """Record that batches with these facts have been checked."""
         self._values.update(fact[:2] for fact in facts - self._known)
         self._known |= facts
 
