@@ -22,7 +22,7 @@ Kernel = Literal["fused", "foreach", "for-loop"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 _FLAGS = ("foreach", "fused")
-_SCALES = "_step_supports_amp_scaling"  # what torch's scaler asks of an optimizer that divides by the scale itself
+_SCALES = "_step_supports_amp_scaling"  # the attribute by which torch's scaler knows an optimizer that divides by the scale itself
 # Of these torch has fused kernels; Adagrad's is for CPUs only in the oldest torch that is supported.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 

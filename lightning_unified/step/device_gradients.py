@@ -24,12 +24,12 @@ __all__ = ["DeviceGradientCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_SLICES = 8  # parts that the CPU runs a micro-batch in, one by one: an eighth of the activations at a time
-# Judgement: far above what formats differ by (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
+_SLICES = 8  # slices of a micro-batch that the CPU runs one by one: an eighth of the activations at a time
+# Judgement: far above the rounding of formats (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
 # and more by which pytorch issue 177116 has gradients wrong.
 _LIMIT, _LIMIT_HALF = 1e-2, 0.2
 _RANDOM = "its step draws random numbers, which differ from device to device"
-_NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has nothing to run them in parts by"
+_NOT_EXACT = "its batches are not known to split exactly, so the CPU cannot run them in slices"
 
 
 class DeviceGradientCheck:
@@ -108,7 +108,7 @@ class DeviceGradientCheck:
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
         """Return the distance of the two gradients relative to the CPU's, or why it is unknown."""
         if not self._policy.splits.is_exact:
-            return _NO_METHOD
+            return _NOT_EXACT
         needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
         if available is not None and needed > available:
             return f"copies of the weights need {format_bytes(needed)}, and {format_bytes(available)} are available"

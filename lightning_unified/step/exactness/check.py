@@ -161,7 +161,7 @@ class ExactnessCheck:
             micro_batch_size: Rows of its largest micro-batch.
         """
         assert self._verdict is not None
-        if not self._verdict.conclusive:  # nothing could be told of such batches
+        if not self._verdict.conclusive:  # checks of such batches were undecided
             if table is self.tables.written:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)

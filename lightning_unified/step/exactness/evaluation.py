@@ -30,7 +30,7 @@ __all__ = ["EvaluationCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
+_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal micro-batches
 _ROUNDING = 1e-6  # relative; of a mean of equal values
 
 

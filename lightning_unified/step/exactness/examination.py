@@ -27,7 +27,7 @@ __all__ = ["UNITS", "Check", "Examination"]
 log = logging.getLogger("lightning_unified")
 
 _AT_FIRST = 32  # units of the first check where so many are predicted to fit; judgement: a hard tenth of the rows is three of them
-UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
+UNITS = 8  # of rows in checks after the first; judgement: enough for three unequal micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class Examination:
         if again.is_quiet and again.split == trial.split:  # two units are split in one way only
             return found
         other = judge.findings(check.kwargs, again, rules, since=check.since)
-        if isinstance(other, str) and units < all_units:  # of a few rows nothing can be told
+        if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
             other = judge.findings(check.kwargs, self._again(check, trial, all_units), rules, since=check.since)
         return other if isinstance(other, str) else found.joined(other)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 __all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
 
 _DOUBLE = 1e-6
-_TF32 = 2e-3  # what ten bits of mantissa round to over a deep model
+_TF32 = 2e-3  # rounding of ten mantissa bits over a deep model
 _ENTRIES = 8192  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 
 

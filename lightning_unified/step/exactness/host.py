@@ -54,7 +54,7 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
             metric.to("cpu")
         undo.callback(setattr, strategy, "_precision_plugin", strategy._precision_plugin)
         strategy._precision_plugin = Precision()
-        if "torch._dynamo" in sys.modules:  # what is compiled is compiled for the device
+        if "torch._dynamo" in sys.modules:  # compiled code is compiled for the device
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         yield trained
 

@@ -24,7 +24,7 @@ __all__ = [
     "shares",
 ]
 
-IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
+IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
 _DECLARED = ("loss_weight", "loss_is_sum")
 _LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void

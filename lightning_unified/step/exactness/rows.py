@@ -29,7 +29,7 @@ def splits_of(units: int) -> list[list[int]]:
     small = max(units // 6, 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
-    moves = units > 5 and large - middle != 2  # else two parts would become equal
+    moves = units > 5 and large - middle != 2  # else two micro-batches would become equal
     return [[small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]]
 
 

@@ -78,7 +78,7 @@ class MicroBatchClosure(Closure):
                     ).detach()
             output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
             outputs.append(output)
-        batch.settle()  # hooks after backward may read what was logged and written
+        batch.settle()  # hooks after backward may read logs and written state
         loop.after_backward(scaled, self._optimizer)
         result = batch.join(outputs)
         if result.loss is None:

@@ -1,9 +1,12 @@
-"""The seam with Lightning: its automatic optimization, run as micro-batches and repeated smaller when memory runs out.
+"""The seam with Lightning: its automatic optimization, run in micro-batches and repeated after an out-of-memory error.
 
-This is the one file that touches `_AutomaticOptimization`, private in lightning/pytorch/loops/optimization/automatic.py (read in
-2.6.6); tests/step/test_seam.py pins its shape. A closure of our own is needed because Lightning's freezes the result of
-`training_step` before `backward`: a strategy that splits inside these hooks gets the weights right, but callbacks see the first
-micro-batch's outputs only.
+This is the one file that touches `_AutomaticOptimization`, a private class in lightning/pytorch/loops/optimization/automatic.py (read in
+2.6.6); tests/step/test_seam.py pins its shape. Deviations from Lightning's loop:
+
+1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
+2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy that split inside
+   Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's outputs only.
+3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss terms.
 """
 
 from collections import OrderedDict
@@ -35,6 +38,20 @@ from lightning_unified.step.split import BatchShape
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
 
 __all__ = ["UnifiedOptimization"]
+
+_DRAWS_BATCHES = (
+    "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
+    "Write training_step(batch, batch_idx) to have them split."
+)
+_DRAWS_TERMS = (
+    'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
+    'give window_mean="batches", or write training_step(batch, batch_idx).'
+)
+_HALF_UPDATED = (
+    "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
+    "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
+    "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
+)
 
 
 class UnifiedOptimization(_AutomaticOptimization):
@@ -111,17 +128,10 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run a step that draws its own batches, once and whole."""
-        self._policy.notices.say_unsplit(
-            "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
-            "Write training_step(batch, batch_idx) to have them split.",
-            option="micro_batch_size",
-            asked=self._policy.sizes.asked,
-        )
+        asked = self._policy.sizes.asked
+        self._policy.notices.say_unsplit(_DRAWS_BATCHES, option="micro_batch_size", asked=asked)
         if self._window is not None:
-            raise ConfigurationError(
-                'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
-                'give window_mean="batches", or write training_step(batch, batch_idx).'
-            )
+            raise ConfigurationError(_DRAWS_TERMS)
         try:
             return super().run(optimizer, batch_idx, kwargs)
         finally:
@@ -134,9 +144,8 @@ class UnifiedOptimization(_AutomaticOptimization):
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
-        while (
-            True
-        ):  # noted anew before each attempt, for the policy may have changed the module, or had it give memory back
+        while True:
+            # recorded before each attempt: the policy may have changed the module, or had it free memory
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             continues = batch_idx % self.trainer.accumulate_grad_batches != 0
             self._gradients = HeldGradients(optimizer, within_window=continues)
@@ -167,11 +176,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _step_back(self, snapshot: StepSnapshot) -> None:
         """Undo the failed attempt, weights first: if they cannot be restored, the run stops."""
         if self._weights is not None and not self._weights.restore():
-            raise HalfUpdatedError(
-                "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
-                "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
-                "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
-            )
+            raise HalfUpdatedError(_HALF_UPDATED)
         self._weights = None
         if self._gradients is not None:
             self._gradients.restore()

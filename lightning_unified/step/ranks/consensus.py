@@ -19,7 +19,7 @@ from lightning_unified.errors import RankError
 __all__ = ["Outcome", "Point", "Ranks", "Word"]
 
 _ROLL_CALL_S = 3.0  # judgement: how long the ranks that are still there have to say so once one is missed
-_RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; what follows is the mask of absent gradients
+_RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; the mask of absent gradients follows
 
 
 class Point(IntEnum):
@@ -235,5 +235,5 @@ class Ranks:
                 missing = [rank for rank in missing if not store.check([f"lightning_unified/here/{rank}"])]
                 time.sleep(0.05)
         except RuntimeError:
-            return [0]  # who keeps the store
+            return [0]  # rank 0 keeps the store
         return missing

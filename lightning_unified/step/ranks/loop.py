@@ -177,7 +177,7 @@ class DistributedOptimization(UnifiedOptimization):
             return None, reason
         optimizer = self.trainer.optimizers[0]
         resync(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
-        # hooks that the failed step did not come to have logged elsewhere what would now wait for this rank
+        # other ranks may have logged in hooks that the failed step did not reach; such logs would wait for this rank
         self._logs.keep(set.intersection(*self._ranks.exchange(Point.RESYNC, self._logs.names)))
         return (outputs if reason is None else self._taken_over(well[0], reason)), None
 

@@ -14,7 +14,7 @@ from lightning_unified.units import MIB
 
 __all__ = ["Replicas", "flat_memory"]
 
-# Judgement: what is smaller than a MiB travels together with others, as a collective of its own would be mostly latency.
+# Judgement: tensors below 1 MiB share a collective, because one of their own would be mostly latency.
 _LARGE = MIB
 _SCRATCH = 16 * MIB
 
@@ -73,7 +73,7 @@ class Replicas:
         """
         if with_parameters:
             self._ranks.expect(parameters=len(self._parameters))
-            self._ranks.average(self._scratch)  # what a backend allocates at its first reduction, it allocates now
+            self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so have one now
             self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
         self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
 

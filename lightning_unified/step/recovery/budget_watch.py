@@ -34,10 +34,10 @@ __all__ = ["BudgetWatch", "refuse_small_budget"]
 
 log = logging.getLogger("lightning_unified")
 
-_NEW_PEAK = 1.1  # a peak is told anew when it is a tenth higher than the one told last
+_NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the last reported one
 _WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
 _NO_TENSORS = (
-    1.01  # judgement: of a budget, what in a process comes and goes beside tensors, for which no batch is made smaller
+    1.01  # judgement: a process may exceed its budget by a hundredth beside tensors before a batch is made smaller
 )
 _NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lower
 
@@ -226,7 +226,7 @@ class BudgetWatch:
             return None
         peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
-            peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
+            peak = self.reading().reserved.bytes  # MPS before torch 2.13: memory once reserved stays reserved
         allowed = self.bytes * (_NO_TENSORS if self.counts_process else 1)
         if peak is None or peak - self.fresh_code_bytes <= max(allowed, _NEW_PEAK * self._told):
             return None

@@ -87,7 +87,7 @@ def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" …")
 
 
-_ATTEMPTS = 3  # judgement: what other programs or a neighbouring thread held may be free at the next one
+_ATTEMPTS = 3  # judgement: memory of other programs or threads may be free at the next attempt
 
 
 def insist(call: Callable[[], T], *, device: torch.device) -> T:

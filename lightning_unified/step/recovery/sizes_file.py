@@ -29,7 +29,7 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, reco
         "recompute": recompute,
         "device": reading.name,
         "total_bytes": reading.total.bytes,
-        # as written: what others leave over differs from run to run, and would make every run's sizes its own
+        # as written: the bytes left by other programs differ from run to run, so saved sizes would never match
         "budget": written.text if written.kind in ("auto", "leave") else watch.bytes,
     }
 

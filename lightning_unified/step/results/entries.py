@@ -65,7 +65,7 @@ def learn_entry(
         lacks = True
     else:
         lacks = _learn_values(table, path, _filled([whole, *values], before), parts, tolerance=tolerance)
-    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and not what the whole batch wrote
+    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and their values are not the whole batch's
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
     if adds or (is_alone and table.rule(_alone(path)) == _ALONE):

@@ -23,7 +23,7 @@ __all__ = [
     "path_text",
 ]
 
-LARGEST = 100_000  # entries of a container that is noted entry by entry; of a larger one only its length is
+LARGEST = 100_000  # entries of the largest container copied entry by entry; of a larger one only the length is recorded
 
 Path = tuple[Any, ...]  # where a value was found: (path of what holds it, its name there, how it is written)
 
@@ -88,7 +88,7 @@ class MappingCell(Cell):
             return
         if are_same(target.values(), noted.values()) and are_same(target, noted):
             return
-        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # past what a derived class does besides
+        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # not the derived class's own methods
         base.clear(target)
         for name, value in noted.items():
             base.__setitem__(target, name, value)

@@ -193,9 +193,9 @@ class _Copies:
         self._empty = [*empty]
         self._owners: list[Any] = []
         self._names: list[Any] = []  # of an attribute of the owner in the same place
-        self._attributes: list[Any] = []  # what it held
+        self._attributes: list[Any] = []  # their values
         self._views: list[Iterable[Any]] = []
-        self._entries: list[Any] = []  # what these yielded, one after another
+        self._entries: list[Any] = []  # their entries, one after another
         self._sized: list[Sized] = list(counted)
         for cell, noted in cells:
             if not noted:

@@ -159,7 +159,7 @@ class TensorKeeper:
         for entry in entries:
             tensor = entry.tensor
             if in_fake_mode and not isinstance(tensor, FakeTensor):
-                continue  # a dry run cannot write it; what surrounds the dry run keeps it
+                continue  # a dry run cannot write it; the code around the dry run restores it
             if entry.copied is not False and plan.stack(entry):
                 continue
             size, is_needed = bytes_of(tensor), self._is_needed(entry)
