@@ -173,7 +173,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def _resolve_budget(self) -> None:
-        with self.ranks.told():
+        with self.ranks.reporting_errors():
             super()._resolve_budget()
         self.ranks.meet(Point.ENVIRONMENT)
 
@@ -186,7 +186,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         _refuse_collectives(
             self.lightning_module, is_synced=self._layer_sync is not None, recover=self.policy.options.recover
         )
-        with self.ranks.told():
+        with self.ranks.reporting_errors():
             super().setup(trainer)
             _refuse_sharded(self.optimizers)
         self.ranks.meet(Point.READY)
@@ -227,7 +227,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
-        with self.ranks.told():  # the others will be where the step meets first
+        with self.ranks.reporting_errors():  # the others will be where the step meets first
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -300,7 +300,7 @@ def _replicas_of(module: L.LightningModule, ranks: Ranks) -> Replicas:
     words = ranks.meet(Point.MODULE, digest=zlib.crc32(replicas.description.encode()))
     other = next((word.rank for word in words if word.digest != words[0].digest), None)
     if other is not None:
-        ranks.part()
+        ranks.end()
         raise ConfigurationError(
             f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
             "the module from the same arguments on all ranks."

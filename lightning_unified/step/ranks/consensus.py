@@ -18,7 +18,7 @@ from lightning_unified.errors import RankError
 
 __all__ = ["Outcome", "Point", "Ranks", "Word"]
 
-_ROLL_CALL_S = 3.0  # judgement: how long the ranks that are still there have to say so once one is missed
+_ROLL_CALL_S = 3.0  # judgement: seconds in which the remaining ranks must answer once one is missing
 _RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; the mask of absent gradients follows
 
 
@@ -39,11 +39,11 @@ class Point(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a rank came to a meeting."""
+    """How the work of a rank before a meeting ended."""
 
     WELL = 0
     SHORT = 1
-    """Memory ran out, and nothing was done that cannot be undone."""
+    """Memory ran out, and everything can be undone."""
     WRITTEN = 2
     """Memory ran out while weights were written."""
     FAILED = 3
@@ -55,13 +55,13 @@ class Word:
     """The record that one rank sends to a meeting.
 
     Attributes:
-        rank: Whose word it is.
-        point: Where it came to.
-        outcome: How it came there.
-        digest: A number that is to be the same on all ranks; 0 for none.
+        rank: The sender.
+        point: The meeting point it reached.
+        outcome: How its work before the meeting ended.
+        digest: A number that should be equal on all ranks; 0 for none.
         terms: Loss terms in its accumulation window.
         absent: Its parameters without a gradient, a bit each.
-        text: Why, if not well.
+        text: The reason, if the outcome is not `WELL`.
     """
 
     rank: int
@@ -74,19 +74,19 @@ class Word:
 
 
 class Ranks:
-    """The ranks of a run, which meet at fixed points; to be made on all of them at once.
+    """The ranks of a run, which meet at fixed points. All ranks create this object together.
 
-    Meetings run over a group of sockets of their own (gloo): they need no memory of the device and do not wait for what it has
-    still to compute, and no collective of the module's can be taken for one of theirs.
+    Meetings run over a separate group of sockets (gloo). They need no device memory, do not wait for the device's pending work, and cannot
+    be confused with a collective of the module.
 
     Args:
         timeout: How long a rank waits for the others at a meeting; None for torch's own.
 
     Attributes:
-        rank: This one's number.
-        size: How many there are.
-        are_apart: Whether ranks are in the part of a step that each runs, and may run again, for itself.
-        is_over: Whether a meeting ended all of them; nothing can be said any more.
+        rank: The number of this rank.
+        size: The number of ranks.
+        are_apart: Whether ranks are in the section of a step that each runs, and may repeat, by itself.
+        is_over: Whether all ranks stop; no further meeting is possible.
     """
 
     def __init__(self, *, timeout: timedelta | None) -> None:
@@ -135,25 +135,25 @@ class Ranks:
         with self._losses_named():
             return self._gathered(value)
 
-    def hand_round(self, value: Any, *, source: int) -> Any:
-        """Return on every rank the `value` of rank `source`."""
+    def broadcast_object(self, value: Any, *, source: int) -> Any:
+        """Return the `value` of rank `source` on every rank."""
         box = [value]
         with self._losses_named():
             dist.broadcast_object_list(box, source, group=self._group)
         return box[0]
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Write rank `source`'s `tensor` into this rank's, wherever it lies."""
+        """Write rank `source`'s `tensor` into this rank's, on any device."""
         with self._losses_named():
             dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
 
     def average(self, tensor: Tensor) -> None:
-        """Add up the ranks' `tensor` in place; each has divided its own by the number of ranks before."""
+        """Sum the ranks' `tensor` in place. Each rank divides its own by the number of ranks before."""
         with self._losses_named():
             dist.all_reduce(tensor)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Report an error inside the block at the next meeting, so that no rank waits for this one."""
         try:
             yield
@@ -165,7 +165,7 @@ class Ranks:
                     self.meet(Point.READY, Outcome.FAILED, text=f"{type(error).__name__}: {first_line}")
             raise
 
-    def part(self) -> None:
+    def end(self) -> None:
         """End all meetings: every rank stops with an error of its own."""
         self.is_over = True
 
@@ -207,7 +207,7 @@ class Ranks:
 
     @contextmanager
     def _losses_named(self) -> Iterator[None]:
-        """Turn the failure of a collective, where ranks are missing, into an error that says which."""
+        """Turn the failure of a collective into an error that names the missing ranks."""
         try:
             yield
         except RankError:
@@ -224,8 +224,8 @@ class Ranks:
             ) from error
 
     def _missing(self) -> list[int]:
-        """Return the ranks that do not answer within some seconds, asked past the sockets that have failed."""
-        dist.destroy_process_group(self._group)  # closes them, so that whoever still waits there learns of it too
+        """Return the ranks that do not answer within some seconds over the store, beside the failed sockets."""
+        dist.destroy_process_group(self._group)  # closes the sockets, so that ranks that still wait there fail too
         deadline = time.monotonic() + _ROLL_CALL_S
         missing = [rank for rank in range(self.size) if rank != self.rank]
         try:

@@ -73,7 +73,7 @@ class DistributedOptimization(UnifiedOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         results = self.trainer.fit_loop.epoch_loop._results
-        with self._ranks.told():
+        with self._ranks.reporting_errors():
             self._ranks.are_apart = True
             self._logs.forget()
             with self._logs.recording(results):
@@ -167,7 +167,7 @@ class DistributedOptimization(UnifiedOptimization):
         if len(well) == len(words):
             return outputs, None
         if not well and written:
-            self._ranks.part()
+            self._ranks.end()
             if mine is not Outcome.WRITTEN:
                 raise RankError(
                     f"memory ran out on every rank while weights were written, and rank {written[0]} had written some; resume from the last "
@@ -179,9 +179,9 @@ class DistributedOptimization(UnifiedOptimization):
         resync(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
         # other ranks may have logged in hooks that the failed step did not reach; such logs would wait for this rank
         self._logs.keep(set.intersection(*self._ranks.exchange(Point.RESYNC, self._logs.names)))
-        return (outputs if reason is None else self._taken_over(well[0], reason)), None
+        return (outputs if reason is None else self._finish_resynced(well[0], reason)), None
 
-    def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
+    def _finish_resynced(self, source: int, reason: str) -> dict[str, Any]:
         """Finish the step after a resync, as if the optimizer step had gone well on this rank."""
         self._distributed_policy.report_resync(source, reason)
         _forget_unscaled(self.trainer)

@@ -52,7 +52,7 @@ def resync(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: 
     if ranks.rank == source:
         packed = pickle.dumps(_mapped(_books(optimizer, parameters, precision), partial(_blanked, tensors)))
     ranks.meet(Point.RESYNC)
-    books = pickle.loads(ranks.hand_round(packed, source=source))  # noqa: S301  of our own making
+    books = pickle.loads(ranks.broadcast_object(packed, source=source))  # noqa: S301  of our own making
     if ranks.rank != source:
         mine = _books(optimizer, parameters, precision)
         books, reason = caught(partial(_filled, books, mine, parameters[0].device, tensors))
@@ -69,7 +69,7 @@ def _raise_if_short(words: list[Word], ranks: Ranks, *, source: int) -> None:
     short = [word for word in words if word.outcome is not Outcome.WELL]
     if not short:
         return
-    ranks.part()
+    ranks.end()
     mine = words[ranks.rank]
     if mine.outcome is Outcome.WELL:
         raise RankError(f"rank {short[0].rank} has no memory for its optimizer state: {short[0].text}")
