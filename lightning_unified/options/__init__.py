@@ -1,9 +1,18 @@
-"""What a plan can pull besides the size of a micro-batch: recomputed blocks, the optimizer's kernel, the rows of a chunked loss.
+"""Memory options beside the micro-batch size: activation checkpointing, the optimizer's kernel, the rows of a chunked loss.
 
-Each memory option is applied to a module or its optimizers, a fake copy's as well as the trained ones', and undone to the last flag.
+`MemoryOptions` is what the user asks for. A plan may then choose among what was left open: `ActivationCheckpointing` and
+`AppliedOptions` set the choices of one run and undo them when it ends. The classes below them change one module or optimizer, real
+or a fake copy, and restore every flag: `CheckpointedBlocks`, `LossChunk` and `KernelChange`.
 """
 
+from lightning_unified.options.activation_checkpointing import (
+    ActivationCheckpointing,
+    CheckpointedBlocks,
+    recompute_policies,
+)
+from lightning_unified.options.applied import AppliedOptions
 from lightning_unified.options.loss_chunk import LossChunk
+from lightning_unified.options.memory_options import MemoryOptions
 from lightning_unified.options.optimizer_kernel import (
     KERNELS,
     Kernel,
@@ -12,16 +21,16 @@ from lightning_unified.options.optimizer_kernel import (
     kernel_of,
     set_kernel,
 )
-from lightning_unified.options.recomputed_blocks import RecomputedBlocks, recompute_policies
-from lightning_unified.options.settings import AppliedOptions
 
 __all__ = [
     "KERNELS",
+    "ActivationCheckpointing",
     "AppliedOptions",
+    "CheckpointedBlocks",
     "Kernel",
     "KernelChange",
     "LossChunk",
-    "RecomputedBlocks",
+    "MemoryOptions",
     "allowed_kernels",
     "kernel_of",
     "recompute_policies",

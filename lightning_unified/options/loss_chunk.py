@@ -1,4 +1,4 @@
-"""The memory option of a chunked loss: how many rows of logits exist at once."""
+"""The chunked loss: how many rows of logits exist at the same time."""
 
 import lightning as L
 
@@ -56,7 +56,7 @@ def offers_chunk(module: L.LightningModule) -> bool:
 
 
 def chunk_choices(module: L.LightningModule) -> tuple[int | None, ...]:
-    """Return the sizes worth comparing: what the module has set, alone if it is a number; more than one only where it offers any."""
+    """Return the chunk sizes a plan may compare; a single one if the module has set a number."""
     if not offers_chunk(module):
         return (None,)
     own = getattr(module, _ATTRIBUTE)

@@ -1,4 +1,4 @@
-"""The memory option of the optimizer's kernel: the same update fused, for each tensor list at once, or tensor by tensor.
+"""Optimizer kernels: the same update fused, over lists of tensors, or tensor by tensor.
 
 What a step takes beside the state differs: fused kernels take nothing, foreach kernels up to the parameters once more, the loop a few
 times the largest parameter. The updates differ in rounding only.
@@ -22,7 +22,7 @@ Kernel = Literal["fused", "foreach", "for-loop"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 _FLAGS = ("foreach", "fused")
-_SCALES = "_step_supports_amp_scaling"  # what torch's scaler asks of an optimizer that divides by the scale itself
+_SCALES = "_step_supports_amp_scaling"  # the attribute by which torch's scaler knows an optimizer that divides by the scale itself
 # Of these torch has fused kernels; Adagrad's is for CPUs only in the oldest torch that is supported.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -69,7 +69,7 @@ def allowed_kernels(optimizer: Optimizer, device: str | None = None, *, scaled: 
 
 
 def asks_for_kernel(optimizer: Optimizer) -> bool:
-    """Return whether the one who built `optimizer` chose its kernel (`fused=` or `foreach=`)."""
+    """Return whether `optimizer` was built with a choice of kernel (`fused=` or `foreach=`)."""
     return any(group.get(flag) is not None for group in optimizer.param_groups for flag in _FLAGS)
 
 
@@ -90,7 +90,7 @@ def set_kernel(optimizer: Optimizer, kernel: Kernel) -> "KernelChange":
     if kernel not in allowed:
         name = type(optimizer).__name__
         devices = sorted({p.device.type for group in optimizer.param_groups for p in group["params"]})
-        ways = f"it can run with {', '.join(allowed)}" if allowed else "only torch's own optimizers can be told"
+        ways = f"it can run with {', '.join(allowed)}" if allowed else "only torch's own optimizers can be changed"
         raise ConfigurationError(
             f'optimizer_kernel="{kernel}": {name} on {", ".join(devices)} cannot run with it; {ways}. '
             'Choose another kernel or "keep", which leaves the optimizer as it was built.'

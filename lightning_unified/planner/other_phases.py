@@ -240,7 +240,7 @@ class FirstValidation:
         if self._trainer.enable_validation:
             self._train_batch = outline(train_batch)
         largest, self._largest = self._largest, None
-        if largest is None or (self.prediction is not None and self._policy.memory_options.loss_chunk is None):
+        if largest is None or (self.prediction is not None and self._policy.applied_options.loss_chunk is None):
             return
         if self._has_split:
             self._policy.evaluation_sizes.start_over()

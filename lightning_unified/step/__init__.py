@@ -1,1 +1,16 @@
-"""Layer 3: one training step, split into micro-batches, run forward and backward, undone and repeated when memory runs out."""
+"""Layer 3: one training step, split into micro-batches exactly, undone and repeated when memory runs out.
+
+| package | subject |
+|---|---|
+| loop | Lightning's automatic optimization, run in micro-batches |
+| policy | the decisions about splits and sizes |
+| split | rows, roles and splitters of batches |
+| exactness | the check that split batches give the whole batch's result |
+| results | merging logs, outputs, metrics and written state |
+| encoders | chunked encoders of a loss over pairs |
+| undo | recording and restoring what a step may change |
+| recovery | out-of-memory errors, snapshots, sizes, budget |
+| ranks | agreement among several processes |
+| evaluation | validation, test and predict steps |
+| device_gradients | comparing a device's gradients with the CPU's |
+"""

@@ -1,4 +1,4 @@
-"""Whether a device makes the gradients that the CPU makes, looked at when the size of micro-batches changes: on MPS it may not."""
+"""The device gradient check: compare micro-batch gradients of a device with the CPU's."""
 
 import logging
 from collections import OrderedDict
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.step.exactness.weighting import Weighting
+from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, gradient_sample, owns_dropout
 from lightning_unified.step.recovery.oom import release_cached_memory
-from lightning_unified.step.split import BatchSplitter, part_sizes
+from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
+from lightning_unified.step.split import split_rows
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_SLICES = 8  # parts that the CPU runs a micro-batch in, one by one: an eighth of the activations at a time
-# Judgement: far above what formats differ by (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
+_SLICES = 8  # slices of a micro-batch that the CPU runs one by one: an eighth of the activations at a time
+# Judgement: far above the rounding of formats (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
 # and more by which pytorch issue 177116 has gradients wrong.
 _LIMIT, _LIMIT_HALF = 1e-2, 0.2
 _RANDOM = "its step draws random numbers, which differ from device to device"
-_NO_METHOD = "its batches could not be found to be cut exactly, so the CPU has nothing to run them in parts by"
+_NOT_EXACT = "its batches are not known to split exactly, so the CPU cannot run them in slices"
 
 
 class DeviceGradientCheck:
-    """Compares the gradient of one micro-batch with the CPU's, once for each size that batches are cut to, or then run whole in.
+    """Compares the gradient of one micro-batch with the CPU's, once for each micro-batch size.
 
     The device runs the micro-batch as training does, at its full size and precision, for the faults known show in large backward
     passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. What both change is put back. Costs a
@@ -43,7 +43,6 @@ class DeviceGradientCheck:
     Args:
         trainer: In `fit`.
         policy: Knows the sizes, by what parts are weighted, and where events go.
-        splitter: Splits its batches.
         step: Runs `training_step` as the loop does.
     """
 
@@ -52,31 +51,30 @@ class DeviceGradientCheck:
         trainer: L.Trainer,
         policy: MemoryPolicy,
         *,
-        splitter: BatchSplitter,
         step: Callable[["OrderedDict[str, Any]"], ClosureResult],
     ) -> None:
-        self._trainer, self._policy, self._splitter = trainer, policy, splitter
+        self._trainer, self._policy, self._splitter = trainer, policy, policy.batches.splitter("fit")
         self._step = step
         self._module = trainer.lightning_module
         self._device = trainer.strategy.root_device
         self._seen: set[int] = set()
         self._changes = False
-        self._silent = not policy.check_split or not may_be_wrong(self._device)
+        self._silent = not policy.batches.checks("fit") or not may_be_wrong(self._device)
         self._excused = False
         self._in_eval = draws_or_mixes
 
-    def look(self, kwargs: "OrderedDict[str, Any]", *, cut: bool) -> None:
+    def compare(self, kwargs: "OrderedDict[str, Any]", *, is_split: bool) -> None:
         """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
 
         Args:
-            kwargs: Of `training_step`, the undivided batch first.
-            cut: Whether the batch runs in parts.
+            kwargs: Of `training_step`, the whole batch first.
+            is_split: Whether the batch runs in micro-batches.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
-        rows = max(self._policy.sizes.parts(shape)) if cut else shape.rows
-        self._changes = self._changes or cut
+        rows = max(self._policy.sizes.parts(shape)) if is_split else shape.rows
+        self._changes = self._changes or is_split
         if self._changes and rows not in self._seen:
             self._seen.add(rows)
             self._tell(rows, self._compared(kwargs, rows, of=shape.rows))
@@ -108,9 +106,9 @@ class DeviceGradientCheck:
         return _LIMIT if tolerance_in_training(self._trainer) < 2e-3 else _LIMIT_HALF
 
     def _compared(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
-        """Return how far the two gradients are apart, relative to the CPU's, or why that is not known."""
-        if not self._policy.splits_are_exact:
-            return _NO_METHOD
+        """Return the distance of the two gradients relative to the CPU's, or why it is unknown."""
+        if not self._policy.splits.is_exact:
+            return _NOT_EXACT
         needed, available = _bytes_of_copies(self._module), self._policy.watch.reading().available.bytes
         if available is not None and needed > available:
             return f"copies of the weights need {format_bytes(needed)}, and {format_bytes(available)} are available"
@@ -135,12 +133,12 @@ class DeviceGradientCheck:
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
-        sizes = part_sizes(rows, limit=max(-(-rows // _SLICES), unit), unit=unit)
+        sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         slices = [
             self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
         ]
-        weighting = Weighting(self._policy.loss_rule, slices, sizes)
+        weighting = Weighting(self._policy.splits.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
         with on_host(self._trainer) as copies:
             host = [to_host(one) for one in slices]
@@ -158,7 +156,7 @@ class DeviceGradientCheck:
         return distance if distance == distance else float("inf")  # noqa: PLR0124  # NaN is far
 
     def _gradient(self, kwargs: "OrderedDict[str, Any]", key: str, batch: Any, parameters: Sequence[Tensor]) -> Tensor:
-        return gradient_sample(
+        return gradient_of_step(
             self._trainer, lambda: self._step(OrderedDict(kwargs, **{key: batch})), parameters=parameters
         )
 

@@ -1,4 +1,4 @@
-"""Validation, test and predict steps: run whole, and in parts once memory runs out in one, with what they give put together."""
+"""Validation, test and predict steps: whole, or split after memory ran out in one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,15 +8,15 @@ import lightning as L
 
 from lightning_unified.step.encoders import Encoders, encoders_of
 from lightning_unified.step.exactness.evaluation import EvaluationCheck
-from lightning_unified.step.exactness.weighting import Weighting
-from lightning_unified.step.plan_source import PlanSource
+from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.loop.planner import StepPlanner
+from lightning_unified.step.loop.split_batch import SplitResults
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
-from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.split_batch import SplitResults
 from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
 
 __all__ = ["EvaluationSteps"]
@@ -25,19 +25,19 @@ _STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
 
 
 class EvaluationSteps:
-    """Runs the steps of evaluations, each as one batch to whoever looks at what it logged and returned.
+    """Runs evaluation steps so that their logs and outputs are those of the whole batch.
 
     How results of micro-batches become the whole batch's is found out before the first split batch of a stage; see
     `exactness.evaluation`. Predictions for which that is not certain are refused.
 
     Args:
         trainer: Whose evaluations these are.
-        policy: How to cut, and what to do when memory runs out.
+        policy: How to split, and what to do when memory runs out.
         foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
     """
 
-    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, plan_source: PlanSource | None = None) -> None:
-        self._trainer, self._policy, self._plan_source = trainer, policy, plan_source
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
+        self._trainer, self._policy, self._planner = trainer, policy, planner
         self._module = trainer.lightning_module
         self._checks: dict[tuple[str, int], EvaluationCheck] = {}
         self._encoders: dict[str, Encoders | None] = {}
@@ -46,7 +46,7 @@ class EvaluationSteps:
         self._generators = GeneratorWatch(trainer.strategy.root_device)
 
     def run(self, step: Callable[..., Any], *args: Any, phase: str) -> Any:
-        """Return what `step(*args)` gives of the whole batch.
+        """Return the whole batch's output of `step(*args)`.
 
         Args:
             step: The strategy's `validation_step`, `test_step` or `predict_step`.
@@ -58,9 +58,9 @@ class EvaluationSteps:
         """
         batch, *rest = args
         shape = self._shape(batch, rest, phase=phase)
-        if self._plan_source is not None and phase == "validation":
-            self._plan_source.look_at_validation(batch, shape)
-        if not self._policy.recover:
+        if self._planner is not None and phase == "validation":
+            self._planner.look_at_validation(batch, shape)
+        if not self._policy.options.recover:
             self._state.look()
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         attempt = 0
@@ -93,17 +93,17 @@ class EvaluationSteps:
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))
         check, whole = self._check(phase, _loader_of(rest)), lambda part: step(part, *rest)
-        if self._policy.checks(_STAGES[phase]):
+        if self._policy.batches.checks(_STAGES[phase]):
             check.look(whole, batch, **self._extent(shape))
-            self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+            self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
             if check.draws:
-                self._policy.say_drawn(check.logged, phase=phase)
-        parts = self._policy.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
+                self._policy.notices.say_drawn(check.logged, phase=phase)
+        parts = self._policy.batches.splitter(_STAGES[phase]).micro_batches(batch, sizes, loader=_loader_of(rest))
         results = SplitResults(
             check.tables,
             results=self._trainer._results,
             metrics=self._state.named_metrics,
-            state=self._written if self._policy.checks(_STAGES[phase]) else None,
+            state=self._written if self._policy.batches.checks(_STAGES[phase]) else None,
             ignored=(),
             learn=partial(self._learn_more, check, whole, batch, shape, phase),
         )
@@ -111,10 +111,10 @@ class EvaluationSteps:
         for index, part in enumerate(parts):
             with results.part(index):
                 outputs.append(whole(part))
-            results.end_part()
+            results.end_micro_batch()
         weights = self._weights(check, parts, sizes)
         if phase == "predict" and check.guesses(outputs, weights):
-            if self._policy.checks(_STAGES[phase]):
+            if self._policy.batches.checks(_STAGES[phase]):
                 check.learn(whole, batch, **self._extent(shape))
             check.refuse_guesses(outputs, weights)
         whole_result = results.finish(outputs, weights)
@@ -132,13 +132,13 @@ class EvaluationSteps:
         table: MergeTable,
         paths: Sequence[str],
     ) -> None:
-        """Check a batch whose step gave something that no check has seen; say what nothing puts together."""
-        if self._policy.checks(_STAGES[phase]):
+        """Check a batch whose step gave something that no check has seen; say what no rule merges."""
+        if self._policy.batches.checks(_STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:
                 if not table.knows(path):
                     table.reject(path)
-        self._policy.say_unmergeable(check.unmergeable(), phase=phase)
+        self._policy.notices.say_unmergeable(check.unmergeable(), phase=phase)
 
     def _encoders_of(self, phase: str) -> Encoders | None:
         if phase not in self._encoders:
@@ -150,8 +150,8 @@ class EvaluationSteps:
         return {
             "rows": shape.rows,
             "unit": sizes.unit,
-            "at_once": sizes.at_once(shape),
-            "likely": self._policy.loss_rule,
+            "micro_batch_size": sizes.micro_batch_size(shape),
+            "likely": self._policy.splits.loss_rule,
         }
 
     def _check(self, phase: str, loader: int) -> EvaluationCheck:
@@ -160,22 +160,22 @@ class EvaluationSteps:
         if key not in self._checks:
             self._checks[key] = EvaluationCheck(
                 self._trainer,
-                rules=self._policy.rules(_STAGES[phase]),
-                split=partial(self._policy.splitter(_STAGES[phase]).split, loader=loader),
+                rules=self._policy.batches.of(_STAGES[phase]),
+                split=partial(self._policy.batches.splitter(_STAGES[phase]).split, loader=loader),
                 predicts=phase == "predict",
             )
         return self._checks[key]
 
-    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> Parts:
-        rows = Parts(sizes, list(map(float, sizes)))
+    def _weights(self, check: EvaluationCheck, parts: list[Any], sizes: list[int]) -> MicroBatchWeights:
+        rows = MicroBatchWeights(sizes, list(map(float, sizes)))
         return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
         """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
-        counts = self._policy.rules(_STAGES[phase]).rows.count is not None
+        counts = self._policy.batches.of(_STAGES[phase]).rows.count is not None
         if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
             return None
-        return self._policy.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
+        return self._policy.batches.splitter(_STAGES[phase]).shape(batch, loader=_loader_of(rest))
 
 
 def _loader_of(rest: list[Any]) -> int:

@@ -1,6 +1,7 @@
-"""`Trainer(strategy="unified_ddp")`: several ranks, each inside its memory budget, as one run."""
+"""`Trainer(strategy="unified_ddp")`: several ranks, each inside its memory budget."""
 
 import zlib
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,11 +10,13 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_unified.errors import ConfigurationError, RunError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.first_batch.distributed import DistributedFirstStep
 from lightning_unified.precision import plugin_precision
 from lightning_unified.step.loop import UnifiedOptimization
@@ -22,58 +25,54 @@ from lightning_unified.step.ranks.loop import DistributedOptimization
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import Budgeted
+from lightning_unified.strategies.base import UnifiedBase
 
 __all__ = ["UnifiedDDPStrategy"]
 
 
-class UnifiedDDPStrategy(Budgeted, DDPStrategy):
-    """Trains a copy of any LightningModule on each of several devices or processes, each inside its memory budget, as `ddp` does.
+class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
+    """Trains a copy of any LightningModule on each of several devices or processes, as `ddp` does.
 
-    Each rank runs its own batch, split as its own memory asks for, and gradients are averaged once when the window's last batch is
-    over: what is learnt is what `strategy="ddp"` learns from undivided batches. Ranks meet before and after everything that they do
-    together, so that a rank that runs out of memory, in forward, backward, reduction or optimizer step, makes all of them repeat
-    the batch, and one that fails otherwise, or is gone, makes all of them end with an error that names it. See docs/several_ranks.md.
+    Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after
+    the last backward pass of the window. The result is that of `strategy="ddp"` with whole batches. Ranks meet before and after every
+    collective. If a rank runs out of memory, in forward, backward, reduction or optimizer step, all repeat the batch. If one fails
+    otherwise, or is gone, all end with an error that names it. See docs/several_ranks.md.
 
-    What `training_step` runs must hold no collective of its own, for a rank may repeat it alone: SyncBatchNorm, metrics with
+    `training_step` must hold no collective of its own, because a rank may repeat it alone. SyncBatchNorm, metrics with
     `dist_sync_on_step` and `self.all_gather` in it are refused. `self.log(…, sync_dist=True)` is written when the step is over.
 
     A strategy object serves one Trainer.
 
+    The keyword arguments that are not listed here are those of `UnifiedStrategy`. On several ranks:
+
+    - `budget` holds for each device. Ranks on CPUs of one machine share its memory and get equal shares of it.
+    - `micro_batch_size` and `evaluation_micro_batch_size` hold for each rank. Each rank recovers evaluations by itself.
+    - `predict`: each rank traces its own batch, and all use the same memory options and the smallest size.
+    - `recover`: a step is repeated if any rank ran out of memory.
+    - `optimizer_rollback` helps only if memory runs out on all ranks at once. Otherwise a rank copies weights from another one.
+    - `micro_batches` must be picklable with `start_method="spawn"`.
+    - `check_split`: each rank checks its own batches, and a refusal on one ends all.
+    - `window_mean="terms"` counts the loss terms of all ranks.
+    - `remember`: the first rank writes the file.
+
     Args:
-        budget: What each device may use: `"auto"`, `"28GiB"`, `"60%"` of its pool, or `"leave 6GiB"` for everything else. Ranks on
-            CPUs of one machine draw on the same memory and get equal parts of it.
-        micro_batch_size: The largest number of rows run at once on a rank, or `"auto"`.
-        recompute: As for `UnifiedStrategy`.
-        precision: As for `UnifiedStrategy`.
-        optimizer_kernel: As for `UnifiedStrategy`.
-        predict: As for `UnifiedStrategy`; each rank traces its own batch, and all go on with one setting and the smallest size.
-        recover: Undo a step in which any rank ran out of memory, and repeat it in smaller micro-batches.
-        optimizer_rollback: As for `UnifiedStrategy`; of use only where memory runs out on all ranks at once, for otherwise a rank
-            takes weights and state from another one.
-        micro_batches: As for `UnifiedStrategy`; with `start_method="spawn"` its functions must be picklable.
-        batch_norm: As for `UnifiedStrategy`.
-        check_split: As for `UnifiedStrategy`; each rank checks its own batches, and a refusal on one ends all.
-        evaluation_micro_batch_size: As for `UnifiedStrategy`; each rank recovers by itself.
-        window_mean: As for `UnifiedStrategy`; `"terms"` counts those of all ranks.
-        remember: As for `UnifiedStrategy`; the first rank writes the file.
-        process_group_backend: What gradients are averaged with; default NCCL on CUDA, gloo elsewhere.
+        process_group_backend: The backend of collectives; default NCCL on CUDA, gloo elsewhere.
         timeout: How long a rank waits for the others, at a meeting or in a collective, before it ends with an error.
         start_method: How processes are started: `"popen"` runs the script again, `"spawn"`, `"fork"` and `"forkserver"` are
             multiprocessing's.
         broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
-        find_unused_parameters: For manual optimization, which `DistributedDataParallel` reduces; otherwise parameters without a
+        find_unused_parameters: For manual optimization, which `DistributedDataParallel` reduces. Otherwise parameters without a
             gradient on some ranks count as zero there, and those without one on any rank have none.
-        gradient_as_bucket_view: For manual optimization; otherwise there are no buckets to take memory.
+        gradient_as_bucket_view: For manual optimization. Otherwise there are no buckets.
         static_graph: For manual optimization.
 
     Raises:
-        ConfigurationError: If an argument is not one of those named.
+        ConfigurationError: If an argument has a value that is not allowed.
     """
 
     strategy_name = "unified_ddp"
     gradients_are_alike = (
-        True  # on all ranks when the optimizer sees them: what follows from them alone needs no agreement
+        True  # on all ranks when the optimizer sees them: decisions from gradients alone need no agreement
     )
 
     def __init__(
@@ -105,19 +104,24 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             raise ConfigurationError(f'start_method={start_method!r}: give "popen", "spawn", "fork" or "forkserver".')
         if not timeout > timedelta(0):
             raise ConfigurationError(f"timeout={timeout} must be above 0.")
-        self.policy = self._policy = DistributedPolicy(
-            BudgetWatch(budget),
+        options = MemoryOptions(
+            budget=budget,
             micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
+            recompute=recompute,
+            precision=precision,
+            optimizer_kernel=optimizer_kernel,
+            predict=predict,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
             micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             window_mean=window_mean,
             remember=remember,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
+        self._policy = DistributedPolicy(options, BudgetWatch(budget))
+        self._use(self._policy)
         self._broadcast_buffers = broadcast_buffers
         self._ranks: Ranks | None = None
         self._replicas: Replicas | None = None
@@ -133,7 +137,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        """Return the state for another process; it has no connection to the other ranks."""
         return {**super().__getstate__(), "_ranks": None, "_replicas": None}
 
     @property
@@ -164,11 +168,12 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
     def setup_distributed(self) -> None:
         super().setup_distributed()
         if self._ranks is None or self._ranks.is_over:
-            self._ranks = self._policy.ranks = Ranks(timeout=self._timeout)
+            self._ranks = Ranks(timeout=self._timeout)
+            self._policy.connect(self._ranks)
 
     @override
     def _resolve_budget(self) -> None:
-        with self.ranks.told():
+        with self.ranks.reporting_errors():
             super()._resolve_budget()
         self.ranks.meet(Point.ENVIRONMENT)
 
@@ -177,38 +182,14 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        self._refuse_collectives()
-        with self.ranks.told():
+        assert self.lightning_module is not None
+        _refuse_collectives(
+            self.lightning_module, is_synced=self._layer_sync is not None, recover=self.policy.options.recover
+        )
+        with self.ranks.reporting_errors():
             super().setup(trainer)
-            self._refuse_sharded_optimizers()
+            _refuse_sharded(self.optimizers)
         self.ranks.meet(Point.READY)
-
-    def _refuse_collectives(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        layers = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
-        if self._layer_sync is not None or layers:
-            raise ConfigurationError(
-                f'strategy="unified_ddp" cannot run SyncBatchNorm ({layers[0] if layers else "sync_batchnorm=True"}): it waits for the other '
-                "ranks in the middle of forward and backward, where one of them may have run out of memory. Use GroupNorm, BatchNorm "
-                'with each rank\'s own statistics, or strategy="ddp".'
-            )
-        metrics = [
-            name for name, child in module.named_modules() if isinstance(child, Metric) and child.dist_sync_on_step
-        ]
-        if metrics and self.policy.recover:
-            raise ConfigurationError(
-                f"the metric {metrics[0]} has dist_sync_on_step=True, which waits for the other ranks in the middle of a step that this "
-                "rank may have to repeat alone; leave it False (its value at the end of the epoch is of all ranks), or set recover=False."
-            )
-
-    def _refuse_sharded_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            if type(optimizer).__module__.startswith("torch.distributed."):
-                raise ConfigurationError(
-                    f'strategy="unified_ddp" needs an optimizer that each rank runs by itself, and {type(optimizer).__name__} waits for '
-                    'the other ranks in its step; use an ordinary one, or strategy="ddp".'
-                )
 
     @override
     def configure_ddp(self) -> None:
@@ -218,23 +199,13 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         if not module.automatic_optimization:
             super().configure_ddp()
             return
-        replicas = Replicas(module, self.ranks)
-        words = self.ranks.meet(Point.MODULE, digest=zlib.crc32(replicas.description.encode()))
-        other = next((word.rank for word in words if word.digest != words[0].digest), None)
-        if other is not None:
-            self.ranks.part()
-            raise ConfigurationError(
-                f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
-                "the module from the same arguments on all ranks."
-            )
-        replicas.copy_from_first(with_parameters=True)
-        self._replicas = replicas
+        self._replicas = _replicas_of(module, self.ranks)
 
     @override
     def _optimization(self, trainer: L.Trainer) -> UnifiedOptimization:
         if self._replicas is None:  # no training, or manual optimization
             return super()._optimization(trainer)
-        if self._predicts:
+        if self._policy.options.predict:
             self.first_step = DistributedFirstStep(
                 trainer,
                 self._policy,
@@ -248,7 +219,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
             ranks=self.ranks,
             replicas=self._replicas,
             broadcast_buffers=self._broadcast_buffers,
-            plan_source=self.first_step,
+            planner=self.first_step,
         )
 
     @override
@@ -256,7 +227,7 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
-        with self.ranks.told():  # the others will be where the step meets first
+        with self.ranks.reporting_errors():  # the others will be where the step meets first
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -283,8 +254,56 @@ class UnifiedDDPStrategy(Budgeted, DDPStrategy):
         return super().reduce(tensor, group=group, reduce_op=reduce_op)
 
     def _refuse_apart(self, what: str) -> None:
-        if self._ranks is not None and self._ranks.are_apart and self.policy.recover:
+        if self._ranks is not None and self._ranks.are_apart and self.policy.options.recover:
             raise RunError(
                 f"training_step asks for {what} over all ranks, which waits for ranks that may have run out of memory in theirs. Do it in "
                 'on_train_batch_end, or set recover=False with whole batches, or use strategy="ddp".'
             )
+
+
+def _refuse_collectives(module: L.LightningModule, *, is_synced: bool, recover: bool) -> None:
+    """Raise `ConfigurationError` if a layer or metric of `module` waits for other ranks within a step.
+
+    Args:
+        module: The module to train.
+        is_synced: Whether the Trainer has `sync_batchnorm=True`.
+        recover: Whether a rank may repeat its step alone.
+    """
+    layers = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+    if is_synced or layers:
+        raise ConfigurationError(
+            f'strategy="unified_ddp" cannot run SyncBatchNorm ({layers[0] if layers else "sync_batchnorm=True"}): it waits for the other '
+            "ranks in the middle of forward and backward, where one of them may have run out of memory. Use GroupNorm, BatchNorm "
+            'with each rank\'s own statistics, or strategy="ddp".'
+        )
+    metrics = (name for name, child in module.named_modules() if isinstance(child, Metric) and child.dist_sync_on_step)
+    if recover and (metric := next(metrics, None)) is not None:
+        raise ConfigurationError(
+            f"the metric {metric} has dist_sync_on_step=True, which waits for the other ranks in the middle of a step that this "
+            "rank may have to repeat alone; leave it False (its value at the end of the epoch is of all ranks), or set recover=False."
+        )
+
+
+def _refuse_sharded(optimizers: Iterable[Optimizer]) -> None:
+    """Raise `ConfigurationError` if an optimizer waits for other ranks in its step."""
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.distributed."):
+            raise ConfigurationError(
+                f'strategy="unified_ddp" needs an optimizer that each rank runs by itself, and {type(optimizer).__name__} waits for '
+                'the other ranks in its step; use an ordinary one, or strategy="ddp".'
+            )
+
+
+def _replicas_of(module: L.LightningModule, ranks: Ranks) -> Replicas:
+    """Return the ranks' copies of `module` with the first rank's weights; raise if the ranks built different modules."""
+    replicas = Replicas(module, ranks)
+    words = ranks.meet(Point.MODULE, digest=zlib.crc32(replicas.description.encode()))
+    other = next((word.rank for word in words if word.digest != words[0].digest), None)
+    if other is not None:
+        ranks.end()
+        raise ConfigurationError(
+            f"rank {other} made another {type(module).__name__} than rank 0: its parameters differ in number, name, shape or type. Build "
+            "the module from the same arguments on all ranks."
+        )
+    replicas.copy_from_first(with_parameters=True)
+    return replicas

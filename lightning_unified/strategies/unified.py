@@ -1,4 +1,4 @@
-"""`Trainer(strategy="unified")`: one device, one memory budget, the batch the user asked for."""
+"""`Trainer(strategy="unified")`: any batch size on one device, inside a memory budget."""
 
 import os
 from typing import Literal
@@ -9,26 +9,27 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from lightning_unified.strategies.base import Budgeted
+from lightning_unified.strategies.base import UnifiedBase
 
 __all__ = ["UnifiedStrategy"]
 
 
-class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
-    """Trains any LightningModule on one device inside a memory budget, with the gradients of the undivided batch.
+class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
+    """Trains any LightningModule on one device inside a memory budget, with whole-batch gradients.
 
-    The batch a loader gives is the batch the optimizer sees. If it does not fit, or `micro_batch_size` says so, it runs as
-    micro-batches whose losses are weighted so that gradients, logs and outputs are those of the whole; if memory runs out inside a
-    step, everything the step did is undone and the step runs again in smaller micro-batches.
+    The optimizer sees the loader's batch. A batch that does not fit, or exceeds `micro_batch_size`, runs as micro-batches. Their losses
+    are weighted so that gradients, logs and outputs are those of the whole batch. If memory runs out inside a step, the strategy undoes
+    the step and repeats it in smaller micro-batches.
 
     A module needs no change if its loss is a mean over rows or over scored labels. Any other module describes its batches in the hook
-    `configure_micro_batches(stage) -> MicroBatchRules`; for a module you do not own, pass the same rules as `micro_batches`. A module that
-    does not split exactly is refused with `SplitError`. Validation, test and predict steps are split only after memory has run out in one.
-    docs/splitting.md has an example of each rule.
+    `configure_micro_batches(stage) -> MicroBatchRules`. For a module you do not own, pass the same rules as `micro_batches`. A module
+    that does not split exactly is refused with `SplitError`. Validation, test and predict steps are split only after memory has run out
+    in one. docs/splitting.md has an example of each rule.
 
-    A module may also have `kept_bytes` and `give_back()` for what it keeps on the device between steps while the strategy has
+    A module may also have `kept_bytes` and `give_back()`, for memory that it keeps on the device between steps while the strategy has
     `spare_bytes`.
 
     Attributes, lists and buffers that a step writes end as after the whole batch, or the batch is refused. A metric's `compute()` inside
@@ -37,22 +38,22 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
     A strategy object serves one Trainer.
 
     Args:
-        budget: What this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else, read
-            again while running, so that it follows other programs.
-        micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less once memory asks for it.
-        recompute: Whether activations are recomputed in the backward pass; see docs/recomputation.md. True sets the module's own
-            `recompute` attribute, where it has one, else its blocks are made to; `"auto"` leaves the module as it is until memory
-            runs out and nothing smaller is left to try.
-        precision: `"trainer"` runs what `Trainer(precision=…)` says; `"auto"` what the device does best; or Lightning's name of
-            one. A name here and another at the Trainer is an error, never an override.
-        optimizer_kernel: `"keep"` leaves optimizers as they were built; `"fused"`, `"foreach"` or `"for-loop"` makes torch's own run so,
-            whatever they were built with; `"auto"` lets the plan choose for those that were built without a choice. Updates differ in
-            rounding, what a step takes beside the state differs by up to the parameters' bytes.
-        predict: Trace the step before the first batch runs, and choose sizes and memory options by what it will take; see docs/planning.md.
-            It costs a second or a few, and is left out where the budget is thousands of times what weights and batch take.
+        budget: The memory this run may use: `"auto"`, `"28GiB"`, `"60%"` of the pool, or `"leave 6GiB"` for everything else. A
+            `leave` budget is read again while running, so that it follows other programs.
+        micro_batch_size: The largest number of rows run at once, or `"auto"`: the whole batch, and less if memory requires it.
+        recompute: Activation checkpointing: True, False or `"auto"`; see docs/recomputation.md. True sets the module's own `recompute`
+            attribute, or else checkpoints its blocks. `"auto"` leaves the module as it is until a plan says otherwise, or memory runs
+            out and no smaller micro-batch is left.
+        precision: `"trainer"` runs `Trainer(precision=…)`; `"auto"` the best precision of the device; or Lightning's name of one.
+            Different names here and at the Trainer are an error.
+        optimizer_kernel: `"keep"` leaves optimizers as they were built. `"fused"`, `"foreach"` or `"for-loop"` sets the kernel of
+            torch's own optimizers. `"auto"` lets the plan choose for optimizers built without a choice. Updates differ in rounding.
+            The memory beside the optimizer state differs by up to the parameters' bytes.
+        predict: Trace the step before the first batch runs, and choose sizes and memory options by its predicted memory; see
+            docs/planning.md. It takes a few seconds, and is skipped if the budget is thousands of times the bytes of weights and batch.
         recover: Undo a step that ran out of memory, and repeat it in smaller micro-batches.
-        optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to go back to if memory runs
-            out while it writes. Costs their bytes once more, and time.
+        optimizer_rollback: Keep a copy of weights and optimizer state during each optimizer step, to restore if memory runs out while
+            it writes. Costs their bytes once more, and time.
         micro_batches: Rules for splitting batches, for a module you do not own. They replace all that the module's
             `configure_micro_batches` returns. Worker processes get them only if they can be pickled.
         batch_norm: What to do when a batch must be split and the module has BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
@@ -62,16 +63,16 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
             merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/splitting.md.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
-        window_mean: Over what the gradient of an accumulation window is a mean: its `"batches"`, as Lightning has it, or the loss
-            `"terms"` in them (rows, or scored tokens), so that a window trains as one batch of all its rows would, the last
+        window_mean: What the gradient of an accumulation window is a mean over: its `"batches"`, as in Lightning, or the loss
+            `"terms"` in them (rows, or scored tokens). With `"terms"` a window trains as one batch of all its rows would, the last
             window too.
-        remember: File for the sizes found, such as `runs/mine/sizes.json`: a run that goes on, or another one in a directory
-            beside it with the same module, device and budget, starts with them.
-        simulate: The name of a machine that is not here, as in `"m2-16gb"`: the CPU trains, and budget, readings, limits and
-            out-of-memory errors are that machine's; see docs/simulation.md.
+        remember: File for the sizes found, such as `runs/mine/sizes.json`. A resumed run, or another run in a directory beside it with
+            the same module, device and budget, starts with them.
+        simulate: The name of a machine that is not here, such as `"m2-16gb"`. The CPU trains with the budget, readings, limits and
+            out-of-memory errors of that machine; see docs/simulation.md.
 
     Raises:
-        ConfigurationError: If an argument is not one of those named.
+        ConfigurationError: If an argument has a value that is not allowed.
     """
 
     strategy_name = "unified"
@@ -96,24 +97,30 @@ class UnifiedStrategy(Budgeted, SingleDeviceStrategy):
         simulate: str | None = None,
     ) -> None:
         self._devices: list[torch.device] | None = None
-        self.policy = MemoryPolicy(
-            BudgetWatch(budget, None if simulate is None else SimulatedMachine(simulate, environ=os.environ)),
+        options = MemoryOptions(
+            budget=budget,
             micro_batch_size=micro_batch_size,
-            evaluation_micro_batch_size=evaluation_micro_batch_size,
+            recompute=recompute,
+            precision=precision,
+            optimizer_kernel=optimizer_kernel,
+            predict=predict,
             recover=recover,
             optimizer_rollback=optimizer_rollback,
             micro_batches=micro_batches,
             batch_norm=batch_norm,
             check_split=check_split,
+            evaluation_micro_batch_size=evaluation_micro_batch_size,
             window_mean=window_mean,
             remember=remember,
+            simulate=simulate,
         )
-        self._set_options(recompute=recompute, precision=precision, optimizer_kernel=optimizer_kernel, predict=predict)
+        machine = None if simulate is None else SimulatedMachine(simulate, environ=os.environ)
+        self._use(MemoryPolicy(options, BudgetWatch(budget, machine)))
         super().__init__(device="cpu")
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The one device, once the Trainer has chosen it; the name is Lightning's way to hand it over."""
+        """The one device, once the Trainer has chosen it. Lightning sets it under this name."""
         return self._devices
 
     @parallel_devices.setter

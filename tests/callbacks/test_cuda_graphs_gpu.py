@@ -127,7 +127,7 @@ def test_a_recording_that_runs_out_of_memory_is_repeated_in_smaller_parts():
     expected = fit(plain, strategy=UnifiedStrategy(budget="8GiB", recompute=False), **size)
 
     assert strategy.policy.recoveries
-    assert strategy.policy.micro_batch_size < 64
+    assert strategy.policy.sizing.micro_batch_size < 64
     assert count.seen[-1]["network"] >= 1
     assert len(expected) == 2 * SETTLED + 4
     ends = (losses[-1], expected[-1])  # parts of a cut batch have losses of their own

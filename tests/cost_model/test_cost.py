@@ -9,7 +9,7 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import split_seconds, step_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.step.split import part_sizes
+from lightning_unified.step.split import split_rows
 from tests.support.made_traces import MadeTraces, rates
 
 KEPT = RecomputePolicy(blocks="all", keep_attention=True)
@@ -109,8 +109,8 @@ def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
 
     assert [split[0] for split in splits] == sorted({split[0] for split in splits}, reverse=True)
     for split in splits:
-        assert list(split) == part_sizes(rows, limit=split[0], unit=unit, least=least)
-    smallest = part_sizes(rows, limit=unit, unit=unit, least=least)
+        assert list(split) == split_rows(rows, micro_batch_size=split[0], unit=unit, least=least)
+    smallest = split_rows(rows, micro_batch_size=unit, unit=unit, least=least)
     assert splits[-1][0] == max(smallest)
 
 

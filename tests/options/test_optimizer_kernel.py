@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.options import AppliedOptions, allowed_kernels, kernel_of, set_kernel
+from lightning_unified.options import AppliedOptions, MemoryOptions, allowed_kernels, kernel_of, set_kernel
 
 FUSED = {"Adam": Adam, "AdamW": AdamW, "SGD": lambda p, **k: SGD(p, 0.1, momentum=0.9, **k), "Adagrad": Adagrad}
 
@@ -194,7 +194,7 @@ def test_a_kernel_that_is_not_allowed_is_refused_with_those_that_are():
         ConfigurationError, match=r'="fused": RMSprop on cpu cannot .*; it can run with for-loop, foreach\.'
     ):
         set_kernel(RMSprop(deep().parameters()), "fused")
-    with pytest.raises(ConfigurationError, match=r"LBFGS on cpu cannot .*; only torch's own optimizers can be told"):
+    with pytest.raises(ConfigurationError, match=r"LBFGS on cpu cannot .*; only torch's own optimizers can be changed"):
         set_kernel(torch.optim.LBFGS(deep().parameters()), "fused")
 
 
@@ -246,4 +246,4 @@ def test_sparse_gradients_forbid_a_fused_kernel():
 )
 def test_what_is_no_kernel_is_refused_with_the_reason(asked, message):
     with pytest.raises(ConfigurationError, match=message):
-        AppliedOptions(optimizer_kernel=asked)
+        MemoryOptions(optimizer_kernel=asked)

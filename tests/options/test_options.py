@@ -12,11 +12,11 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.options import (
     AppliedOptions,
+    CheckpointedBlocks,
     LossChunk,
-    RecomputedBlocks,
     recompute_policies,
 )
-from lightning_unified.options.recomputation import Recomputation
+from lightning_unified.options.activation_checkpointing import ActivationCheckpointing
 
 FUSED = {"Adam": Adam, "AdamW": AdamW, "SGD": lambda p, **k: SGD(p, 0.1, momentum=0.9, **k), "Adagrad": Adagrad}
 ALL, NONE = RecomputePolicy(blocks="all"), RecomputePolicy(blocks=0)
@@ -81,7 +81,7 @@ def stood_in(module):
 )
 def test_the_first_blocks_run_twice_and_gradients_are_equal_bit_for_bit(policy, runs):
     module = deep()
-    memory_option = RecomputedBlocks(module, policy)
+    memory_option = CheckpointedBlocks(module, policy)
     again = gradients(module)
     memory_option.undo()
     memory_option.undo()
@@ -93,7 +93,7 @@ def test_the_first_blocks_run_twice_and_gradients_are_equal_bit_for_bit(policy, 
 
 def test_a_copy_of_a_module_with_a_memory_option_pulled_has_none():
     module = deep()
-    RecomputedBlocks(module, ALL)
+    CheckpointedBlocks(module, ALL)
     twin = copy.deepcopy(module)
     gradients(twin)
 
@@ -101,33 +101,33 @@ def test_a_copy_of_a_module_with_a_memory_option_pulled_has_none():
 
 
 def test_more_blocks_than_there_are_is_all():
-    memory_option = RecomputedBlocks(deep(), RecomputePolicy(blocks=9))
+    memory_option = CheckpointedBlocks(deep(), RecomputePolicy(blocks=9))
 
     assert (memory_option.policy, memory_option.how) == (ALL, "4 blocks of layers (Block), detected")
 
 
 def test_some_blocks_are_told_as_some():
-    assert RecomputedBlocks(deep(), RecomputePolicy(blocks=2, keep_attention=True)).how == (
+    assert CheckpointedBlocks(deep(), RecomputePolicy(blocks=2, keep_attention=True)).how == (
         "the first 2 of 4 blocks of layers (Block), detected, attention kept"
     )
 
 
 def test_a_switch_means_all_or_none_and_is_put_back():
     module = deep(Switch)
-    memory_option = RecomputedBlocks(module, ALL)
+    memory_option = CheckpointedBlocks(module, ALL)
     assert module.recompute is True
     memory_option.undo()
 
     assert module.recompute is False
     assert recompute_policies(module) == (NONE, ALL)
     with pytest.raises(ConfigurationError, match=r"Switch recomputes by its own `recompute`, .* not 2 blocks\. "):
-        RecomputedBlocks(module, RecomputePolicy(blocks=2))
+        CheckpointedBlocks(module, RecomputePolicy(blocks=2))
 
 
 def test_a_module_with_a_switch_that_names_its_blocks_can_recompute_some():
     module = deep(Both)
     module.recompute = True
-    memory_option = RecomputedBlocks(module, RecomputePolicy(blocks=2))
+    memory_option = CheckpointedBlocks(module, RecomputePolicy(blocks=2))
     assert (module.recompute, stood_in(module)) == (False, [True, True, False, False])
     memory_option.undo()
 
@@ -153,7 +153,7 @@ def test_a_module_without_blocks_offers_none():
 
 
 def test_recomputation_goes_from_some_blocks_to_all_and_ends_as_it_began():
-    module, recomputation = deep(), Recomputation("auto")
+    module, recomputation = deep(), ActivationCheckpointing("auto")
     recomputation.begin(module)
     assert recomputation.on is None
     recomputation.set(RecomputePolicy(blocks=2), why="as planned")
@@ -172,7 +172,7 @@ def test_recomputation_goes_from_some_blocks_to_all_and_ends_as_it_began():
 
 
 def test_kept_attention_is_given_up_for_want_of_memory():
-    recomputation = Recomputation("auto")
+    recomputation = ActivationCheckpointing("auto")
     recomputation.begin(deep())
     recomputation.set(RecomputePolicy(blocks="all", keep_attention=True), why="as planned")
 
@@ -182,7 +182,7 @@ def test_kept_attention_is_given_up_for_want_of_memory():
 
 @pytest.mark.parametrize(("asked", "given"), [(True, NONE), (False, ALL), (False, RecomputePolicy(blocks=2))])
 def test_what_was_asked_for_is_not_planned_otherwise(asked, given):
-    recomputation = Recomputation(asked)
+    recomputation = ActivationCheckpointing(asked)
     recomputation.begin(deep())
 
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_what_was_asked_for_is_not_planned_otherwise(asked, given):
 
 
 def test_a_switch_that_the_user_turned_on_stays_on():
-    module, recomputation = deep(Both), Recomputation("auto")
+    module, recomputation = deep(Both), ActivationCheckpointing("auto")
     module.recompute = True
     recomputation.begin(module)
 

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from lightning_unified.cost_model.trace.trace import Take, Trace, Work
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run import trace_step
 from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
@@ -62,19 +63,9 @@ def test_what_a_check_of_the_cut_took_of_a_gpu_is_given_back_once():
             self.released += 1
 
     watch = Watch()
-    policy = MemoryPolicy(
-        watch,
-        micro_batch_size="auto",
-        evaluation_micro_batch_size="auto",
-        recover=True,
-        optimizer_rollback=False,
-        batch_norm="refuse",
-        check_split=True,
-        window_mean="batches",
-        remember=None,
-    )
+    policy = MemoryPolicy(MemoryOptions(), watch)
     verdict = Verdict(rule=LossRule("rows"), conclusive=True, reason="rows")
     for _ in range(2):
-        policy.split_checked(verdict)
+        policy.splits.record(verdict)
 
     assert watch.released == 1

@@ -215,7 +215,7 @@ class HoldsWeights(MLP):
     ("kind", "text"),
     [
         (Noise, "its step draws random numbers"),
-        (Still, "its batches could not be found to be cut exactly"),
+        (Still, "its batches are not known to split exactly"),
         (NeedsItsDevice, "the step fails there (TypeError: this kernel runs on its own device only)"),
         (HoldsWeights, "it holds on to its weights"),
     ],

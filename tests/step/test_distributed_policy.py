@@ -33,7 +33,7 @@ def going_on(*states):
 @given(st.lists(EVENTS, min_size=1, max_size=3), SHAPES)
 def test_no_size_is_run_that_failed_on_any_rank(ranks, shape):
     states = [state(events) for events in ranks]
-    at_once = going_on(*states).at_once(shape)
+    at_once = going_on(*states).micro_batch_size(shape)
 
     for failure in (failure for each in states for failure in each["failures"]):
         if failure["elements"] <= shape.elements:
@@ -57,8 +57,8 @@ def test_a_size_is_given_back_when_every_rank_has_forgotten_its_failure():
     failed = state([("failed", shape)])
     forgiven = {**failed, "failures": []}
 
-    assert going_on(failed, forgiven).at_once(shape) == 4
-    assert going_on(forgiven, forgiven).at_once(shape) == 8
+    assert going_on(failed, forgiven).micro_batch_size(shape) == 4
+    assert going_on(forgiven, forgiven).micro_batch_size(shape) == 8
 
 
 def test_of_two_failures_at_the_same_size_the_one_with_more_memory_counts():
@@ -75,8 +75,8 @@ def test_a_size_proven_on_one_rank_is_tried_on_others_unless_it_failed_there():
     long, short = BatchShape(8, 20), BatchShape(6, 20)
     worked, failed = state([("worked", short)]), state([("failed", long)])
 
-    assert going_on(worked, failed).at_once(BatchShape(6, 20)) == 6
-    assert going_on(worked, state([("failed", BatchShape(4, 10))])).at_once(BatchShape(6, 20)) == 2
+    assert going_on(worked, failed).micro_batch_size(BatchShape(6, 20)) == 6
+    assert going_on(worked, state([("failed", BatchShape(4, 10))])).micro_batch_size(BatchShape(6, 20)) == 2
 
 
 def test_a_proven_size_is_kept_when_a_larger_one_fails_on_another_rank():
@@ -85,4 +85,4 @@ def test_a_proven_size_is_kept_when_a_larger_one_fails_on_another_rank():
     roomy.plan(shape, rows=22, refused=32, room_bytes=100)
     short.plan(shape, rows=10, refused=11, room_bytes=50)
 
-    assert going_on(roomy.state_dict(), short.state_dict()).at_once(shape) == 10
+    assert going_on(roomy.state_dict(), short.state_dict()).micro_batch_size(shape) == 10

@@ -86,7 +86,7 @@ def test_a_step_out_of_memory_is_repeated_in_smaller_chunks(phase, check):
     is_as_plain(Clip, found)
     policy = found[2].strategy.policy
     assert policy.recoveries == times
-    assert policy.micro_batch_size == 8 // 2**times
+    assert policy.sizing.micro_batch_size == 8 // 2**times
 
 
 def test_a_check_out_of_memory_is_said_and_the_step_goes_on():

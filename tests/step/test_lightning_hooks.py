@@ -267,7 +267,7 @@ def test_hooks_of_a_whole_batch_are_called_in_lightnings_order_with_its_argument
     ours, _, _ = train(Recorded, "unified", **options)
 
     closures = [
-        tuple("Closure" if part == "_MicroBatchClosure" else part for part in call) for call in map(told, ours.seen)
+        tuple("Closure" if part == "MicroBatchClosure" else part for part in call) for call in map(told, ours.seen)
     ]
     assert closures == list(map(told, plain.seen))
 
@@ -282,7 +282,7 @@ def test_a_split_batch_repeats_step_and_backward_only(options):
     ours, _, _ = train(Recorded, unchecked(), **options)
 
     def closed(calls):
-        return [tuple("Closure" if part == "_MicroBatchClosure" else part for part in told(call)) for call in calls]
+        return [tuple("Closure" if part == "MicroBatchClosure" else part for part in told(call)) for call in calls]
 
     assert closed(per_batch(ours.seen)) == closed(per_batch(plain.seen))
     repeated = [told(call) for call in ours.seen if told(call)[0] in PER_MICRO_BATCH]

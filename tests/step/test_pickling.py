@@ -141,7 +141,7 @@ def test_a_copy_of_a_trainer_trains_as_the_trainer_would():
 def test_a_copy_keeps_rules_that_can_be_pickled():
     copy = pickle.loads(pickle.dumps(UnifiedStrategy(micro_batches=MicroBatchRules(loss_weight=rows_of, unit=2))))
 
-    assert copy.policy.given_rules == MicroBatchRules(loss_weight=rows_of, unit=2)
+    assert copy.policy.batches.given == MicroBatchRules(loss_weight=rows_of, unit=2)
 
 
 @pytest.mark.parametrize("kind", [UnifiedStrategy, UnifiedDDPStrategy])
@@ -149,9 +149,9 @@ def test_a_copy_without_its_rules_refuses_to_train(kind):
     given = kind(micro_batches=MicroBatchRules(loss_weight=lambda batch: rows_of(batch)))
     copy = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(given))))
 
-    assert given.policy.rules("fit").loss_weight is not None
+    assert given.policy.batches.of("fit").loss_weight is not None
     with pytest.raises(ConfigurationError, match="cannot be pickled"):
-        copy.policy.rules("fit")
+        copy.policy.batches.of("fit")
 
 
 def test_a_copied_simulated_machine_is_under_the_same_pressure_and_counts_nothing():

@@ -187,7 +187,7 @@ class Line:
         well = Word(rank=1 - self.rank, point=point, outcome=Outcome.WELL, digest=0, terms=0.0, absent=0)
         return [own, well] if self.rank == 0 else [well, own]
 
-    def hand_round(self, value, *, source):
+    def broadcast_object(self, value, *, source):
         if self.rank == source:
             self.box.append(value)
             return value
@@ -199,7 +199,7 @@ class Line:
         else:
             piece.copy_(self.box.pop(0))
 
-    def part(self):
+    def end(self):
         self.is_over = True
 
 

@@ -1,4 +1,4 @@
-"""What `step/loop.py` relies on in Lightning's private loop: if Lightning changes it, this says so before a user's run does."""
+"""The shape of Lightning's private loop that `step/loop/optimization.py` relies on: a new Lightning that changes it fails here."""
 
 import inspect
 

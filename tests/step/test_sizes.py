@@ -17,7 +17,7 @@ def run(sizes, batch, *, most, room=None):
     """Run one batch on a machine that holds `most` entries at once; return the sizes tried."""
     tried = []
     while True:
-        tried.append(sizes.at_once(batch))
+        tried.append(sizes.micro_batch_size(batch))
         if tried[-1] * batch.elements <= most:
             sizes.worked(batch)
             return tried
@@ -38,7 +38,7 @@ def test_after_enough_batches_one_part_fewer_is_tried_and_kept_if_it_fits():
     tried = {size for _ in range(400) for size in run(sizes, shape(32), most=7)}
 
     assert tried == {4, 5, 6, 7}  # 8 parts, then 7, 6, 5; 4 parts would be of 8 rows, which failed
-    assert sizes.at_once(shape(32)) == 7
+    assert sizes.micro_batch_size(shape(32)) == 7
 
 
 def test_a_larger_size_that_fails_waits_twice_as_long_for_its_next_try():
@@ -54,9 +54,9 @@ def test_longer_rows_learn_from_shorter_ones_and_not_the_other_way_round():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(16, elements=100), most=800)
 
-    assert sizes.at_once(shape(16, elements=100)) == 8
-    assert sizes.at_once(shape(16, elements=200)) == 8  # what failed for shorter rows fails for these
-    assert sizes.at_once(shape(16, elements=50)) == 16  # not known to fail
+    assert sizes.micro_batch_size(shape(16, elements=100)) == 8
+    assert sizes.micro_batch_size(shape(16, elements=200)) == 8  # what failed for shorter rows fails for these
+    assert sizes.micro_batch_size(shape(16, elements=50)) == 16  # not known to fail
 
 
 def test_what_fits_long_rows_is_used_for_shorter_ones_at_once():
@@ -64,9 +64,9 @@ def test_what_fits_long_rows_is_used_for_shorter_ones_at_once():
     run(sizes, shape(15, elements=100), most=1500)
     run(sizes, shape(16, elements=90), most=1400)
 
-    assert sizes.at_once(shape(60, elements=90)) == 15
-    assert sizes.at_once(shape(60, elements=100)) == 15
-    assert sizes.at_once(shape(60, elements=110)) == 8
+    assert sizes.micro_batch_size(shape(60, elements=90)) == 15
+    assert sizes.micro_batch_size(shape(60, elements=100)) == 15
+    assert sizes.micro_batch_size(shape(60, elements=110)) == 8
 
 
 def test_more_memory_is_new_evidence_and_less_than_a_quarter_more_is_not():
@@ -75,21 +75,21 @@ def test_more_memory_is_new_evidence_and_less_than_a_quarter_more_is_not():
 
     assert not sizes.forgive(1249)
     assert not sizes.forgive(None)
-    assert sizes.at_once(shape(16)) == 8
+    assert sizes.micro_batch_size(shape(16)) == 8
     assert sizes.forgive(1250)
-    assert sizes.at_once(shape(16)) == 16
+    assert sizes.micro_batch_size(shape(16)) == 16
 
 
 def test_pressure_halves_and_gives_back_step_by_step():
     sizes = MicroBatchSize("auto")
     assert sizes.press(shape(16))
     assert sizes.press(shape(16))
-    assert sizes.at_once(shape(16)) == 4
+    assert sizes.micro_batch_size(shape(16)) == 4
 
     assert sizes.relax(shape(16))
-    assert sizes.at_once(shape(16)) == 8
+    assert sizes.micro_batch_size(shape(16)) == 8
     assert sizes.relax(shape(16))
-    assert sizes.at_once(shape(16)) == 16
+    assert sizes.micro_batch_size(shape(16)) == 16
     assert not sizes.relax(shape(16))
 
 
@@ -97,10 +97,10 @@ def test_a_size_that_was_asked_for_is_never_exceeded():
     sizes = MicroBatchSize(6)
     sizes.press(shape(16))
     while sizes.relax(shape(16)):
-        assert sizes.at_once(shape(16)) <= 6
+        assert sizes.micro_batch_size(shape(16)) <= 6
 
-    assert sizes.at_once(shape(16)) == 6
-    assert sizes.at_once(shape(4)) == 4
+    assert sizes.micro_batch_size(shape(16)) == 6
+    assert sizes.micro_batch_size(shape(4)) == 4
 
 
 def test_the_smallest_unit_cannot_be_halved():
@@ -108,7 +108,7 @@ def test_the_smallest_unit_cannot_be_halved():
     sizes.keep_together(4, whose="Module")
 
     assert sizes.failed(shape(8), room_bytes=None)
-    assert sizes.at_once(shape(8)) == 4
+    assert sizes.micro_batch_size(shape(8)) == 4
     assert not sizes.failed(shape(8), room_bytes=None)
     assert not sizes.press(shape(8))
 
@@ -130,7 +130,7 @@ def test_a_proven_bad_size_is_never_run_without_new_evidence(history, unit, star
     failed = []
     for batch, most in history:
         for _ in range(8):
-            rows = sizes.at_once(batch)
+            rows = sizes.micro_batch_size(batch)
             bad = min((rows for elements, rows in failed if elements <= batch.elements), default=1000)
             assert rows < bad or rows == unit or bad <= unit
             if rows * batch.elements <= most:
@@ -150,7 +150,7 @@ def test_another_run_goes_on_with_the_same_sizes(history, unit):
         run(sizes, batch, most=most)
     other.load_state_dict(sizes.state_dict())
 
-    assert all(other.at_once(batch) == sizes.at_once(batch) for batch, _ in history)
+    assert all(other.micro_batch_size(batch) == sizes.micro_batch_size(batch) for batch, _ in history)
     for batch, most in history:
         assert run(sizes, batch, most=most) == run(other, batch, most=most)
 
@@ -168,7 +168,7 @@ def test_a_size_that_layers_need_is_the_smallest():
     sizes.keep_together(1, least=2, whose="Module")
 
     assert [sizes.failed(shape(8), room_bytes=None) for _ in range(3)] == [True, True, False]
-    assert sizes.at_once(shape(8)) == 2
+    assert sizes.micro_batch_size(shape(8)) == 2
 
 
 def test_a_step_that_needs_less_than_before_is_tried_whole_again():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified import MicroBatchRules, RowRules
-from lightning_unified.step.split import BatchSplitter, containers_copied, merge, part_sizes, tensors_in
+from lightning_unified.step.split import BatchSplitter, containers_copied, merge, split_rows, tensors_in
 
 
 def split(batch, start, stop, *, rows):
@@ -30,7 +30,7 @@ class Record:
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 7))
 def test_parts_cover_the_batch_evenly_and_never_exceed_the_limit(units, limit_units, unit):
     rows, limit = units * unit, limit_units * unit
-    sizes = part_sizes(rows, limit=limit, unit=unit)
+    sizes = split_rows(rows, micro_batch_size=limit, unit=unit)
 
     assert sum(sizes) == rows
     assert max(sizes) <= limit or (len(sizes) == 1 and rows <= limit)
@@ -79,7 +79,7 @@ def same(left, right) -> bool:
 def test_splitting_and_merging_is_the_identity(tree, rows, limit):
     """Lists of the tree are shorter than any part, so that none can be taken for a list of one entry a row."""
     batch = {"anchor": torch.arange(rows), "tree": build(tree, rows)}
-    sizes = part_sizes(rows, limit=limit)
+    sizes = split_rows(rows, micro_batch_size=limit)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     parts = [split(batch, start, start + size, rows=rows) for start, size in zip(starts, sizes, strict=True)]
     joined = merge(parts, sizes=sizes, average=lambda values: values[0])

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import RunError
-from lightning_unified.step.recovery.aside import Undone
+from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
 from tests.support.lanes import crossed
 from tests.support.undo_modules import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals

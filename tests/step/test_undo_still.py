@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_unified.step.undo import still, versions
+from lightning_unified.step.undo import still
 from lightning_unified.step.undo.cells import ListCell, MappingCell
 from lightning_unified.step.undo.still import StillCells
 from lightning_unified.step.undo.tensors import TensorKeeper
@@ -17,7 +17,7 @@ from lightning_unified.step.undo.walk import FoundTensor
 @pytest.fixture(params=[True, False], ids=["with versions", "without versions"])
 def _versions(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(versions, "_are_kept", lambda: False)
+        monkeypatch.setattr(still, "_are_kept", lambda: False)
 
 
 def held() -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def test_a_write_that_changes_nothing_is_no_change_and_hides_none(few, monkeypat
 
 def test_versions_are_not_copied_to_another_process():
     with pytest.raises(TypeError, match="belong to their process"):
-        versions.DictVersions([{}]).__reduce__()
+        still.DictVersions([{}]).__reduce__()
 
 
 def noted(tensors):

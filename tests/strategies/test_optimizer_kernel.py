@@ -73,7 +73,7 @@ def test_auto_waits_for_a_plan():
 
     class Plans(L.Callback):
         def on_train_start(self, trainer, module):
-            memory_options = trainer.strategy.policy.memory_options
+            memory_options = trainer.strategy.policy.applied_options
             assert memory_options.kernel_choices() == ("fused", "foreach", "for-loop")
             memory_options.set_kernel("fused", why="as planned")
 

@@ -219,7 +219,7 @@ def test_a_module_that_cannot_be_cut_goes_on_above_its_budget_and_says_so():
 
     assert (trainer.global_step, strategy.micro_batch_size) == (4, 16)
     assert len(strategy.events) == 1
-    assert "cannot be cut exactly" in strategy.events[0]
+    assert "cannot be split exactly" in strategy.events[0]
 
 
 def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
@@ -233,7 +233,7 @@ def test_shrinking_on_request_halves_the_size_in_use_and_says_why():
     assert shrunk == [True, True, False]
     assert (strategy.effective_batch_size, strategy.micro_batch_size) == (8, 1)
     assert strategy.events == [
-        "asked too early; no batch that can be cut has run yet",
+        "asked too early; no batch that can be split has run yet",
         "somebody needs memory; micro-batches of 2 rows from here on",
         "somebody needs memory; micro-batches of 1 rows from here on",
         "somebody needs memory; nothing left to shrink",

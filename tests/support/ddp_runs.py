@@ -193,7 +193,7 @@ def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **opti
                 "recoveries": policy.recoveries,
                 "events": policy.events,
                 "sizes": policy.sizes.state_dict(),
-                "largest": policy.micro_batch_size,
+                "largest": policy.sizing.micro_batch_size,
                 "budget": policy.watch.budget,
             }
         ),
@@ -269,7 +269,7 @@ class Presses(L.Callback):
             self.pressed = strategy.shrink("a test")
             self.after = strategy.micro_batch_size
         if batch_idx == 1 and rank() == 1:
-            strategy.policy._smaller("too much", has_failed=True)
+            strategy.policy.sizing.shrink("too much", has_failed=True)
 
 
 def sizes() -> dict[str, Any]:

@@ -190,7 +190,7 @@ def _ours(
         trainer.fit(module, datamodule=data)
     return {
         "lengths": data.padded_lengths,
-        "micro_batch_size": strategy.policy.micro_batch_size,
+        "micro_batch_size": strategy.policy.sizing.micro_batch_size,
         "events": strategy.policy.events,
         "loss": float(trainer.callback_metrics["train/loss"]),
         "lightning": L.__version__,

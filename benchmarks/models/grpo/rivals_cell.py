@@ -253,7 +253,7 @@ def _ours(
             "sampling_seconds": sampler.seconds,
             "decoding": sampler.decoding,
             "sampling_gap": float(trainer.callback_metrics["train/sampling_gap"]),
-            "micro_batch_size": strategy.policy.micro_batch_size,
+            "micro_batch_size": strategy.policy.sizing.micro_batch_size,
             "events": strategy.policy.events,
             "loss": float(trainer.callback_metrics["train/loss"]),
             "lightning": L.__version__,

@@ -92,7 +92,7 @@ class Pull(L.Callback):
             )
             policy.recomputation.set(wanted, why="as the benchmark has it")
         if self.memory_options.get("loss_chunk") is not None:
-            policy.memory_options.set_loss_chunk(self.memory_options["loss_chunk"], why="as the benchmark has it")
+            policy.applied_options.set_loss_chunk(self.memory_options["loss_chunk"], why="as the benchmark has it")
 
 
 def memory_options_of(strategy: UnifiedStrategy) -> dict[str, Any]:

@@ -24,7 +24,7 @@ __all__ = ["Guard", "Hog", "Machine"]
 
 MIB = 2**20
 _CHUNK = 4 * MIB
-_SHORT = 0.05  # the share of the pool below which PressureReader warns (hardware/pressure.py)
+_SHORT = 0.05  # the share of the pool below which PressureReader warns (hardware/pressure/reader.py)
 _KILL_ABOVE = 48 * MIB  # what the pool may be overrun by before the run is killed: late touches of pages, not growth
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_unified.cost_model.backends import mimic
 from lightning_unified.errors import DryRunError
 from lightning_unified.nn.recomputing import RecomputePolicy
-from lightning_unified.options import LossChunk, RecomputedBlocks
+from lightning_unified.options import CheckpointedBlocks, LossChunk
 from lightning_unified.planner.dry_run.counters import Counters
 from lightning_unified.planner.dry_run.fake_batch import Template
 from lightning_unified.planner.dry_run.kernels import KERNELS
@@ -162,7 +162,7 @@ class FakeFit:
         self._settings = spec.trainer_settings()
         plugin, dtype = fake_copy_precision(spec.precision, device_type=_DEVICE.type)
         self._copy = self._fake_module(dtype)
-        self._recomputed: RecomputedBlocks | None = None
+        self._recomputed: CheckpointedBlocks | None = None
         self.recompute(recompute)
         if spec.loss_chunk is not None:
             LossChunk(self._copy, spec.loss_chunk)
@@ -218,7 +218,7 @@ class FakeFit:
             self._recomputed.undo()
         if isinstance(policy, bool):
             policy = RecomputePolicy(blocks="all" if policy else 0)
-        self._recomputed = None if policy is None else RecomputedBlocks(self._copy, policy)
+        self._recomputed = None if policy is None else CheckpointedBlocks(self._copy, policy)
 
     @property
     def can_go_on(self) -> bool:

@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from lightning_unified.errors import DryRunError
 from lightning_unified.micro_batches import MicroBatchRules
+from lightning_unified.options import MemoryOptions
 from lightning_unified.planner.dry_run.kernels import choose_kernel, host_state
 from lightning_unified.planner.fake.recorder import Recorder
 from lightning_unified.precision import MixedPrecision
-from lightning_unified.step.backward import PartwiseBackward
 from lightning_unified.step.evaluation import EvaluationSteps
 from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.loop.backward import MicroBatchBackward
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
@@ -32,7 +33,7 @@ _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
-class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
+class DryRunStrategy(MicroBatchBackward, SingleDeviceStrategy):
     """Runs steps as `UnifiedStrategy` does, and sets the recorder's phase.
 
     Args:
@@ -64,19 +65,14 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         is_prepared: bool = False,
     ) -> None:
         super().__init__(device=str(device), accelerator=_Nothing())
-        self.policy = MemoryPolicy(
-            _NoBudget("auto"),
+        options = MemoryOptions(
             micro_batch_size=micro_batch_size or "auto",
-            evaluation_micro_batch_size="auto",
-            recover=True,
-            optimizer_rollback=False,
             micro_batches=micro_batches,
             batch_norm="micro",
             check_split=False,
-            window_mean="batches",
-            remember=None,
         )
-        self.policy.known_roles = dict(roles)
+        self.policy = MemoryPolicy(options, _NoBudget("auto"))
+        self.policy.batches.known_roles = dict(roles)
         self._is_prepared = is_prepared
         self.steps = 0
         self._recorder, self._kernel, self._backend = recorder, kernel, backend
@@ -108,7 +104,7 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         """
         assert self.lightning_module is not None
         self.policy.most_chunks = parts
-        self.policy.sizes = MicroBatchSize(micro_batch_size or "auto")
+        self.policy.sizing.training = MicroBatchSize(micro_batch_size or "auto")
         self.policy.begin(self.lightning_module, self.optimizers, precision="")
 
     @override
@@ -138,9 +134,9 @@ class DryRunStrategy(PartwiseBackward, SingleDeviceStrategy):
         return loss
 
     @override
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         self._recorder.backward_begins()
-        scaled = super().backward_part(loss, optimizer, share)
+        scaled = super().backward_micro_batch(loss, optimizer, share)
         self._backward_ends()
         return scaled
 

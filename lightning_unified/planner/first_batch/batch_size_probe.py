@@ -16,8 +16,8 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.recovery.aside import Undone, gradient_sample
 from lightning_unified.step.recovery.oom import caught
+from lightning_unified.step.recovery.undone_run import Undone, gradient_of_step
 from lightning_unified.step.split import BatchShape
 
 __all__ = ["BatchSizeProbe", "ProbeResult", "probe_sizes"]
@@ -53,7 +53,7 @@ class BatchSizeProbe:
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy) -> None:
         self._trainer, self._policy = trainer, policy
-        self._splitter = policy.splitter("fit")
+        self._splitter = policy.batches.splitter("fit")
 
     def run(self, batch: Any, shape: BatchShape, *, step: Callable[[Any], ClosureResult]) -> ProbeResult | None:
         """Return the size that fits.
@@ -101,7 +101,7 @@ class BatchSizeProbe:
 
         def run() -> None:
             with Undone(self._trainer):
-                gradient_sample(self._trainer, step)
+                gradient_of_step(self._trainer, step)
 
         _, reason = caught(run)
         peak = watch.measured_peak().bytes
@@ -146,8 +146,8 @@ def probe_sizes(
     found = None
     if (
         shape is not None
-        and not policy.refuses_cut(shape)
-        and policy.splitter("fit").refusal(batch, shape.rows) is None
+        and not policy.splits.refuses(shape.rows)
+        and policy.batches.splitter("fit").refusal(batch, shape.rows) is None
     ):
         try:
             found = BatchSizeProbe(trainer, policy).run(batch, shape, step=step)

@@ -166,7 +166,7 @@ class DistributedPlanning(StepPlanning):
         """Predict the step again if another rank asked for a smaller micro-batch size."""
         if self._mine is None or self.prediction is None or shape is None or self._settled is None:
             return
-        rows = self._policy.sizes.at_once(shape)
+        rows = self._policy.sizes.micro_batch_size(shape)
         if rows < self.prediction.rows:
             self.prediction = self._mine.planner.predict(self._settled, micro_batch_size=rows)
             self.reason = f"{self.reason}; micro-batch size {rows}, as the most careful rank has it"

@@ -54,7 +54,7 @@ def planner_of(
         trainer=trainer,
         calibration=calibration,
         limits=SizeLimits(
-            unit=None if shape is None or not policy.refuses_cut(shape) else shape.rows,
+            unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
             least=policy.sizes.least,
             micro_batch_size=policy.sizes.limit,
         ),
@@ -74,8 +74,8 @@ def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: st
         precision,
         # an earlier run, or shorter rows, needed full recomputation: less of it is not tried
         policies=[now] if now is not None and now.everything else policy.recomputation.choices(),
-        kernels=policy.memory_options.kernel_choices(scaled=scaled),
-        chunks=policy.memory_options.chunk_choices(),
+        kernels=policy.applied_options.kernel_choices(scaled=scaled),
+        chunks=policy.applied_options.chunk_choices(),
     )
 
 

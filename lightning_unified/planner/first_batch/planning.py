@@ -156,7 +156,7 @@ class StepPlanning:
         sizes = self._policy.sizes
         was_asked = shape.elements in self.shorter or len(self.shorter) >= _SHORTER
         is_known = self.prediction is None or sizes.runs_whole or sizes.is_proven(shape)
-        return not was_asked and not is_known and not self._policy.refuses_cut(shape)
+        return not was_asked and not is_known and not self._policy.splits.refuses(shape.rows)
 
     def plan_shorter(self, batch: Any, shape: BatchShape) -> None:
         """Plan the micro-batch size for shorter rows, with the memory options that are set.
@@ -249,6 +249,6 @@ def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: s
     ):
         policy.recomputation.set(combination.recompute, why=why)
     if combination.optimizer_kernel is not None:
-        policy.memory_options.set_kernel(combination.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
+        policy.applied_options.set_kernel(combination.optimizer_kernel, why=why)  # pyright: ignore[reportArgumentType]
     if combination.loss_chunk is not None:
-        policy.memory_options.set_loss_chunk(combination.loss_chunk, why=why)
+        policy.applied_options.set_loss_chunk(combination.loss_chunk, why=why)

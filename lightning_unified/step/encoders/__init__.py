@@ -1,4 +1,4 @@
-"""Row-wise submodules that run in checkpointed chunks of rows inside one `training_step` on the whole batch."""
+"""Encoders of a loss over pairs, run in checkpointed chunks of rows inside one step."""
 
 from lightning_unified.step.encoders.chunked import Encoders, encoders_of
 

@@ -1,4 +1,4 @@
-"""The arguments and results of one call: split into chunks of rows, and merged along the first dimension."""
+"""Split the arguments of one encoder call into chunks of rows, and merge the results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

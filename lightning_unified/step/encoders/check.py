@@ -1,4 +1,4 @@
-"""Whether an encoder treats each row by itself: a few rows of a real call, run whole and in chunks, with nothing of it left behind."""
+"""Check that an encoder treats each row by itself, on a few rows of a real call."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.step.encoders.aside import Aside, everything_off, noise_off, statistics_off, written
 from lightning_unified.step.encoders.calls import (
     EncoderCall,
     NotRowWiseError,
@@ -17,6 +16,13 @@ from lightning_unified.step.encoders.calls import (
     mapped,
     merged,
     split_call,
+)
+from lightning_unified.step.encoders.isolation import (
+    IsolatedEncoder,
+    everything_off,
+    noise_off,
+    statistics_off,
+    written,
 )
 from lightning_unified.step.recovery.oom import caught, release_cached_memory
 
@@ -57,7 +63,7 @@ class EncoderCheck:
         self._told: set[tuple[str, str]] = set()
 
     def next_step(self) -> None:
-        """Note that another step runs in chunks."""
+        """Record that another step runs in chunks."""
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:
             self._seen.clear()
@@ -85,7 +91,7 @@ class EncoderCheck:
             self._say(call.name, "is not checked", f"memory ran out in {rows} of its rows")
 
     def _look(self, call: EncoderCall, few: dict[Any, Any], sizes: Sequence[int]) -> None:
-        with Aside(call.encoder, self._device) as aside, torch.no_grad():
+        with IsolatedEncoder(call.encoder, self._device) as aside, torch.no_grad():
             statistics_off(call.encoder)
             if self._draws(call, few, sizes, aside):
                 self._say(
@@ -110,7 +116,7 @@ class EncoderCheck:
             self._tell(told)
             log.log(logging.WARNING if what == "is not checked" else logging.INFO, "The %s.", told)
 
-    def _draws(self, call: EncoderCall, few: dict[Any, Any], sizes: Sequence[int], aside: Aside) -> bool:
+    def _draws(self, call: EncoderCall, few: dict[Any, Any], sizes: Sequence[int], aside: IsolatedEncoder) -> bool:
         """Return whether a call draws random numbers.
 
         Raises:
@@ -142,7 +148,7 @@ class EncoderCheck:
         Raises:
             NotRowWiseError: If they are further apart than rounding.
         """
-        with Aside(call.encoder, self._device):
+        with IsolatedEncoder(call.encoder, self._device):
             quieten(call.encoder)
             whole = self._result(call, call.function(_own(few)))
             chunks = split_call(call.with_arguments(few, sizes), sizes)

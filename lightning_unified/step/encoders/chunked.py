@@ -1,6 +1,7 @@
-"""Encoders of one module: their calls run in chunks of rows, each chunk recomputed in the backward pass."""
+"""Run a module's encoders in chunks of rows and recompute each chunk in backward."""
 
 import copy
+import difflib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import lightning as L
 from torch import Tensor, nn
 
-from lightning_unified.errors import SplitError
+from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.nn.checkpoint import recompute_call
 from lightning_unified.step.encoders.calls import (
     EncoderCall,
@@ -21,12 +22,11 @@ from lightning_unified.step.encoders.calls import (
     split_call,
 )
 from lightning_unified.step.encoders.check import EncoderCheck
-from lightning_unified.step.encoders.names import find_encoders
 from lightning_unified.step.exactness.gradients import tolerance_in_training
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.split import part_sizes
+from lightning_unified.step.split import split_rows
 
-__all__ = ["Encoders", "encoders_of"]
+__all__ = ["Encoders", "encoders_of", "find_encoders"]
 
 T = TypeVar("T")
 
@@ -37,17 +37,17 @@ def encoders_of(trainer: L.Trainer, policy: MemoryPolicy, stage: str) -> "Encode
     Raises:
         ConfigurationError: If a name is no submodule's.
     """
-    module, names = trainer.lightning_module, policy.rules(stage).encoders
+    module, names = trainer.lightning_module, policy.batches.of(stage).encoders
     if not names:
         return None
     encoders, check = find_encoders(module, names), None
-    if policy.check_split:
+    if policy.batches.checks("fit"):
         check = EncoderCheck(
             trainer.strategy.root_device, limit=tolerance_in_training(trainer), tell=policy.events.append
         )
     sizes = policy.sizes if stage == "fit" else policy.evaluation_sizes
     return Encoders(
-        encoders, whose=type(module).__name__, unit=policy.rules(stage).unit, least=sizes.least, check=check
+        encoders, whose=type(module).__name__, unit=policy.batches.of(stage).unit, least=sizes.least, check=check
     )
 
 
@@ -120,7 +120,7 @@ class Encoders:
             function=function,
             arguments=call,
             roles=self._roles(stand_in.name, call, rows),
-            sizes=part_sizes(rows, limit=self._rows, unit=self._unit, least=self._least),
+            sizes=split_rows(rows, micro_batch_size=self._rows, unit=self._unit, least=self._least),
         )
         try:
             return self._in_chunks(made)
@@ -217,3 +217,24 @@ def _of_one(function: Callable[..., Any], count: int) -> Callable[[dict[Any, Any
 def _versions(call: dict[Any, Any]) -> Sequence[int]:
     tensors = (leaf for _, leaf in leaves_of(call) if isinstance(leaf, Tensor) and not leaf.is_inference())
     return [tensor._version for tensor in tensors]
+
+
+def find_encoders(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the submodules of `module` with these names, each once.
+
+    Raises:
+        ConfigurationError: If a name is no submodule's; the message names the nearest ones.
+    """
+    known = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3) or [one for one in known if "." not in one]
+            raise ConfigurationError(
+                f"MicroBatchRules(encoders=…) names {name!r}, and {type(module).__name__} has no such submodule; "
+                f"give names as in named_modules(), such as {', '.join(map(repr, near))}."
+                if near
+                else f"MicroBatchRules(encoders=…) names {name!r}, and {type(module).__name__} has no submodules."
+            )
+        found.setdefault(id(known[name]), (name, known[name]))
+    return dict(found.values())

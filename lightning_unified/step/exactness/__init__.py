@@ -1,17 +1,35 @@
-"""The exactness check: whether a batch's gradient, outputs, logs and state are those of its micro-batches put together.
+"""The exactness check: does a split batch give the gradient, results and state of the whole batch?
+
+The idea. A batch B of n rows is split into micro-batches B_1 … B_k. If the module treats rows independently and its loss is a mean over
+terms, the gradient of B is a weighted sum of the micro-batches' gradients:
+
+    g(B) = sum_i w_i g(B_i),    w_i = terms(B_i) / terms(B)
+
+Neither condition can be read off a module. A contrastive loss mixes rows. A class-weighted mean has terms that nobody counts. So the check
+tries it: it runs some rows whole, runs the same rows in three unequal micro-batches, and compares every result of both.
+
+1. *Rows* are chosen so that labels, masks, lengths and missing values differ among the micro-batches (`rows`).
+2. *Runs* are undone: gradients, buffers, attributes, logs and random generators are restored after each (`run`).
+3. *Random draws* of the whole run are recorded and replayed by row, so that dropout does not hide a difference (`draws`).
+4. *Gradients* are compared parameter by parameter, up to rounding, under each candidate rule for the weights w_i (`gradients`, `losses`).
+5. *Results*, that is outputs, logs, metrics and written state, get a merge rule, such as a mean or a concatenation (`results`).
+6. *Verdict*: a loss rule agrees, or none does and the module is refused, or gradients are undecided (`judge`, `verdict`).
+
+A check is a sample, so it is repeated: at split batches 1, 2, 4, 8, …, and before the update of a batch with new facts (`check`,
+`facts`). A check that does not fit into memory runs with activation checkpointing, or on the CPU (`examination`, `host`).
 
 | module | subject |
 |---|---|
-| check | when a batch is checked, and what follows |
-| judge | one trial: rows run whole, the same rows in parts, all results compared |
-| run | one run of `training_step` and its backward pass, with everything it made, undone afterwards |
-| rows | which rows of a batch are checked, and in which parts |
-| profile | what is new in a batch: label values, zeros, masks, lengths |
-| draws | random draws of the whole run, replayed by row in the parts |
-| host_draws | draws by Python and NumPy, made the same for every row |
-| gradients | whether two gradients agree but for rounding |
-| losses | by what the losses of micro-batches are weighted |
-| merging, results | how values of micro-batches become the whole batch's |
-| written | what the step writes into its module |
+| check | the schedule in training, and the outcome |
+| evaluation | the check of validation, test and predict steps |
+| examination | where a check runs: device, activation checkpointing, CPU |
+| judge, comparison | one trial: whole and split runs, all results compared |
+| run | one run of `training_step` and its backward pass, undone afterwards |
+| rows | the rows of a check, and their split |
+| gradients | whether two gradients agree up to rounding |
+| losses, verdict | candidate loss rules, the shares they give, and the verdict |
+| results | the merge rules of one stage |
+| draws | random draws, recorded and replayed or made equal |
+| facts | what is new in a batch, its module, or the run's progress |
 | host | running a module on the CPU |
 """

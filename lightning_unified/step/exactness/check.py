@@ -1,4 +1,4 @@
-"""When a split batch is checked, and what follows: a rule for its losses, rules for its results, or a refusal.
+"""The schedule of the exactness check, and its outcome: loss and merge rules, or a refusal.
 
 A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
 returned and logged values, and what the step writes. It is a sample, so it is made again:
@@ -38,7 +38,7 @@ _RETRIES = 3  # batches on which an undecided check is made again at once; after
 
 
 class ExactnessCheck:
-    """Finds out whether batches may be split, and how their results are put together.
+    """Finds out whether batches may be split, and how their results are merged.
 
     Args:
         trainer: In `fit`.
@@ -76,15 +76,15 @@ class ExactnessCheck:
         self._remembered: dict[str, Any] | None = None
 
     def verdict(
-        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int, batch_idx: int
+        self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int, batch_idx: int
     ) -> Verdict:
-        """Return by what the micro-batches of this batch are weighted; checks it first if it is due.
+        """Return the loss rule of this batch, after a check of the batch if one is due.
 
         Args:
             kwargs: Of `training_step`, the batch first.
             rows: Of the batch.
             unit: Rows that stay together.
-            at_once: Rows of its largest micro-batch.
+            micro_batch_size: Rows of its largest micro-batch.
             batch_idx: Its number in the epoch.
 
         Raises:
@@ -94,8 +94,8 @@ class ExactnessCheck:
         if now != self._seen:
             self._seen, self._batches = now, self._batches + 1
         news = self._profiles.news(self._facts(batch, rows))
-        if self._is_due(news, batch, rows=rows, unit=unit, at_once=at_once):
-            self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        if self._is_due(news, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size):
+            self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
             self._profiles.add(self._facts(batch, rows))  # the check may have found that the step reads counters
         assert self._verdict is not None
         return self._verdict
@@ -110,7 +110,7 @@ class ExactnessCheck:
         return facts_of(batch, rows) | counters | figures | self._module_facts.now() | self._outside_facts.now()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what the checks have found, for a checkpoint; None if nothing yet."""
+        """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
         return {
@@ -121,11 +121,11 @@ class ExactnessCheck:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep what the run that this one continues has found, for batches of which a check can tell nothing, as where memory runs out in it."""
+        """Keep the findings of the run that this one continues, for batches that a check cannot decide."""
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
-        """Return what the run that this one continues has found; None if it found nothing that holds for the module as it is now."""
+        """Return the verdict of the run that this one continues; None if none holds for the module now."""
         state = self._remembered
         rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
         if state is None or None in rules:
@@ -148,9 +148,9 @@ class ExactnessCheck:
         *,
         rows: int,
         unit: int,
-        at_once: int,
+        micro_batch_size: int,
     ) -> Verdict:
-        """Check a batch whose step gave something that no check has seen; what stays unknown, nothing puts together.
+        """Check a batch whose step gave something that no check has seen; what stays unknown, no rule merges.
 
         Args:
             kwargs: Of `training_step`, the batch first.
@@ -158,15 +158,15 @@ class ExactnessCheck:
             paths: Where.
             rows: Of the batch.
             unit: Rows that stay together.
-            at_once: Rows of its largest micro-batch.
+            micro_batch_size: Rows of its largest micro-batch.
         """
         assert self._verdict is not None
-        if not self._verdict.conclusive:  # nothing could be told of such batches
+        if not self._verdict.conclusive:  # checks of such batches were undecided
             if table is self.tables.written:
                 left = tuple(sorted({*self._verdict.left, *paths}))
                 self._verdict = self._verdict if left == self._verdict.left else replace(self._verdict, left=left)
             return self._verdict
-        self._check(kwargs, rows=rows, unit=unit, at_once=at_once)
+        self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
         for path in paths:
             if not table.knows(path):
                 table.reject(path)
@@ -179,7 +179,7 @@ class ExactnessCheck:
     def _unmergeable(self) -> tuple[str, ...]:
         return tuple(sorted({*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable}))
 
-    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, at_once: int) -> bool:
+    def _is_due(self, news: frozenset[Fact], batch: Any, *, rows: int, unit: int, micro_batch_size: int) -> bool:
         number, verdict = self._batches, self._verdict
         if verdict is None or news:
             return True
@@ -187,7 +187,9 @@ class ExactnessCheck:
             return True
         if not verdict.conclusive:
             return self._checked_at != number and self._undecided < _RETRIES
-        return len(self._tied) > 1 and self._tells_apart(batch, rows=rows, size=max(at_once // unit * unit, unit))
+        return len(self._tied) > 1 and self._tells_apart(
+            batch, rows=rows, size=max(micro_batch_size // unit * unit, unit)
+        )
 
     def _tells_apart(self, batch: Any, *, rows: int, size: int) -> bool:
         """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
@@ -209,7 +211,7 @@ class ExactnessCheck:
 
     # the check itself
 
-    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, at_once: int) -> None:
+    def _check(self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int) -> None:
         batch = next(iter(kwargs.values()))
         own = declared(self._rules)
         rules = [own] if own else self._candidates(batch, rows)
@@ -218,7 +220,7 @@ class ExactnessCheck:
             rules=rules,
             rows=rows,
             unit=unit,
-            most=UNITS if self._checks else max(at_once // unit, UNITS),
+            most=UNITS if self._checks else max(micro_batch_size // unit, UNITS),
             number=self._checks,
             is_first=self._verdict is None or not self._verdict.conclusive,
             since=self._since(),
@@ -254,7 +256,7 @@ class ExactnessCheck:
         return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _since(self) -> str:
-        """Return what is to be said of batches that were split since the last check that agreed; empty before the first update."""
+        """Return a sentence on batches split since the last check that agreed; empty before the first update."""
         step = self._trainer.global_step
         if self._last_step < 0 or step <= self._last_step:
             return ""

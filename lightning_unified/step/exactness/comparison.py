@@ -1,4 +1,4 @@
-"""What is run in a check, and how the gradients of the whole rows and of their parts compare."""
+"""The runs of one check, and the comparison of whole and split gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,14 +8,14 @@ from typing import Any
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
 from lightning_unified.step.exactness.run import Run
-from lightning_unified.step.results.merging import Parts
+from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = ["Comparison", "SplitRuns", "Trial"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is run.
+    """The rows that a check runs, and their split.
 
     Args:
         batch: The loader's.
@@ -58,13 +58,13 @@ class SplitRuns:
     batches: Sequence[Any]
     runs: Sequence[Run]
 
-    def parts(self, rule: LossRule) -> Parts:
-        """Return what the parts weigh under a rule."""
+    def parts(self, rule: LossRule) -> MicroBatchWeights:
+        """Return the micro-batches' weights under a rule."""
         terms = list(map(float, self.sizes)) if rule.adds else [one * sum(self.sizes) for one in self.shares(rule)]
-        return Parts(self.sizes, terms)
+        return MicroBatchWeights(self.sizes, terms)
 
     def shares(self, rule: LossRule) -> list[float]:
-        """Return by what each part's loss is multiplied."""
+        """Return the factor of each micro-batch's loss."""
         if rule.count is not None:
             require_counts(rule, [float(rule.count(batch)) for batch in self.batches])
         return shares(rule, self.batches, self.sizes)
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def tolerance(self) -> Tolerance:
-        """What counts as rounding in the formats that were computed in."""
+        """The tolerance for the coarsest number format of the runs."""
         runs = (self.whole, *self.split.runs)
         return Tolerance.of({one for run in runs for one in run.formats})
 

@@ -1,4 +1,4 @@
-"""How results of a validation, test or predict step that ran in micro-batches become the whole batch's: found out as in training.
+"""The exactness check of validation, test and predict steps.
 
 There is no gradient to compare. Some rows run whole and in parts, and what the step returns, logs, counts and writes is compared. A check
 is made before the first split batch of a stage, before split batches 2, 4, 8, …, before one that differs in kind from those checked, and
@@ -22,7 +22,7 @@ from lightning_unified.step.exactness.results import Tables, learn_results, refu
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
 from lightning_unified.step.exactness.run import Results, aside, copied
 from lightning_unified.step.recovery.oom import caught, is_out_of_memory
-from lightning_unified.step.results.merging import Parts, merged, same
+from lightning_unified.step.results.merging import MicroBatchWeights, merged, same
 from lightning_unified.step.results.trees import all_values
 from lightning_unified.step.results.written import drawn_unequally
 
@@ -30,12 +30,12 @@ __all__ = ["EvaluationCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal parts
+_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal micro-batches
 _ROUNDING = 1e-6  # relative; of a mean of equal values
 
 
 class EvaluationCheck:
-    """Finds the rules by which results of one stage are put together.
+    """Finds the rules by which results of one stage are merged.
 
     Args:
         trainer: Whose evaluation it is.
@@ -63,7 +63,7 @@ class EvaluationCheck:
         self._said: set[str] = set()
 
     def look(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, micro_batch_size: int, likely: LossRule
     ) -> None:
         """Check a batch before it runs in micro-batches, if that is due.
 
@@ -72,23 +72,23 @@ class EvaluationCheck:
             batch: Whole.
             rows: Of it.
             unit: Rows that stay together.
-            at_once: Rows of its largest micro-batch.
+            micro_batch_size: Rows of its largest micro-batch.
             likely: By what training weights micro-batches.
 
         Raises:
-            SplitError: If predictions cannot be put together, or the step writes what nothing puts together.
+            SplitError: If predictions cannot be merged, or the step writes what no rule merges.
         """
         self._batches += 1
         news = self._profiles.news(facts_of(batch, rows))
         if news or self._batches & (self._batches - 1) == 0:
-            self.learn(step, batch, rows=rows, unit=unit, at_once=at_once, likely=likely)
+            self.learn(step, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size, likely=likely)
             self._profiles.add(news)
 
     def learn(
-        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, at_once: int, likely: LossRule
+        self, step: Callable[[Any], Any], batch: Any, *, rows: int, unit: int, micro_batch_size: int, likely: LossRule
     ) -> None:
         """Check a batch now; the arguments are those of `look`."""
-        units = min(max(at_once // unit, 2), _UNITS, rows // unit)
+        units = min(max(micro_batch_size // unit, 2), _UNITS, rows // unit)
         while units >= 2:
             reason = caught(
                 lambda units=units: self._checked(step, batch, rows=rows, size=units * unit, unit=unit, likely=likely)
@@ -98,7 +98,7 @@ class EvaluationCheck:
             units //= 2
 
     def unmergeable(self) -> list[str]:
-        """Return names and paths that nothing puts together and that have not been returned before."""
+        """Return names and paths that no rule merges and that have not been returned before."""
         new = [
             name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
         ]
@@ -110,8 +110,8 @@ class EvaluationCheck:
         """The names that the step logs."""
         return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
 
-    def guesses(self, returned: Sequence[Any], parts: Parts) -> dict[str, Sequence[Any]]:
-        """Return those predictions of micro-batches, by path, of which the rules leave open what the whole batch's are.
+    def guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> dict[str, Sequence[Any]]:
+        """Return the paths of predictions whose merge the rules leave open.
 
         Args:
             returned: What the step returned for each micro-batch.
@@ -124,7 +124,7 @@ class EvaluationCheck:
             if path not in table.given and not _is_certain(table.all_rules(path), values, parts)
         }
 
-    def refuse_guesses(self, returned: Sequence[Any], parts: Parts) -> None:
+    def refuse_guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> None:
         """Raise `SplitError` if `guesses` finds any."""
         for path, values in self.guesses(returned, parts).items():
             name = type(self._module).__name__
@@ -212,14 +212,14 @@ class EvaluationCheck:
     ) -> None:
         """Learn from one split, by the first rule of weighting under which most of what is logged fits."""
         tolerance = Tolerance.of(whole.formats).relative
-        best: tuple[int, LossRule, Parts] | None = None
+        best: tuple[int, LossRule, MicroBatchWeights] | None = None
         for rule in self._weights(batch, sum(sizes), likely):
             try:
                 terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
             except Exception as error:  # the user's count: one declared for training batches need not know these
                 log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
                 continue
-            parts = Parts(sizes, terms)
+            parts = MicroBatchWeights(sizes, terms)
             trial = Tables.of(self._rules.merge)
             learn_results(trial, whole, runs, parts, tolerance=tolerance)
             lacking = len(trial.logs.unmergeable) + len(trial.outputs.unmergeable)
@@ -241,7 +241,7 @@ class EvaluationCheck:
         return [self.rule, *first, *(rule for rule in candidates(batch, rows) if not rule.adds)]
 
 
-def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: Parts) -> bool:
+def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: MicroBatchWeights) -> bool:
     """Return whether values are rows one after another, or always the same, and no other rule that fits gives anything else here.
 
     A constant 0 is a sum too. The two rules differ only where a value is no longer 0, and a check there tells them apart.

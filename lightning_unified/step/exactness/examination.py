@@ -1,4 +1,4 @@
-"""How a check is made: on as many rows as fit, on the device, with activation checkpointing, or on the CPU."""
+"""Where a check runs: on the device, with activation checkpointing, or on the CPU."""
 
 import logging
 from collections import OrderedDict
@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, SplitError
-from lightning_unified.options.recomputed_blocks import ALL, RecomputedBlocks
+from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
 from lightning_unified.step.exactness.comparison import Trial
 from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.judge import Findings, Judge
@@ -27,12 +27,12 @@ __all__ = ["UNITS", "Check", "Examination"]
 log = logging.getLogger("lightning_unified")
 
 _AT_FIRST = 32  # units of the first check where so many are predicted to fit; judgement: a hard tenth of the rows is three of them
-UNITS = 8  # of rows in checks after the first; judgement: three unequal parts with something in each
+UNITS = 8  # of rows in checks after the first; judgement: enough for three unequal micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check is to examine.
+    """The arguments of one check.
 
     Args:
         kwargs: Of `training_step`, the batch first.
@@ -90,7 +90,7 @@ class Examination:
         self._largest: int | None = None
 
     def findings(self, check: Check) -> Findings | str:
-        """Return what a check finds; or why nothing can be told.
+        """Return the findings of a check, or why it is undecided.
 
         Args:
             check: What to examine.
@@ -156,7 +156,7 @@ class Examination:
 
     def _recomputed(self, check: Check, units: int) -> Findings | str | None:
         try:
-            blocks = RecomputedBlocks(self._trainer.lightning_module, ALL)
+            blocks = CheckpointedBlocks(self._trainer.lightning_module, ALL)
         except ConfigurationError:  # the module has no blocks, or is recomputed already
             return None
         try:
@@ -198,7 +198,7 @@ class Examination:
         return None
 
     def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
-        """Return what the first check finds once rows are split in another way too, with dropout if the module has any.
+        """Repeat the first check on another split, with dropout if the module has any; return both findings.
 
         Two splits tell a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """
@@ -209,7 +209,7 @@ class Examination:
         if again.is_quiet and again.split == trial.split:  # two units are split in one way only
             return found
         other = judge.findings(check.kwargs, again, rules, since=check.since)
-        if isinstance(other, str) and units < all_units:  # of a few rows nothing can be told
+        if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
             other = judge.findings(check.kwargs, self._again(check, trial, all_units), rules, since=check.since)
         return other if isinstance(other, str) else found.joined(other)
 

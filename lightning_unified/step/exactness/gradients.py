@@ -1,4 +1,4 @@
-"""Whether the gradients of parts, put together, are the whole's but for rounding: parameter by parameter, on samples of their entries.
+"""Compare split gradients with whole ones, parameter by parameter, up to rounding.
 
 Parameter p agrees if
 
@@ -31,7 +31,7 @@ from torch import Tensor
 __all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sample_gradients", "tolerance_in_training"]
 
 _DOUBLE = 1e-6
-_TF32 = 2e-3  # what ten bits of mantissa round to over a deep model
+_TF32 = 2e-3  # rounding of ten mantissa bits over a deep model
 _ENTRIES = 8192  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 
 
@@ -54,7 +54,7 @@ class Tolerance:
 
 
 def tolerance_in_training(trainer: L.Trainer) -> float:
-    """Return up to which relative difference two results of the step as it trains, with autocast and TF32, are the same but for rounding."""
+    """Return the relative rounding error between two results of the step with autocast and TF32."""
     formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
     found = Tolerance.of({*formats, mixed} if mixed else formats).relative
@@ -133,7 +133,7 @@ def _device_of(groups: Sequence[_Group]) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The parameter whose gradient differs most, as a multiple of what is tolerated.
+    """The parameter whose gradient differs most, as a multiple of the tolerance.
 
     Args:
         excess: Difference over tolerance; at most 1 is rounding.

@@ -1,4 +1,4 @@
-"""Running a module on the CPU in float32, on copies of its weights, and leaving it as it was."""
+"""Run a module on the CPU in float32, on copies of its weights."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
             metric.to("cpu")
         undo.callback(setattr, strategy, "_precision_plugin", strategy._precision_plugin)
         strategy._precision_plugin = Precision()
-        if "torch._dynamo" in sys.modules:  # what is compiled is compiled for the device
+        if "torch._dynamo" in sys.modules:  # compiled code is compiled for the device
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         yield trained
 

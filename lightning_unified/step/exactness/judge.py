@@ -1,4 +1,4 @@
-"""The judgement on one trial: some rows run whole, the same rows in parts, and every result of both compared."""
+"""One trial: run rows whole and in micro-batches, and compare every result."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ _DRAWN = "random draws, such as dropout's, are made for each micro-batch, not fo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What a trial showed.
+    """The findings of one trial.
 
     Args:
         agreeing: The loss rules under which gradients agree, the closest first.
@@ -50,7 +50,7 @@ class Findings:
     noise: str
 
     def joined(self, other: "Findings") -> "Findings":
-        """Return what this and a trial of the rules that agreed in this show together."""
+        """Return these findings combined with those of a later trial of the agreeing rules."""
         names = {rule.name for rule in self.agreeing}
         return replace(
             self,
@@ -62,7 +62,7 @@ class Findings:
 
 
 class Judge:
-    """Compares a whole run with split ones, and learns how their results are put together.
+    """Compares a whole run with split ones, and learns how their results are merged.
 
     Args:
         runner: Runs the step aside.
@@ -77,10 +77,10 @@ class Judge:
     def findings(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule], *, since: str
     ) -> Findings | str:
-        """Return what the trial shows, or why nothing can be told.
+        """Return the findings of a trial, or why it is undecided.
 
         Args:
-            kwargs: Of `training_step`, the undivided batch first.
+            kwargs: Of `training_step`, the whole batch first.
             trial: What to run.
             rules: The loss rules that may hold.
             since: What to say of batches that were split before, in a refusal.
@@ -234,7 +234,7 @@ class Judge:
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
     def _closest(self, comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
-        """Return the rule under which most of what is logged and returned can be put together, where gradients say nothing."""
+        """Return the rule under which most of what is logged and returned can be merged, where gradients say nothing."""
         tolerance = comparison.tolerance.relative
 
         def lacking(rule: LossRule) -> int:
@@ -245,7 +245,7 @@ class Judge:
         return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)
 
     def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
-        """Learn how results are put together; refuse state that nothing puts together, unless an equal run writes it differently."""
+        """Learn how results are merged; refuse state that no rule merges, unless an equal run writes it differently."""
         tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
         parts = split.parts(rule)
         troubles = learn_results(self._tables, whole, split.runs, parts, tolerance=tolerance)

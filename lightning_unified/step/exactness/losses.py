@@ -1,4 +1,4 @@
-"""By what the losses of micro-batches are weighted: the candidates, and which of them a batch can tell apart."""
+"""Loss rules: the candidate weights of micro-batches, and the shares they give."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,11 +9,22 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.facts.leaves import leaf_at, named_tensors
+from lightning_unified.step.exactness.facts.fields import leaf_at, named_tensors
+from lightning_unified.step.results.merging import MicroBatchWeights
 
-__all__ = ["LossRule", "Terms", "candidates", "declared", "likeliest", "require_counts", "restored", "shares"]
+__all__ = [
+    "LossRule",
+    "Terms",
+    "Weighting",
+    "candidates",
+    "declared",
+    "likeliest",
+    "require_counts",
+    "restored",
+    "shares",
+]
 
-IGNORED = -100  # what torch's cross_entropy leaves out by default (torch/nn/functional.py, `ignore_index`)
+IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
 _DECLARED = ("loss_weight", "loss_is_sum")
 _LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void
@@ -98,7 +109,7 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule of which `state` is the `state_dict`; None if the module declares another one now, or none any more.
+    """Return the rule restored from `state`; None if the module declares another one now, or none any more.
 
     Args:
         state: Of the rule.
@@ -111,7 +122,7 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:
-    """Return the rule to go by where nothing tells: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    """Return the default rule where checks are undecided: scored labels if the batch has labels, else rows; a declared one is the only one."""
     return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
@@ -162,16 +173,76 @@ def _summing(path: str, tensor: Tensor) -> list[LossRule]:
 
 
 def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
-    """Raise `SplitError` if what a rule counted in micro-batches are no numbers of loss terms."""
+    """Raise `SplitError` if a rule's counts are no valid numbers of loss terms."""
     if not all(count >= 0 for count in counted):
         raise SplitError(f"{rule.name} gave {list(counted)}: it must give the number of loss terms, 0 or more.")
 
 
 def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return by what each part's loss is multiplied; by rows where no part has a term."""
+    """Return the factor of each micro-batch's loss; by rows where none has a term."""
     if rule.adds:
         return [1.0] * len(parts)
     counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]
     if not sum(counted):
         counted = [float(size) for size in sizes]
     return [count / sum(counted) for count in counted]
+
+
+class Weighting:
+    """The share of each micro-batch in its batch.
+
+    If the loss is a mean over terms (samples, tokens), the batch's loss and gradient are those of the micro-batches averaged by their
+    numbers of terms. Losses that are sums add up. A batch without any loss term is weighted by rows: whatever the module makes of it, 0 or
+    NaN, the whole batch's is the same.
+
+    Args:
+        rule: By what micro-batches are weighted.
+        batches: The micro-batches.
+        rows: Of each.
+        zero_by_rows: Whether a batch without any loss term is weighted by rows.
+
+    Raises:
+        SplitError: If the rule's count gave a negative or no number.
+    """
+
+    def __init__(
+        self, rule: LossRule, batches: Sequence[Any], rows: Sequence[int], *, zero_by_rows: bool = True
+    ) -> None:
+        self._adds = rule.adds
+        counted = list(map(float, rows))
+        if rule.count is not None and not rule.adds:
+            counted = _on_host([rule.count(batch) for batch in batches])
+        require_counts(rule, counted)
+        weights = counted if sum(counted) or not zero_by_rows else list(map(float, rows))
+        self.parts = MicroBatchWeights(list(rows), weights)
+
+    @property
+    def terms(self) -> float:
+        """The loss terms of the whole batch; its rows where nothing else is known."""
+        return sum(self.parts.terms)
+
+    def share(self, index: int) -> float | None:
+        """Return a micro-batch's share of the batch, 0 to 1; None if its loss is its share already."""
+        return None if self._adds else self.parts.terms[index] / sum(self.parts.terms)
+
+    def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the whole batch's loss: the shares of the micro-batches' losses, added; None if none gave one.
+
+        Raises:
+            SplitError: If some micro-batches with loss terms gave no loss.
+        """
+        given = [(loss, self.share(index)) for index, loss in enumerate(losses) if loss is not None]
+        if given and len(given) != sum(1 for weight in self.parts.terms if weight):
+            raise SplitError(
+                "training_step returned None for some micro-batches of a batch and a loss for others, so the batch was not split exactly; "
+                'let it return a loss for every micro-batch, or leave micro_batch_size="auto" and raise the budget so that batches run whole.'
+            )
+        shares = [loss if share is None else loss * share for loss, share in given]
+        return torch.stack(shares).sum() if shares else None
+
+
+def _on_host(weights: list[Any]) -> list[float]:
+    """Return plain numbers; weights given as tensors of a device are read in one transfer."""
+    tensors = [weight.reshape(()) for weight in weights if isinstance(weight, Tensor)]
+    read = iter(torch.stack([one.to(tensors[0].dtype) for one in tensors]).tolist() if tensors else ())
+    return [float(next(read) if isinstance(weight, Tensor) else weight) for weight in weights]

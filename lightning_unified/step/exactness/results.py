@@ -1,4 +1,4 @@
-"""The results of a batch that ran as micro-batches: outputs, logs, metrics and written state, put together by the rules that fit."""
+"""The merge rules of one stage: outputs, logs, metrics and written state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_unified.micro_batches import MergeRules
 from lightning_unified.step.exactness.run import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 
@@ -39,7 +39,7 @@ class Tables:
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
-        """Return tables that begin with what the user has given."""
+        """Return tables that begin with the user's own rules."""
         return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
 
     @property
@@ -53,21 +53,21 @@ class Tables:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was inferred, for a checkpoint."""
+        """Return the inferred rules, for a checkpoint."""
         tables = {name: table.state_dict() for name, table in self._inferred.items()}
         return {"tables": tables, "joins": dict(self.joins)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what the tables of another run have inferred."""
+        """Take the rules that another run inferred."""
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins = dict(state["joins"])
 
 
 def learn_results(
-    tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how outputs, logs, metrics and written state of parts become the whole's.
+    """Learn how outputs, logs, metrics and written state of micro-batches merge.
 
     Args:
         tables: Where the rules are kept.
@@ -77,7 +77,7 @@ def learn_results(
         tolerance: Relative difference that is rounding.
 
     Returns:
-        The paths of what the step writes that nothing puts together.
+        The paths of what the step writes that no rule merges.
     """
     learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
@@ -89,7 +89,9 @@ def learn_results(
     return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
 
 
-def _learn_metrics(tables: Tables, whole: Results, runs: Sequence[Results], parts: Parts, *, tolerance: float) -> None:
+def _learn_metrics(
+    tables: Tables, whole: Results, runs: Sequence[Results], parts: MicroBatchWeights, *, tolerance: float
+) -> None:
     for path, state in whole.metrics.items():
         for name, value in state.items():
             values = [_without_seams(run.metrics.get(path, {}).get(name)) for run in runs]
@@ -113,27 +115,33 @@ def _without_seams(state: Any) -> Any:
 
 
 def _learn_log(
-    tables: Tables, path: str, whole: Logged | None, calls: Sequence[Logged | None], parts: Parts, *, tolerance: float
+    tables: Tables,
+    path: str,
+    whole: Logged | None,
+    calls: Sequence[Logged | None],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> None:
     given = [call for call in calls if call is not None]
     if whole is None or len(given) < len(calls):
         tables.logs.reject(path)
         return
-    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are put together themselves
+    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are merged themselves
         return
     values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
     tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
     if whole.batch_sizes[-1] is None or None in sizes:
         return
     tables.logs.learn(f"batch_size of {path}", sizes, whole.batch_sizes[-1], parts, tolerance=0.0)
-    weighted = Parts(parts.rows, list(map(float, sizes)))
+    weighted = MicroBatchWeights(parts.rows, list(map(float, sizes)))
     tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
     if tables.sized_logs.rule(path) == "mean":
         tables.logs.unmergeable.discard(path)
 
 
 def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
-    """Return what to say of a module whose step writes what nothing puts together.
+    """Return the refusal of a module whose step writes state that what no rule merges.
 
     Args:
         whose: The module's name.

@@ -1,4 +1,4 @@
-"""Which rows of a batch are checked, and in which parts they run beside the whole."""
+"""Choose the rows that a check runs, and split them into unequal micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.leaves import named_tensors
+from lightning_unified.step.exactness.facts.fields import named_tensors
 
 __all__ = ["splits_of", "starts_of", "window"]
 
@@ -17,7 +17,7 @@ _IGNORED = -100
 
 
 def splits_of(units: int) -> list[list[int]]:
-    """Return two ways to split so many units into three unequal parts; fewer or equal ones where there are too few units.
+    """Return two splits of `units` units into three unequal micro-batches, or fewer where units are few.
 
     One split in two equal parts accepts class weights by coincidence in 6 of 158 batches, three parts in none. Two splits tell a mean
     weighted by rows from sums and constants.
@@ -29,12 +29,12 @@ def splits_of(units: int) -> list[list[int]]:
     small = max(units // 6, 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
-    moves = units > 5 and large - middle != 2  # else two parts would become equal
+    moves = units > 5 and large - middle != 2  # else two micro-batches would become equal
     return [[small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]]
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Return where parts of these sizes begin."""
+    """Return the first rows of micro-batches of these sizes."""
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 

@@ -1,4 +1,4 @@
-"""One run of `training_step` and its backward pass over some rows: everything it makes is noted, and then undone."""
+"""Run `training_step` and backward on some rows, record all results, and undo the run."""
 
 import random
 import sys
@@ -22,10 +22,9 @@ from torchmetrics import Metric
 from lightning_unified.step.exactness.draws.replay import DrawMode, NoDraws, WatchPrecision
 from lightning_unified.step.exactness.facts.progress import Counters, WatchedIndex
 from lightning_unified.step.exactness.gradients import GradientSample, sample_gradients
-from lightning_unified.step.recovery.aside import Undone, draws_or_mixes, parameters_of_step, state_of_step
 from lightning_unified.step.recovery.oom import is_out_of_memory
-from lightning_unified.step.results.hooks import inside_hook
-from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
+from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, parameters_of_step, state_of_step
+from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, inside_hook, path_of_log
 from lightning_unified.step.results.metrics import ComputeRecord, UpdateRecord, can_join, metric_state
 from lightning_unified.step.results.silent_loggers import say_direct_logs
 from lightning_unified.step.results.written import Written, written_since
@@ -45,7 +44,7 @@ def is_batch_norm(child: nn.Module) -> bool:
 
 @dataclass(kw_only=True)
 class Results:
-    """What one run of a step returned, logged, counted and wrote.
+    """The outputs, logs, metrics and written state of one run of a step.
 
     Args:
         rows: That ran.
@@ -76,7 +75,7 @@ class Results:
 
 @dataclass(kw_only=True)
 class Run(Results):
-    """What one run of `training_step` and its backward pass made.
+    """The gradient and results of one run of `training_step` and its backward pass.
 
     Args:
         gradient: Samples of it.
@@ -185,7 +184,7 @@ class Runner:
         return self._trainer.strategy.root_device
 
     def release(self) -> None:
-        """Let go of the copies of state that runs have made."""
+        """Drop the copies of state that runs have made."""
         self._state.release()
 
     def run(
@@ -305,7 +304,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch whose tensors are copies, for a step may write them in place."""
+    """Return a batch with copied tensors, because a step may write them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, PackedSequence):

@@ -1,4 +1,4 @@
-"""What the exactness check has found, and what it need not look at: modules whose layers mix rows by themselves."""
+"""The verdict of the exactness check, and layers that mix rows by design."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ __all__ = ["Verdict", "batch_norms_of", "refuse_batch_norm"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the checks have found so far.
+    """The findings of all checks so far.
 
     Args:
         rule: By what micro-batches are weighted.
         conclusive: Whether gradients said so; if not, the rule is only the likeliest one.
         reason: In words: which rule, and how well it agreed, or why nothing could be told.
         noise: What is to be said of random draws; empty if nothing.
-        unmergeable: Names of logged and paths of returned values that nothing puts together.
+        unmergeable: Names of logged and paths of returned values that no rule merges.
         left: Paths that the step writes once a micro-batch, outside what a check runs.
     """
 

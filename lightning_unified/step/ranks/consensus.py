@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other, so that all go on or all stop: over sockets of their own, never over the device."""
+"""Meetings of ranks over their own sockets: all go on, or all stop."""
 
 import struct
 import time
@@ -18,12 +18,12 @@ from lightning_unified.errors import RankError
 
 __all__ = ["Outcome", "Point", "Ranks", "Word"]
 
-_ROLL_CALL_S = 3.0  # judgement: how long the ranks that are still there have to say so once one is missed
-_RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; what follows is the mask of absent gradients
+_ROLL_CALL_S = 3.0  # judgement: seconds in which the remaining ranks must answer once one is missing
+_RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; the mask of absent gradients follows
 
 
 class Point(IntEnum):
-    """Where ranks meet; one that comes to another point than the others has taken another path through the run."""
+    """The points of a run at which ranks meet; different points mean that ranks took different paths."""
 
     ENVIRONMENT = 1
     MODULE = 2
@@ -39,11 +39,11 @@ class Point(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How a rank came to a meeting."""
+    """How the work of a rank before a meeting ended."""
 
     WELL = 0
     SHORT = 1
-    """Memory ran out, and nothing was done that cannot be undone."""
+    """Memory ran out, and everything can be undone."""
     WRITTEN = 2
     """Memory ran out while weights were written."""
     FAILED = 3
@@ -52,16 +52,16 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """What one rank said at a meeting.
+    """The record that one rank sends to a meeting.
 
     Attributes:
-        rank: Whose word it is.
-        point: Where it came to.
-        outcome: How it came there.
-        digest: A number that is to be the same on all ranks; 0 for none.
+        rank: The sender.
+        point: The meeting point it reached.
+        outcome: How its work before the meeting ended.
+        digest: A number that should be equal on all ranks; 0 for none.
         terms: Loss terms in its accumulation window.
         absent: Its parameters without a gradient, a bit each.
-        text: Why, if not well.
+        text: The reason, if the outcome is not `WELL`.
     """
 
     rank: int
@@ -74,19 +74,19 @@ class Word:
 
 
 class Ranks:
-    """The ranks of a run, which meet at fixed points; to be made on all of them at once.
+    """The ranks of a run, which meet at fixed points. All ranks create this object together.
 
-    Meetings run over a group of sockets of their own (gloo): they need no memory of the device and do not wait for what it has
-    still to compute, and no collective of the module's can be taken for one of theirs.
+    Meetings run over a separate group of sockets (gloo). They need no device memory, do not wait for the device's pending work, and cannot
+    be confused with a collective of the module.
 
     Args:
         timeout: How long a rank waits for the others at a meeting; None for torch's own.
 
     Attributes:
-        rank: This one's number.
-        size: How many there are.
-        are_apart: Whether ranks are in the part of a step that each runs, and may run again, for itself.
-        is_over: Whether a meeting ended all of them; nothing can be said any more.
+        rank: The number of this rank.
+        size: The number of ranks.
+        are_apart: Whether ranks are in the section of a step that each runs, and may repeat, by itself.
+        is_over: Whether all ranks stop; no further meeting is possible.
     """
 
     def __init__(self, *, timeout: timedelta | None) -> None:
@@ -98,7 +98,7 @@ class Ranks:
         self.expect(parameters=0)
 
     def expect(self, *, parameters: int) -> None:
-        """Make room for a mask of so many parameters in what is said from here on."""
+        """Reserve bits for a mask of `parameters` parameters in later records."""
         self._mask_bytes = -(-parameters // 8)
         self._table = torch.zeros(self.size, _RECORD.size + self._mask_bytes, dtype=torch.uint8)
 
@@ -112,7 +112,7 @@ class Ranks:
         terms: float = 0.0,
         absent: int = 0,
     ) -> list[Word]:
-        """Wait for all ranks, and return what each has to say, in their order.
+        """Wait for all ranks, and return the record of each, in rank order.
 
         Raises:
             RankError: If another rank failed, is gone, or came to another point.
@@ -130,31 +130,31 @@ class Ranks:
         return words
 
     def exchange(self, point: Point, value: Any) -> list[Any]:
-        """Meet, and return the `value` of each rank; for what is rare, as it is pickled."""
+        """Meet, and return the `value` of each rank. It is pickled, so use it for rare values."""
         self.meet(point)
         with self._losses_named():
             return self._gathered(value)
 
-    def hand_round(self, value: Any, *, source: int) -> Any:
-        """Return on every rank the `value` of rank `source`."""
+    def broadcast_object(self, value: Any, *, source: int) -> Any:
+        """Return the `value` of rank `source` on every rank."""
         box = [value]
         with self._losses_named():
             dist.broadcast_object_list(box, source, group=self._group)
         return box[0]
 
     def broadcast(self, tensor: Tensor, *, source: int) -> None:
-        """Write rank `source`'s `tensor` into this rank's, wherever it lies."""
+        """Write rank `source`'s `tensor` into this rank's, on any device."""
         with self._losses_named():
             dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
 
     def average(self, tensor: Tensor) -> None:
-        """Add up the ranks' `tensor` in place; each has divided its own by the number of ranks before."""
+        """Sum the ranks' `tensor` in place. Each rank divides its own by the number of ranks before."""
         with self._losses_named():
             dist.all_reduce(tensor)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Tell the others of an error in the block where they meet next, so that none waits for this rank."""
+    def reporting_errors(self) -> Iterator[None]:
+        """Report an error inside the block at the next meeting, so that no rank waits for this one."""
         try:
             yield
         except Exception as error:
@@ -165,8 +165,8 @@ class Ranks:
                     self.meet(Point.READY, Outcome.FAILED, text=f"{type(error).__name__}: {first_line}")
             raise
 
-    def part(self) -> None:
-        """Note that all ranks stop, each with an error of its own: no further meeting."""
+    def end(self) -> None:
+        """End all meetings: every rank stops with an error of its own."""
         self.is_over = True
 
     def _word(self, rank: int, text: str = "") -> Word:
@@ -207,7 +207,7 @@ class Ranks:
 
     @contextmanager
     def _losses_named(self) -> Iterator[None]:
-        """Turn the failure of a collective, where ranks are missing, into an error that says which."""
+        """Turn the failure of a collective into an error that names the missing ranks."""
         try:
             yield
         except RankError:
@@ -224,8 +224,8 @@ class Ranks:
             ) from error
 
     def _missing(self) -> list[int]:
-        """Return the ranks that do not answer within some seconds, asked past the sockets that have failed."""
-        dist.destroy_process_group(self._group)  # closes them, so that whoever still waits there learns of it too
+        """Return the ranks that do not answer within some seconds over the store, beside the failed sockets."""
+        dist.destroy_process_group(self._group)  # closes the sockets, so that ranks that still wait there fail too
         deadline = time.monotonic() + _ROLL_CALL_S
         missing = [rank for rank in range(self.size) if rank != self.rank]
         try:
@@ -235,5 +235,5 @@ class Ranks:
                 missing = [rank for rank in missing if not store.check([f"lightning_unified/here/{rank}"])]
                 time.sleep(0.05)
         except RuntimeError:
-            return [0]  # who keeps the store
+            return [0]  # rank 0 keeps the store
         return missing

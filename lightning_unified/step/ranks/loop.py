@@ -1,4 +1,4 @@
-"""The step of several ranks: each runs its own batch, and none begins a collective before all are known to take part in it.
+"""The training step of several ranks: no collective starts before all ranks can join it.
 
 A rank that ran out of memory cannot take part in the reduction that the others have begun, and they would wait for it for ever. So
 everything that may fail and be repeated lies between two meetings of the ranks, and holds no collective:
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.plan_source import PlanSource
+from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
@@ -39,18 +39,18 @@ __all__ = ["DistributedOptimization"]
 
 
 class DistributedOptimization(UnifiedOptimization):
-    """One optimization step of a batch that every rank has a part of.
+    """Runs one optimization step on every rank, each with its own batch.
 
-    Gradients are those of `DistributedDataParallel` over undivided batches: the mean of the ranks' own, reduced once for an
-    accumulation window. A rank may cut its batch into more parts than another does.
+    Gradients are those of `DistributedDataParallel` over whole batches: the mean of the ranks' own, reduced once for an
+    accumulation window. A rank may split its batch into more micro-batches than another.
 
     Args:
         trainer: The Trainer whose batches are run.
-        policy: How to cut and what to do when memory runs out.
+        policy: How to split and what to do when memory runs out.
         ranks: All of them.
         replicas: The module's copies.
         broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
-        foresight: What plans for a batch before it runs, with the other ranks; None where nothing is predicted.
+        planner: Plans for a batch before it runs, with the other ranks; None where nothing is predicted.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class DistributedOptimization(UnifiedOptimization):
         ranks: Ranks,
         replicas: Replicas,
         broadcast_buffers: bool,
-        plan_source: PlanSource | None = None,
+        planner: StepPlanner | None = None,
     ) -> None:
-        super().__init__(trainer, policy, plan_source=plan_source)
+        super().__init__(trainer, policy, planner=planner)
         self._ranks, self._replicas, self._distributed_policy = ranks, replicas, policy
         self._broadcast_buffers = broadcast_buffers
         self._next = Point.GRADIENTS
@@ -73,7 +73,7 @@ class DistributedOptimization(UnifiedOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         results = self.trainer.fit_loop.epoch_loop._results
-        with self._ranks.told():
+        with self._ranks.reporting_errors():
             self._ranks.are_apart = True
             self._logs.forget()
             with self._logs.recording(results):
@@ -107,7 +107,7 @@ class DistributedOptimization(UnifiedOptimization):
             absent=self._replicas.absent() if self._closes_window else 0,
         )
         self._ranks.are_apart = False
-        self._distributed_policy.heard(words)
+        self._distributed_policy.compare(words)
         if not self._closes_window:
             return
         everywhere = reduce(and_, [word.absent for word in words])
@@ -154,7 +154,7 @@ class DistributedOptimization(UnifiedOptimization):
     def _after_weights(
         self, outputs: dict[str, Any] | None, reason: str | None
     ) -> tuple[dict[str, Any] | None, str | None]:
-        """Meet after the optimizer's step; what it left half done on this rank is replaced by what another one has."""
+        """Meet after the optimizer step; resync a rank whose step failed."""
         mine = Outcome.WELL
         if reason is not None:
             restored = self._weights is None or self._weights.restore()
@@ -167,7 +167,7 @@ class DistributedOptimization(UnifiedOptimization):
         if len(well) == len(words):
             return outputs, None
         if not well and written:
-            self._ranks.part()
+            self._ranks.end()
             if mine is not Outcome.WRITTEN:
                 raise RankError(
                     f"memory ran out on every rank while weights were written, and rank {written[0]} had written some; resume from the last "
@@ -177,13 +177,13 @@ class DistributedOptimization(UnifiedOptimization):
             return None, reason
         optimizer = self.trainer.optimizers[0]
         resync(optimizer, self.trainer.precision_plugin, self._ranks, source=well[0], lacks=mine is not Outcome.WELL)
-        # hooks that the failed step did not come to have logged elsewhere what would now wait for this rank
+        # other ranks may have logged in hooks that the failed step did not reach; such logs would wait for this rank
         self._logs.keep(set.intersection(*self._ranks.exchange(Point.RESYNC, self._logs.names)))
-        return (outputs if reason is None else self._taken_over(well[0], reason)), None
+        return (outputs if reason is None else self._finish_resynced(well[0], reason)), None
 
-    def _taken_over(self, source: int, reason: str) -> dict[str, Any]:
-        """Go on as if the step had gone well here: its forward and backward did."""
-        self._distributed_policy.taken_over(source, reason)
+    def _finish_resynced(self, source: int, reason: str) -> dict[str, Any]:
+        """Finish the step after a resync, as if the optimizer step had gone well on this rank."""
+        self._distributed_policy.report_resync(source, reason)
         _forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()
         result = cast("ClosureResult", cast("Closure", self._closure).consume_result())

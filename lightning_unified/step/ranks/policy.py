@@ -1,4 +1,4 @@
-"""What several ranks do about memory: each as one would, and all with the most careful one's sizes."""
+"""The memory policy of several ranks: each reacts as a single process does, and all use the most careful rank's sizes."""
 
 import logging
 import zlib
@@ -20,17 +20,17 @@ _TOGETHER = ("forward", "backward", "optimizer step")
 
 
 class DistributedPolicy(MemoryPolicy):
-    """Decides for one of several ranks, and keeps its sizes those of the others.
+    """The memory policy of one of several ranks: keeps its sizes equal to those of the other ranks.
 
-    A rank learns from its own batches as a single one would. With every batch it says what its sizes come to in one number; where
-    these differ, ranks exchange what they have found after the batch, and all go on with the most careful of it: the union of what
-    failed, the smallest limit under pressure, the shortest time without trouble, recomputation where one turned it on. So a size
-    is given back when every rank has the memory for it. Sizes of evaluations, which each rank runs and recovers by itself, join
-    them at the next training batch.
+    A rank learns from its own batches, as a single process does. With every batch it sends one number that stands for its sizes.
+    Where these numbers differ, the ranks exchange their findings after the batch, and all go on with the most careful ones: the union
+    of the sizes that failed, the smallest limit under pressure, the fewest batches without trouble, and recomputation if one rank
+    turned it on. So a size grows again when every rank has the memory for it. Each rank runs and repeats evaluations by itself. Their
+    sizes are exchanged with those of the next training batch.
 
     Attributes:
-        ranks: All of them, once processes are connected.
-        elsewhere: Which other ranks ran out of memory in the attempt that failed, in words; None if this one did.
+        ranks: All ranks, once their processes are connected.
+        elsewhere: Which other ranks ran out of memory in the attempt that failed, as a sentence; None if this rank did.
     """
 
     ranks: Ranks
@@ -39,18 +39,23 @@ class DistributedPolicy(MemoryPolicy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it has no connection to the other ranks."""
+        """Return the state for another process, without the connection to the other ranks."""
         state = super().__getstate__()
         state.pop("ranks", None)
         return state
 
+    def connect(self, ranks: Ranks) -> None:
+        """Take part in the exchanges of `ranks`; the first rank saves the sizes."""
+        self.ranks = ranks
+        self.sizing.writes_file = ranks.rank == 0
+
     @property
     def digest(self) -> int:
-        """What this rank's sizes come to; 0 where its module's batches turned out to be no matter of size."""
-        return 0 if self._refusal is not None else zlib.crc32(repr(self._found()).encode()) or 1
+        """A number that stands for this rank's sizes; 0 where its batches run whole because they do not split exactly."""
+        return 0 if self.splits.refusal is not None else zlib.crc32(repr(self._found()).encode()) or 1
 
-    def heard(self, words: Sequence[Word]) -> None:
-        """Note whether the ranks' sizes differ."""
+    def compare(self, words: Sequence[Word]) -> None:
+        """Record whether the ranks' sizes differ."""
         self._differ = len({word.digest for word in words} - {0}) > 1
 
     @override
@@ -60,11 +65,11 @@ class DistributedPolicy(MemoryPolicy):
             self.join_sizes()
 
     def join_sizes(self) -> None:
-        """Go on with the most careful rank's sizes; all ranks call it together, and memory has run out on none of them."""
+        """Go on with the most careful rank's sizes. All ranks call it together, when none has run out of memory."""
         before = self.sizes.state_dict()
         self._join()
-        if self._verdict is None and self._before_watch is None and self.sizes.state_dict() != before:
-            self._before_watch = before  # a batch that cannot be cut may go on whole
+        if self.splits.verdict is None and self.sizing.before_overrun is None and self.sizes.state_dict() != before:
+            self.sizing.before_overrun = before  # a batch that does not split exactly may go on whole
 
     @override
     def out_of_memory(
@@ -73,51 +78,51 @@ class DistributedPolicy(MemoryPolicy):
         if self.elsewhere is None or phase not in _TOGETHER:
             super().out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
         else:
-            self.watch.release()
-            if self._verdict is None and self._before_failure is None and phase != "optimizer step":
-                self._before_failure = self.sizes.state_dict()
-            self._before_watch = None
-            self._repeats(f"{self.elsewhere}; the step is repeated on all ranks")
-            self._changed_by = f"smaller: {self.elsewhere}"
+            self._follow(self.elsewhere, phase=phase)
         if phase in _TOGETHER:
             self._join()
 
-    def taken_over(self, source: int, reason: str) -> None:
-        """Note that this rank's optimizer step failed and took its result from rank `source`."""
-        self._repeats(
+    def _follow(self, elsewhere: str, *, phase: str) -> None:
+        """Repeat the step because another rank ran out of memory."""
+        self.watch.release()
+        sizing = self.sizing
+        if self.splits.verdict is None and sizing.before_failure is None and phase != "optimizer step":
+            sizing.before_failure = self.sizes.state_dict()
+        sizing.before_overrun = None
+        self._report_repeat(f"{elsewhere}; the step is repeated on all ranks")
+        sizing.changed_by = f"smaller: {elsewhere}"
+
+    def report_resync(self, source: int, reason: str) -> None:
+        """Record that this rank's optimizer step failed and that it took weights and state from rank `source`."""
+        self._report_repeat(
             f"out of memory in optimizer step ({reason}); weights and optimizer state are taken from rank {source}"
         )
 
-    def _repeats(self, event: str) -> None:
+    def _report_repeat(self, event: str) -> None:
         self.recoveries += 1
         self.events.append(event)
         log.warning("Rank %s: %s.", self.ranks.rank, event)
 
     def _found(self) -> dict[str, Any]:
-        return {kind: value for kind, value in self.sizes_state().items() if kind != "fingerprint"}
+        return {kind: value for kind, value in self.sizing.state_dict().items() if kind != "fingerprint"}
 
     def _join(self) -> None:
-        """Go on with what the most careful rank does; all ranks call it after the same batch or the same failed attempt."""
+        """Take the sizes of the most careful rank. All ranks call it after the same batch or the same failed attempt."""
         self._differ = False
         found = self.ranks.exchange(Point.SIZES, self._found())
         if any(each["recomputes"] for each in found) and not self.recomputation.everything:
-            self.recompute_more("as memory ran out on another rank")
-        if self._refusal is not None:
+            self.sizing.recompute_everything("as memory ran out on another rank")
+        if self.splits.refusal is not None:
             return
-        # what was found without recomputation says nothing of a step with it
+        # sizes found without recomputation say nothing of a step with it
         found = [each for each in found if each["recomputes"] == self.recomputation.everything]
         self.sizes.load_state_dict(most_careful([each["training"] for each in found]))
         self.evaluation_sizes.load_state_dict(most_careful([each["evaluation"] for each in found]))
-        self._remember()
-
-    @override
-    def _remember(self) -> None:
-        if self.ranks.rank == 0:
-            super()._remember()
+        self.sizing.save()
 
 
 def most_careful(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of `MicroBatchSize` that follows from what several of them have found."""
+    """Return the most careful state of several `MicroBatchSize` objects."""
     states = list(states)
     failures = {Failure(**failure) for state in states for failure in state["failures"]}
     failures = {one for one in failures if not any(_rules_out(other, one) for other in failures if other != one)}

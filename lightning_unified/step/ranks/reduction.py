@@ -1,4 +1,4 @@
-"""Gradients and buffers made equal over ranks in the memory that is there: nothing is allocated once ranks have begun together."""
+"""Average gradients and broadcast buffers over ranks without allocating memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightning_unified.units import MIB
 
 __all__ = ["Replicas", "flat_memory"]
 
-# Judgement: what is smaller than a MiB travels together with others, as a collective of its own would be mostly latency.
+# Judgement: tensors below 1 MiB share a collective, because one of their own would be mostly latency.
 _LARGE = MIB
 _SCRATCH = 16 * MIB
 
@@ -29,7 +29,7 @@ class _Bucket:
 
 
 class Replicas:
-    """A module that every rank has a copy of: parameters and buffers alike on all, gradients averaged.
+    """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
     In place of `DistributedDataParallel`: that one starts to reduce in the middle of the backward pass, where a rank that runs out
     of memory leaves the others waiting, and keeps a second copy of all gradients in its buckets. Here a reduction begins when every
@@ -56,7 +56,7 @@ class Replicas:
 
     @property
     def scratch_bytes(self) -> int:
-        """What a reduction needs on the device beside the gradients, there from the start on."""
+        """Device bytes of a reduction beside the gradients, reserved from the start."""
         return self._scratch.numel()
 
     @property
@@ -73,7 +73,7 @@ class Replicas:
         """
         if with_parameters:
             self._ranks.expect(parameters=len(self._parameters))
-            self._ranks.average(self._scratch)  # what a backend allocates at its first reduction, it allocates now
+            self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so have one now
             self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
         self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
 
@@ -127,7 +127,7 @@ class Replicas:
             tensors: The same ones on all ranks.
             collective: Called with pieces of memory.
             scale: By what each number is multiplied before.
-            like: Names the shapes and types of `tensors`, so that they are put together but once.
+            like: Names the shapes and types of `tensors`, so that they are merged but once.
         """
         shortages = []
 

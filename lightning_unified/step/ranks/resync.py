@@ -1,4 +1,4 @@
-"""A rank whose optimizer step ran out of memory takes the result from one whose step went well: ranks are copies of one another."""
+"""Resync: a rank whose optimizer step failed copies weights and state from another rank."""
 
 import pickle
 from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = ["resync"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Blank:
-    """Stands for a tensor in what is handed round by value; the tensor itself follows."""
+    """The place of a tensor in pickled state; the tensor itself is sent afterwards."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -52,7 +52,7 @@ def resync(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: 
     if ranks.rank == source:
         packed = pickle.dumps(_mapped(_books(optimizer, parameters, precision), partial(_blanked, tensors)))
     ranks.meet(Point.RESYNC)
-    books = pickle.loads(ranks.hand_round(packed, source=source))  # noqa: S301  of our own making
+    books = pickle.loads(ranks.broadcast_object(packed, source=source))  # noqa: S301  of our own making
     if ranks.rank != source:
         mine = _books(optimizer, parameters, precision)
         books, reason = caught(partial(_filled, books, mine, parameters[0].device, tensors))
@@ -69,7 +69,7 @@ def _raise_if_short(words: list[Word], ranks: Ranks, *, source: int) -> None:
     short = [word for word in words if word.outcome is not Outcome.WELL]
     if not short:
         return
-    ranks.part()
+    ranks.end()
     mine = words[ranks.rank]
     if mine.outcome is Outcome.WELL:
         raise RankError(f"rank {short[0].rank} has no memory for its optimizer state: {short[0].text}")

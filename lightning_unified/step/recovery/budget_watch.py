@@ -1,12 +1,15 @@
-"""The budget of a run on its device: resolved, handed to the allocator, and held against what the run really uses."""
+"""The budget of a run: resolve it, cap the allocator, and compare it with the use."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lightning_unified.cost_model import describe_bytes, metal_heap_bytes, static_bytes
+from lightning_unified.errors import BudgetError
 from lightning_unified.hardware import (
     Budget,
     BudgetFollower,
@@ -27,20 +30,20 @@ from lightning_unified.hardware.simulated import SimulatedMachine
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.units import format_bytes
 
-__all__ = ["BudgetWatch"]
+__all__ = ["BudgetWatch", "refuse_small_budget"]
 
 log = logging.getLogger("lightning_unified")
 
-_NEW_PEAK = 1.1  # a peak is told anew when it is a tenth higher than the one told last
+_NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the last reported one
 _WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
 _NO_TENSORS = (
-    1.01  # judgement: of a budget, what in a process comes and goes beside tensors, for which no batch is made smaller
+    1.01  # judgement: a process may exceed its budget by a hundredth beside tensors before a batch is made smaller
 )
 _NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lower
 
 
 class BudgetWatch:
-    """What a run may use, and what it does use.
+    """The budget of a run, and its use of memory.
 
     Args:
         spec: The budget as written: `"auto"`, `"28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
@@ -74,7 +77,7 @@ class BudgetWatch:
         self._files = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps; it counts nothing on a simulated machine and follows no other program."""
+        """Return the state for another process; it counts nothing on a simulated machine and follows no other program."""
         return {**vars(self), "_elsewhere": None, "_on_machine": ExitStack(), "_follower": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,7 +85,7 @@ class BudgetWatch:
         vars(self).update(state, _elsewhere=_sources_of(state["machine"]))
 
     def prepare(self, device: torch.device) -> None:
-        """Do what must be done before anything is asked of the device, because asking makes its allocator."""
+        """Write the allocator's settings before the device is queried, because a query creates the allocator."""
         device = device if self.machine is None else torch.device(self.machine.device)
         if device.type != "cpu" and (self.written is None or device.type != self.device.type):
             self.written = prepare_allocators(self.spec, **self._elsewhere)
@@ -117,7 +120,7 @@ class BudgetWatch:
             self.machine.forget()
 
     def release(self) -> None:
-        """Give back what is kept for reuse; call it outside any `except` block."""
+        """Release cached memory; call it outside any `except` block."""
         release_cached_memory(self.device, **self._elsewhere)
 
     def named(self, reason: str) -> str:
@@ -165,11 +168,11 @@ class BudgetWatch:
         return self.budget.bytes
 
     def reading(self) -> Reading:
-        """Return what the device's pool says now; never waits for the device."""
+        """Return the counters of the device's pool. Never waits for the device."""
         return read(self.device, **self._elsewhere)
 
     def room(self) -> int | None:
-        """Return what the process could hold altogether now, in bytes, within its budget; None if unknown."""
+        """Return the bytes that the process could hold altogether now within its budget; None if unknown."""
         now = self.reading()
         if now.available.bytes is None:
             return None
@@ -223,7 +226,7 @@ class BudgetWatch:
             return None
         peak = read_peak(self.device, **self._elsewhere).bytes
         if peak is None:
-            peak = self.reading().reserved.bytes  # MPS before torch 2.13: what it took is what is held
+            peak = self.reading().reserved.bytes  # MPS before torch 2.13: memory once reserved stays reserved
         allowed = self.bytes * (_NO_TENSORS if self.counts_process else 1)
         if peak is None or peak - self.fresh_code_bytes <= max(allowed, _NEW_PEAK * self._told):
             return None
@@ -239,3 +242,30 @@ class BudgetWatch:
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
     """Return where hardware is read, as keyword arguments: nothing for the machine this runs on."""
     return {} if machine is None else {"sources": machine.sources}
+
+
+def refuse_small_budget(
+    watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Raise `BudgetError` if the budget cannot hold weights, gradients and optimizer state, before any activation.
+
+    Args:
+        watch: The budget; nothing is refused before it is resolved.
+        module: The module to train.
+        optimizers: Its optimizers; empty before they exist.
+    """
+    need, budget = static_bytes(module, optimizers), watch.budget
+    if budget is None:
+        return
+    given = f"a budget of {format_bytes(budget.bytes)} ({budget.spec}) cannot hold {type(module).__name__}"
+    if sum(need.values()) > budget.bytes:
+        raise BudgetError(
+            f"{given}: {describe_bytes(need)}, "
+            f"before any activation. Give a budget well above {format_bytes(sum(need.values()))}, or train a smaller model."
+        )
+    heaps = metal_heap_bytes(module) if watch.device.type == "mps" else 0
+    if heaps > budget.bytes:
+        raise BudgetError(
+            f"{given}: Metal keeps its weights of {format_bytes(need['weights'])} in heaps of {format_bytes(heaps)} together, one of 1 GiB "
+            f"for tensors of 10 MiB and more. Give a budget well above {format_bytes(heaps)}, or train a smaller model."
+        )

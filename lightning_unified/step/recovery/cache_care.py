@@ -1,4 +1,4 @@
-"""The caches of a run's device, cleared between batches when that is worth it."""
+"""Clear the device's caches between batches when that pays off."""
 
 import logging
 import time
@@ -71,7 +71,7 @@ class CacheCare:
             self._seen = max(self._seen, self._live(self._device) or 0)
 
     def batch_done(self, budget: int) -> list[str]:
-        """After the step: clear if it is worth it; return what was said, each thing once a fit.
+        """Clear caches after a step if it pays off; return new events, each once a fit.
 
         Args:
             budget: Bytes the run may use.

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or absent: written beside their target, flushed to the disk, then renamed."""
+"""Atomic checkpoint files: written beside the target, flushed to disk, then renamed."""
 
 import errno
 import os
@@ -89,7 +89,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def wait_for_writers(io: CheckpointIO | None) -> None:
-    """Return once `io` has written what it was given: `AsyncCheckpointIO` writes in a thread.
+    """Wait until `io` has finished writing: `AsyncCheckpointIO` writes in a thread.
 
     Raises:
         BaseException: What the thread failed with.
@@ -101,7 +101,7 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
 
 
 def share(source: Path, target: Path) -> None:
-    """Make `target` hold what `source` holds without a second write: by a hard link, or by a copy where there are none.
+    """Give `target` the content of `source` by a hard link, or by a copy where links do not exist.
 
     `source` must not be written in place afterwards; everything in this module replaces names and never does.
 
@@ -152,7 +152,7 @@ def _written_beside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _failures_named(target: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while `target` is written into a `CheckpointError` that says what to do."""
+    """Turn errors while `target` is written into a `CheckpointError` with a remedy."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The random generators that a step may draw from: noted before it, put back when it is to be repeated."""
+"""Record and restore the random generators that a step may use."""
 
 import _random
 import ctypes
@@ -57,7 +57,7 @@ class GeneratorWatch:
 
 
 class _Told:
-    """What a generator told of its state last, and its memory then."""
+    """The last known state of a generator, and its memory at that time."""
 
     def __init__(self) -> None:
         self._state: Any = None

@@ -1,4 +1,4 @@
-"""What a module keeps on the device from one step to the next for as long as there is room, such as the cache it samples with."""
+"""Memory that a module keeps on the device between steps, such as a sampling cache."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["KeptMemory"]
 
 
 class KeptMemory:
-    """Asks a module for it: `kept_bytes` says how much it is, `give_back()` frees it; a module without these keeps nothing.
+    """Reads a module's `kept_bytes` and calls its `give_back()`; a module without them keeps nothing.
 
     Attributes:
         is_refused: Whether memory was short in this run, so that nothing more is to be kept.
@@ -18,6 +18,10 @@ class KeptMemory:
 
     def __init__(self) -> None:
         self.begin(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which begins without a module."""
+        return {"_module": None, "is_refused": False}
 
     def begin(self, module: nn.Module | None) -> None:
         """Begin a run of `module`."""
@@ -35,7 +39,7 @@ class KeptMemory:
         return self._module is not None and may_be_recorded(self._module)
 
     def give_back(self, *, for_good: bool = False) -> None:
-        """Have all of it freed; where memory was short, recordings of its calls too, which are made again when it is not.
+        """Free all kept memory; where memory was short, also the CUDA-graph recordings of the module's calls.
 
         Args:
             for_good: Whether memory was short.

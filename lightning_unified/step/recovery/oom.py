@@ -1,4 +1,4 @@
-"""Out of memory: how each backend says it, and what gives memory back afterwards."""
+"""Recognise each backend's out-of-memory errors, and release memory afterwards."""
 
 import ctypes
 import errno
@@ -50,7 +50,7 @@ _OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE | re.MULTILINE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out, on any backend: the errors after which the strategies repeat a step.
+    """Return whether `error` is an out-of-memory error of any backend, after which a step is repeated.
 
     A `RuntimeError` counts by its text, which must be one that an allocator or a library is known to raise. The errors of this
     package do not count: they are final.
@@ -87,11 +87,11 @@ def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" …")
 
 
-_ATTEMPTS = 3  # judgement: what other programs or a neighbouring thread held may be free at the next one
+_ATTEMPTS = 3  # judgement: memory of other programs or threads may be free at the next attempt
 
 
 def insist(call: Callable[[], T], *, device: torch.device) -> T:
-    """Return what `call` gives, after clearing caches and calling it again where memory runs out in it.
+    """Return the result of `call`; clear caches and call it again if memory runs out.
 
     For what must not fail because it is small: notes before a step and their return after it.
 

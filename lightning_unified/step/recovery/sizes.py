@@ -1,11 +1,17 @@
-"""The micro-batch size in use: what was asked for, what memory has refused, what pressure allows, and how it grows back."""
+"""The micro-batch size in use, learnt from the sizes that ran and the sizes that ran out of memory.
+
+A size that failed rules out itself and all larger ones, for rows as long or longer. A size that ran is known good for rows as short or
+shorter. Between the two lies the next size to try: half of the one that failed, and, after enough batches without trouble, one
+micro-batch fewer. So a size that failed never runs again without new evidence: a quarter more memory than it failed in. Pressure
+also lowers the size, without evidence against it, and gives it back step by step.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.step.split import BatchShape, part_sizes
+from lightning_unified.step.split import BatchShape, split_rows
 
 __all__ = ["Failure", "MicroBatchSize"]
 
@@ -19,8 +25,8 @@ class Failure:
 
     Attributes:
         elements: Entries of the batch's tensors per row: a measure of how long or wide its rows were.
-        rows: How many ran at once.
-        room_bytes: What the process could hold altogether at that time; None if unknown.
+        rows: The micro-batch size.
+        room_bytes: Bytes that the process could hold altogether at that time; None if unknown.
     """
 
     elements: int
@@ -29,29 +35,19 @@ class Failure:
 
 
 class MicroBatchSize:
-    """The largest number of rows that go through forward and backward at once, for each shape of batch.
-
-    Evidence decides. A size that failed rules out itself and everything larger, for rows as long or longer; a size that went well
-    is known good for rows as short or shorter. Between the two lies what is tried: half of what failed first, then, after enough
-    batches without trouble, one part fewer. So a proven-bad size is never run again, unless there is new evidence: a quarter more
-    memory than it failed in. Pressure lowers the size too, without evidence against it, and gives it back step by step.
+    """The largest number of rows that run at once, for each shape of batch.
 
     Args:
-        start: Rows, never exceeded; `"auto"` starts from the whole batch.
+        asked: Rows, never exceeded; `"auto"` starts from the whole batch.
 
     Attributes:
-        limit: Rows that may run at once whatever the evidence says: as asked, or less under pressure; None for the whole batch.
+        limit: The largest size whatever the evidence says: as asked, or less under pressure; None for the whole batch.
         unit: Rows that stay together.
-        least: Rows that every micro-batch has.
-
-    Raises:
-        ConfigurationError: If `start` is neither a positive int nor `"auto"`.
+        least: Rows that every micro-batch has at least.
     """
 
-    def __init__(self, start: int | str) -> None:
-        if start != "auto" and (isinstance(start, bool) or not isinstance(start, int) or start < 1):
-            raise ConfigurationError(f'micro_batch_size={start!r}: give a number of rows (1, 2, 3, …) or "auto".')
-        self.limit: int | None = None if isinstance(start, str) else start
+    def __init__(self, asked: int | str) -> None:
+        self.limit: int | None = None if isinstance(asked, str) else asked
         self.unit = self.least = 1
         self._asked = self.limit
         self._failures: list[Failure] = []
@@ -60,15 +56,15 @@ class MicroBatchSize:
 
     @property
     def asked(self) -> int | None:
-        """Rows that were asked for; None for `"auto"`."""
+        """The size that the user asked for; None for `"auto"`."""
         return self._asked
 
     def keep_together(self, unit: Any, *, least: int = 1, whose: str) -> None:
-        """Cut between units of `unit` rows only, into parts of `least` rows or more.
+        """Split between units of `unit` rows only, into micro-batches of `least` rows or more.
 
         Args:
             unit: Rows that stay together, of `MicroBatchRules`.
-            least: Rows that its layers need to work at all.
+            least: Rows that the module's layers need to work at all.
             whose: The module's name, for messages.
 
         Raises:
@@ -85,24 +81,24 @@ class MicroBatchSize:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether nothing limits the size, so that every batch runs undivided."""
+        """Whether nothing limits the size, so that every batch runs whole."""
         return self.limit is None and not self._failures
 
     def parts(self, shape: BatchShape) -> list[int]:
-        """Return the rows of each micro-batch that a batch of this shape is cut into."""
-        return part_sizes(shape.rows, limit=self._allowed(shape), unit=self.unit, least=self.least)
+        """Return the rows of each micro-batch of a batch of this shape."""
+        return split_rows(shape.rows, micro_batch_size=self._allowed(shape), unit=self.unit, least=self.least)
 
-    def at_once(self, shape: BatchShape) -> int:
-        """Return the rows of the largest micro-batch that such a batch is cut into, whether or not it can be."""
+    def micro_batch_size(self, shape: BatchShape) -> int:
+        """Return the rows of the largest micro-batch of such a batch, whether or not it can be split."""
         if shape.rows <= self._allowed(shape):
             return shape.rows
         units = -(-shape.rows // self.unit)
         return max(self.parts(BatchShape(rows=units * self.unit, elements=shape.elements)))
 
     def smallest(self, shape: BatchShape) -> int:
-        """Return the rows at once below which such a batch cannot be cut."""
+        """Return the smallest micro-batch size of such a batch."""
         units = -(-shape.rows // self.unit)
-        return max(part_sizes(units * self.unit, limit=self.unit, unit=self.unit, least=self.least))
+        return max(split_rows(units * self.unit, micro_batch_size=self.unit, unit=self.unit, least=self.least))
 
     @property
     def has_evidence(self) -> bool:
@@ -110,18 +106,18 @@ class MicroBatchSize:
         return bool(self._failures or self._proven)
 
     def is_proven(self, shape: BatchShape) -> bool:
-        """Return whether as many rows at once as such a batch would run in fit, for rows as long or longer."""
-        rows = self.at_once(shape)
+        """Return whether the size in use for such a batch has run before, with rows as long or longer."""
+        rows = self.micro_batch_size(shape)
         return any(elements >= shape.elements and known >= rows for elements, known in self._proven)
 
     def plan(self, shape: BatchShape, *, rows: int, refused: int, room_bytes: int | None) -> None:
-        """Begin with `rows` at once, where it is predicted that `refused` do not fit, as if both had been tried."""
+        """Begin with a size of `rows`, where a plan predicts that `refused` rows do not fit, as if both had been tried."""
         self._failures.append(Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes))
         self._proven.append((shape.elements, rows))
 
     def failed(self, shape: BatchShape, *, room_bytes: int | None) -> bool:
-        """Note that the size in use for such a batch does not fit; return False if it was the smallest that can be."""
-        rows = self.at_once(shape)
+        """Record that the size in use for such a batch does not fit; return False if it was the smallest possible."""
+        rows = self.micro_batch_size(shape)
         failure = Failure(elements=shape.elements, rows=rows, room_bytes=room_bytes)
         self._failures = [
             known for known in self._failures if known.elements < failure.elements or known.rows < failure.rows
@@ -134,8 +130,8 @@ class MicroBatchSize:
         return rows > self.smallest(shape)
 
     def worked(self, shape: BatchShape) -> None:
-        """Note that the size in use for such a batch went well."""
-        rows = self.at_once(shape)
+        """Record that the size in use for such a batch fits."""
+        rows = self.micro_batch_size(shape)
         if not self.is_proven(shape):
             self._proven = [good for good in self._proven if good[0] > shape.elements or good[1] > rows]
             self._proven.append((shape.elements, rows))
@@ -144,15 +140,15 @@ class MicroBatchSize:
         self._calm += bool(self._failures)
 
     def press(self, shape: BatchShape) -> bool:
-        """Halve the size without evidence against it; return False if it was the smallest that can be."""
-        rows = self.at_once(shape)
+        """Halve the size without evidence against it; return False if it was the smallest possible."""
+        rows = self.micro_batch_size(shape)
         if rows <= self.smallest(shape):
             return False
         self.limit = self._whole_units(rows // 2)
         return True
 
     def relax(self, shape: BatchShape) -> bool:
-        """Take back one halving by `press`; return False if there is none."""
+        """Undo one halving by `press`; return False if there is none."""
         if self.limit == self._asked or self.limit is None:
             return False
         doubled = 2 * self.limit
@@ -166,10 +162,10 @@ class MicroBatchSize:
         return bool(self._failures) and self._calm > 0 and self._calm % self._patience == 0
 
     def forgive(self, room_bytes: int | None) -> bool:
-        """Drop the failures that there is now a quarter more memory for; return whether there were any.
+        """Drop failures that happened with a quarter less memory than there is now; return whether there were any.
 
         Args:
-            room_bytes: What the process could hold altogether now.
+            room_bytes: Bytes that the process could hold altogether now; None if unknown.
         """
         if room_bytes is None:
             return False
@@ -182,11 +178,11 @@ class MicroBatchSize:
         return forgiven
 
     def start_over(self) -> None:
-        """Forget what failed: a step now needs less than it did then."""
+        """Forget the sizes that failed, because a step now needs less memory."""
         self._failures, self._calm, self._patience = [], 0, _PATIENCE
 
     def forget(self) -> None:
-        """Forget what failed and what went well: batches are of another kind from here on."""
+        """Forget all evidence, because batches are of another kind from here on."""
         self.start_over()
         self._proven = []
 
@@ -201,7 +197,7 @@ class MicroBatchSize:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave; a size that was asked for since stays the largest."""
+        """Restore `state_dict()`. A size that the user has asked for since then stays the largest."""
         limits = [limit for limit in (state["limit"], self._asked) if limit is not None]
         self.limit = min(limits, default=None)
         self._failures = [Failure(**failure) for failure in state["failures"]]
@@ -209,7 +205,7 @@ class MicroBatchSize:
         self._calm, self._patience = state["calm"], state["patience"]
 
     def _allowed(self, shape: BatchShape) -> int:
-        """Return the rows that may run at once for rows as long as this batch's, which may be more than it has."""
+        """Return the micro-batch size for rows as long as this batch's; it may exceed the batch's rows."""
         cap = shape.rows if self.limit is None else self._whole_units(self.limit)
         if not self._failures:
             return cap
@@ -222,7 +218,7 @@ class MicroBatchSize:
         return min(cap, self._larger(shape, known, bad=bad) if self._calm >= self._patience else known)
 
     def _larger(self, shape: BatchShape, known: int, *, bad: int) -> int:
-        """Return the size with one part fewer than `known` needs, if that is no proven-bad one."""
+        """Return the size with one micro-batch fewer than `known` needs, if it has not failed."""
         units = -(-shape.rows // self.unit)
         parts = -(-units // (known // self.unit))
         larger = self.unit * -(-units // (parts - 1)) if parts > 1 else known

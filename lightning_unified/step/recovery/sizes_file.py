@@ -1,4 +1,4 @@
-"""The sizes a run has found, in a small file, so that a resumed or repeated run starts with them."""
+"""The file of micro-batch sizes, from which a resumed or repeated run starts."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("lightning_unified")
 
 
 def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
-    """Return what sizes depend on besides the batch: the module, the precision, recomputation, the device and the budget."""
+    """Return the conditions that sizes hold for: module, precision, recomputation, device, budget."""
     reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,
@@ -29,7 +29,7 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, reco
         "recompute": recompute,
         "device": reading.name,
         "total_bytes": reading.total.bytes,
-        # as written: what others leave over differs from run to run, and would make every run's sizes its own
+        # as written: the bytes left by other programs differ from run to run, so saved sizes would never match
         "budget": written.text if written.kind in ("auto", "leave") else watch.bytes,
     }
 

@@ -1,4 +1,4 @@
-"""What one batch changes before the optimizer writes weights: noted before the step, put back when memory runs out in it."""
+"""The state that a batch changes before the optimizer step, recorded and restored."""
 
 from collections import defaultdict
 from functools import partial
@@ -19,9 +19,9 @@ __all__ = ["HeldGradients", "StepSnapshot"]
 
 
 class StepSnapshot:
-    """The state that a repeated step must find again: what `training.undo` notes, random generators, logged results, progress, scaler.
+    """The state that a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
 
-    Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `training.weights.WeightsWatch`), because
+    Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `step.recovery.weights.WeightsWatch`), because
     they are as large as the model and must not be copied every step.
 
     Args:
@@ -107,7 +107,7 @@ class HeldGradients:
             self._versions = [gradient._version for _, gradient in self._before]
 
     def hold(self) -> None:
-        """Set aside what is there now; called after `zero_grad` and before the first backward of a batch."""
+        """Set the present gradients aside; called after `zero_grad`, before a batch's first backward pass."""
         self._held = self._now()
         for parameter, _ in self._held:
             parameter.grad = None
@@ -115,12 +115,12 @@ class HeldGradients:
             self._before = self._held
 
     def add_back(self) -> None:
-        """Add what was held to what this batch made; the sum is what plain accumulation gives, addition by addition."""
+        """Add the held gradients to this batch's, in the order of plain accumulation."""
         for parameter, earlier in self._held or ():
             parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
 
     def restore(self) -> None:
-        """Drop what this batch made and put back what was held, if the batch had got so far.
+        """Drop this batch's gradients and restore the held ones.
 
         Raises:
             RunError: If the step itself added to gradients of earlier batches.

@@ -1,4 +1,4 @@
-"""Weights and optimizer state around `optimizer.step()`: never left half-updated."""
+"""Keep weights and optimizer state from being half-updated by `optimizer.step()`."""
 
 import copy
 import inspect
@@ -76,7 +76,7 @@ class WeightsCopy:
 
 
 class _Books:
-    """What an optimizer's state and groups hold, by name: numbers by value, tensors by reference; and the tensors it may write.
+    """The contents of an optimizer's state and groups, by name, and the tensors it may write.
 
     Step counts are plain numbers in many optimizers, in the state or in the group (`group["k"] += 1`), and are counted on before
     the first weight is written. One object serves an optimizer for good, and notes anew only what is no longer the same: states
@@ -96,7 +96,7 @@ class _Books:
         self.note(optimizer)
 
     def note(self, optimizer: Optimizer) -> None:
-        """Note everything as it is now."""
+        """Record everything as it is now."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._groups = list(map(dict, optimizer.param_groups))
         entries = _entries(optimizer.state)

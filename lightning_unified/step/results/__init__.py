@@ -1,1 +1,1 @@
-"""What micro-batches log, count, return and write, merged into the whole batch's."""
+"""Results of micro-batches, merged into those of the whole batch."""

@@ -1,11 +1,11 @@
-"""How the attributes and entries that micro-batches write become those that the whole batch writes: rules learnt, and values put together.
+"""Merge attributes and container entries that micro-batches write.
 
-A value is put together by the rules that outputs have, or in one of these ways, by path:
+A value is merged by the rules that outputs have, or in one of these ways, by path:
 
 | key in the table | rule |
 |---|---|
 | `path` | a rule for the values |
-| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are put together entry by entry |
+| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are merged entry by entry |
 | `path (change)` | `"sum"`: what micro-batches add is added up; what was not there counts as 0 |
 | `path (alone)` | `"as written"` by the one micro-batch that writes it |
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
 from lightning_unified.step.results.trees import learn_tree, merge_tree
 from lightning_unified.step.undo.changes import ABSENT
 
@@ -32,9 +32,16 @@ _ALONE = "as written"
 
 
 def learn_entry(
-    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable,
+    path: str,
+    before: Any,
+    whole: Any,
+    values: Sequence[Any],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> list[str]:
-    """Learn how values written at `path` become the whole's; return the paths at which nothing puts them together.
+    """Learn how values written at `path` become the whole's; return the paths at which no rule merges them.
 
     Args:
         table: Where the rules are kept.
@@ -58,7 +65,7 @@ def learn_entry(
         lacks = True
     else:
         lacks = _learn_values(table, path, _filled([whole, *values], before), parts, tolerance=tolerance)
-    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and not what the whole batch wrote
+    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and their values are not the whole batch's
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
     if adds or (is_alone and table.rule(_alone(path)) == _ALONE):
@@ -67,7 +74,7 @@ def learn_entry(
     return [path] if lacks else []
 
 
-def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: Parts) -> Any:
+def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     """Return what the whole batch would have written at `path`; the arguments are those of `learn_entry`.
 
     Raises:
@@ -97,7 +104,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
 
 
 def is_known(table: MergeTable, path: str, before: Any) -> bool:
-    """Return whether checks have told how values written at `path` are put together, from this value before."""
+    """Return whether checks have told how values written at `path` are merged, from this value before."""
     if before is ABSENT and table.knows(_made(path)):
         return True
     if "sum" in table.all_rules(path) and "sum" in table.all_rules(_added(path)):  # it was always 0 before
@@ -106,7 +113,7 @@ def is_known(table: MergeTable, path: str, before: Any) -> bool:
 
 
 def is_mergeable(table: MergeTable, path: str) -> bool:
-    """Return whether some rule puts together what is written at `path`."""
+    """Return whether some rule merges what is written at `path`."""
     if table.knows(_made(path)) or table.rule(_alone(path)) == _ALONE or _adds(table, path):
         return True
     return any(table.rule(one) is not None for one in _paths_of(table, path))
@@ -116,7 +123,9 @@ def _paths_of(table: MergeTable, path: str) -> list[str]:
     return [one for one in table.paths if one == path or one.startswith(f"{path}.")]
 
 
-def _learn_values(table: MergeTable, path: str, values: Sequence[Any], parts: Parts, *, tolerance: float) -> bool:
+def _learn_values(
+    table: MergeTable, path: str, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
+) -> bool:
     """Learn from the whole batch's value and the parts'; return whether no rule fits."""
     unmergeable = set(table.unmergeable)
     learn_tree(table, values[1:], values[0], parts, tolerance=tolerance, path=path)
@@ -127,7 +136,14 @@ def _learn_values(table: MergeTable, path: str, values: Sequence[Any], parts: Pa
 
 
 def _learn_change(
-    table: MergeTable, path: str, before: Any, whole: Any, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable,
+    path: str,
+    before: Any,
+    whole: Any,
+    values: Sequence[Any],
+    parts: MicroBatchWeights,
+    *,
+    tolerance: float,
 ) -> bool:
     """Learn whether changes add up; return it. Learnt beside other rules, which may fit because of zeros before."""
     all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
@@ -142,7 +158,7 @@ def _learn_change(
 
 
 def _learn_made(
-    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: Parts, *, tolerance: float
+    table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
     """Learn about a dict or set that the step has made, entry by entry; the whole batch's is the first value."""
     if values[0] is UNWRITTEN:
@@ -158,7 +174,7 @@ def _learn_made(
     return troubles
 
 
-def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: Parts) -> Any:
+def _merge_made(table: MergeTable, path: str, kind: type, made: Sequence[Any], parts: MicroBatchWeights) -> Any:
     if issubclass(kind, (set, frozenset)):
         return kind().union(*made)
     whole = copy(made[-1])

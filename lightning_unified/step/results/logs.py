@@ -1,4 +1,4 @@
-"""What `self.log` says of a batch that ran as micro-batches: the same as if it had run whole."""
+"""Record the `self.log` calls of micro-batches, and log the whole batch once."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import lightning as L
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _METRICS,
     _Metadata,
@@ -15,7 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
-__all__ = ["LogKey", "LogRecorder", "Logged", "path_of_log"]
+__all__ = ["LogKey", "LogRecorder", "Logged", "inside_hook", "path_of_log"]
 
 
 @dataclass(slots=True)
@@ -45,8 +46,8 @@ class LogRecorder:
         self._seen: dict[tuple[str, str], int] = {}
         self._part = 0
 
-    def next_part(self, index: int) -> None:
-        """Attribute what follows to micro-batch `index`."""
+    def next_micro_batch(self, index: int) -> None:
+        """Attribute later logs to micro-batch `index`."""
         self._part, self._seen = index, {}
 
     @contextmanager
@@ -86,16 +87,16 @@ class LogRecorder:
         return metrics
 
     def forget(self) -> None:
-        """Drop what has been recorded."""
+        """Drop all recorded logs."""
         self.logged, self._seen = {}, {}
 
     @property
     def names(self) -> set[LogKey]:
-        """What has been recorded: hook, name, and how often before in the same micro-batch."""
+        """The recorded logs: hook, name, and how often before in the same micro-batch."""
         return set(self.logged)
 
     def keep(self, names: AbstractSet[LogKey]) -> None:
-        """Drop what is not among `names`."""
+        """Drop the logs that are not among `names`."""
         self.logged = {key: call for key, call in self.logged.items() if key in names}
 
     def flush(
@@ -145,3 +146,13 @@ def path_of_log(key: LogKey) -> str:
     """Return the path under which a merge rule for a logged name is kept: the name, numbered where it is logged more than once."""
     _, name, occurrence = key
     return name if not occurrence else f"{name} (call {occurrence + 1})"
+
+
+@contextmanager
+def inside_hook(module: L.LightningModule, name: str) -> Iterator[None]:
+    """Have `self.log` inside the block treat values as logged in the hook `name`, as `Trainer` does around each hook."""
+    outer, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = outer

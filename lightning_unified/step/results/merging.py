@@ -1,4 +1,4 @@
-"""How values of micro-batches become the whole batch's: rules found by comparing both, and kept only while they fit.
+"""Merge rules: found by comparing whole and split values, kept while they fit.
 
 A value is anything a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` begins with every rule that fits a check, and
 drops those that a later check refutes, for the first fitting rule is often wrong: a count fits a mean where all parts have one row, an F1
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_unified.errors import SplitError
 
-__all__ = ["MergeTable", "Parts", "fitting", "merged", "same"]
+__all__ = ["MergeTable", "MicroBatchWeights", "fitting", "merged", "same"]
 
 Rule = str | Callable[[list[Any], list[int]], Any]
 
@@ -26,8 +26,8 @@ _ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of rules that fit
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What the parts of one batch weigh.
+class MicroBatchWeights:
+    """The rows and loss terms of a batch's micro-batches, by which values are averaged.
 
     Args:
         rows: Of each.
@@ -38,7 +38,7 @@ class Parts:
     terms: Sequence[float]
 
 
-def merged(rule: Rule, values: Sequence[Any], parts: Parts) -> Any:
+def merged(rule: Rule, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     """Return the whole batch's value by one rule.
 
     Args:
@@ -74,7 +74,7 @@ def _concatenated(values: Sequence[Any], *, dim: int) -> Any:
     raise TypeError(f"{type(first).__name__} values have no dimension {dim}")
 
 
-def _figure(rule: str, values: Sequence[Any], parts: Parts) -> Any:
+def _figure(rule: str, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     if rule in ("max", "min"):
         if isinstance(values[0], Tensor):
             stacked = torch.stack(list(values))
@@ -100,7 +100,7 @@ def _total(values: Sequence[Any]) -> Any:
 _SMALL = 4096  # entries
 
 
-def fitting(values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> frozenset[str]:
+def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
     """Return the names of the rules under which the parts' values are the whole's.
 
     Args:
@@ -215,7 +215,9 @@ class MergeTable:
     unmergeable: set[str] = field(default_factory=set)
     _fits: dict[str, frozenset[str]] = field(default_factory=dict)
 
-    def learn(self, path: str, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float) -> None:
+    def learn(
+        self, path: str, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float
+    ) -> None:
         """Keep the rules for `path` that fit these values too."""
         if path in self.given:
             return
@@ -225,12 +227,12 @@ class MergeTable:
             self.unmergeable.add(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was inferred, for a checkpoint."""
+        """Return the inferred rules, for a checkpoint."""
         fits = {path: sorted(rules) for path, rules in self._fits.items()}
         return {"fits": fits, "unmergeable": sorted(self.unmergeable)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another table has inferred."""
+        """Take the rules that another table inferred."""
         self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
         self.unmergeable = set(state["unmergeable"]) - set(self.given)
 
@@ -239,7 +241,7 @@ class MergeTable:
         self._fits[path] = frozenset({rule})
 
     def reject(self, path: str) -> None:
-        """Note that nothing puts the values at `path` together: it is there in some of the runs only."""
+        """Record that no rule merges the values at `path`: it is there in some of the runs only."""
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)

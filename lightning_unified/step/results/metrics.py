@@ -1,4 +1,4 @@
-"""torchmetrics objects of a batch that ran as micro-batches: their states and values are those of the whole batch."""
+"""Merge the states and values of torchmetrics objects over micro-batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,12 +11,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged, same
 from lightning_unified.step.undo import Roots, StateWatch
 
 __all__ = [
     "ComputeRecord",
-    "MetricsOverParts",
+    "MetricsOverMicroBatches",
     "UpdateRecord",
     "can_join",
     "metric_state",
@@ -27,10 +27,10 @@ __all__ = [
 _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced", "_cache")
 
 
-class MetricsOverParts:
+class MetricsOverMicroBatches:
     """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
 
-    The metric is emptied before each micro-batch. The states that the micro-batches leave are put together by the rules that the
+    The metric is emptied before each micro-batch. The states that the micro-batches leave are merged by the rules that the
     exactness check has found, else by the metric's own reductions. The result is the batch's own state: its value is the step value,
     and joining it with the state from before is what `Metric.forward` does for a whole batch (torchmetrics/metric.py,
     `_forward_reduce_state_update`). A metric that says that its update needs the full state (`full_state_update` not False) is joined too
@@ -63,7 +63,7 @@ class MetricsOverParts:
         for path, metric in self._joined.items():
             self._states[path].append(metric_state(metric) if metric._update_count else None)
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self, parts: MicroBatchWeights) -> None:
         """Set step values and join the batch's state with what was there before."""
         for path, metric in self._joined.items():
             indices = [index for index, state in enumerate(self._states[path]) if state is not None]
@@ -71,13 +71,17 @@ class MetricsOverParts:
                 set_metric_state(metric, self._before[path])
                 continue
             states = [state for state in self._states[path] if state is not None]
-            weights = Parts([parts.rows[index] for index in indices], [parts.terms[index] for index in indices])
+            weights = MicroBatchWeights(
+                [parts.rows[index] for index in indices], [parts.terms[index] for index in indices]
+            )
             set_metric_state(metric, self._merged(path, metric, states, weights))
             _join(metric, self._before[path])
         for twin in self._twinned:
             twin.finish()
 
-    def _merged(self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: Parts) -> dict[str, Any]:
+    def _merged(
+        self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: MicroBatchWeights
+    ) -> dict[str, Any]:
         """Return the state of the whole batch; what the check has not seen is reduced as the metric says itself."""
         result = dict(states[-1])
         if len(states) == 1:
@@ -112,7 +116,7 @@ class UpdateRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the updates inside the block."""
+        """Record the updates inside the block."""
         update, attributes = self._metric.update, vars(cast("Any", self._metric))
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +168,7 @@ class ComputeRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the numbers that are asked for inside the block."""
+        """Record the numbers that are asked for inside the block."""
         with ExitStack() as stack:
             for metric in self._metrics:
                 stack.enter_context(_replaced(metric, "compute", self._noting(metric.compute)))

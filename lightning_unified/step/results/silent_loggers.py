@@ -1,4 +1,4 @@
-"""Loggers that write nothing, for runs of a step that are to leave nothing behind."""
+"""Loggers that write nothing, for runs of a step that are undone."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -55,7 +55,7 @@ def say_direct_logs(trainer: L.Trainer) -> None:
     """Warn once that the step writes to a logger past `self.log`, where there is a strategy that splits batches."""
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
-        policy.say_once_a_part(
+        policy.notices.say_per_micro_batch(
             "the step itself writes to the logger (self.logger): it does so",
             "Use self.log, which logs the whole batch's value, or write in a hook such as on_train_batch_end.",
         )

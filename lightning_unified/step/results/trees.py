@@ -1,19 +1,19 @@
-"""Nested values: learning and merging them entry by entry."""
+"""Learn merge rules of nested values, and merge them, entry by entry."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import MergeTable, Parts, merged
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined, with_entries
 
 __all__ = ["all_values", "learn_tree", "merge_tree", "unknown_paths"]
 
 
 def learn_tree(
-    table: MergeTable, values: Sequence[Any], whole: Any, parts: Parts, *, tolerance: float, path: str = ""
+    table: MergeTable, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float, path: str = ""
 ) -> None:
-    """Learn how values that may be nested are put together.
+    """Learn how values that may be nested are merged.
 
     Args:
         table: Where the rules are kept.
@@ -33,7 +33,9 @@ def learn_tree(
         learn_tree(table, others, inner, parts, tolerance=tolerance, path=joined(path, name))
 
 
-def merge_tree(table: MergeTable, values: Sequence[Any], parts: Parts, *, fallback: Any, path: str = "") -> Any:
+def merge_tree(
+    table: MergeTable, values: Sequence[Any], parts: MicroBatchWeights, *, fallback: Any, path: str = ""
+) -> Any:
     """Return the whole batch's value.
 
     Args:
@@ -72,7 +74,7 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
 
 
 def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
-    """Yield path and values, one for each part, of everything that is put together by a rule of its own."""
+    """Yield path and values, one for each part, of everything that is merged by a rule of its own."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
         yield path, values

@@ -1,7 +1,7 @@
-"""What a step writes into its module, and how the writes of micro-batches become the whole batch's.
+"""Merge the state that micro-batches write into their module.
 
 A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a split batch
-would write it once more. So every micro-batch begins with the state from before the batch, and what they write is put together by a
+would write it once more. So every micro-batch begins with the state from before the batch, and what they write is merged by a
 rule that the exactness check has found, as outputs are:
 
 | the whole batch writes | for example | rule |
@@ -33,7 +33,7 @@ from lightning_unified.step.results.entries import (
     learn_entry,
     merge_entry,
 )
-from lightning_unified.step.results.merging import MergeTable, Parts, same
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, same
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.undo import Noted, StateWatch
 from lightning_unified.step.undo.changes import (
@@ -47,7 +47,7 @@ from lightning_unified.step.undo.changes import (
 __all__ = [
     "Write",
     "Written",
-    "WrittenOverParts",
+    "WrittenOverMicroBatches",
     "differing",
     "drawn_unequally",
     "learn_written",
@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What was there before a run, and what it wrote.
+    """A value before a run, and the value the run wrote.
 
     Args:
         kind: As of `Change`.
@@ -75,14 +75,14 @@ Written = dict[str, Write]
 
 
 def written_since(noted: Noted) -> Written:
-    """Return what has been written since `noted`, by path."""
+    """Return the values written since `noted`, by path."""
     return {one.path: Write(one.kind, one.before, _kept(one.after)) for one in changes_since(noted)}
 
 
 def learn_written(
-    table: MergeTable, whole: Written, runs: Sequence[Written], parts: Parts, *, tolerance: float
+    table: MergeTable, whole: Written, runs: Sequence[Written], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how the writes of parts become the whole's; return the paths at which nothing puts them together."""
+    """Learn how the writes of parts become the whole's; return the paths at which no rule merges them."""
     troubles = []
     for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
         writes = [one.get(path) for one in (whole, *runs)]
@@ -107,7 +107,7 @@ def differing(one: Written, other: Written) -> set[str]:
         if path not in one or path not in other:
             paths.add(path)
             continue
-        learn_tree(table, [other[path].after], one[path].after, Parts([1], [1.0]), tolerance=0.0, path=path)
+        learn_tree(table, [other[path].after], one[path].after, MicroBatchWeights([1], [1.0]), tolerance=0.0, path=path)
         if table.unmergeable:
             paths.add(path)
             table.unmergeable.clear()
@@ -141,8 +141,8 @@ def _kept(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class WrittenOverParts:
-    """Lets every micro-batch begin with the state from before the batch, and puts together what they write.
+class WrittenOverMicroBatches:
+    """Lets every micro-batch begin with the state from before the batch, and merges what they write.
 
     Args:
         watch: Over the state that the step may write; used for nothing else.
@@ -164,7 +164,7 @@ class WrittenOverParts:
         self._versions: list[int] = []
         self._writes: list[dict[str, Change]] = []
 
-    def begin_part(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Let a micro-batch begin with the state from before the batch."""
         if self._noted is None:
             self._noted = self._watch.note()
@@ -172,15 +172,15 @@ class WrittenOverParts:
         elif self._writes[-1]:
             self._back(self._writes[-1].values())
 
-    def end_part(self) -> None:
-        """Note what the micro-batch has written."""
+    def end_micro_batch(self) -> None:
+        """Record what the micro-batch has written."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
         moved = moved_since(self._noted, self._versions, known)
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the writes of the micro-batch before, which are put together at the end; those that nothing puts together stay."""
+        """Take back the writes of the micro-batch before, which are merged at the end; those that no rule merges stay."""
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:
@@ -196,11 +196,11 @@ class WrittenOverParts:
                 _put_back(one)
 
     def _merges(self, change: Change) -> bool:
-        """Return whether some rule puts together what is written there."""
+        """Return whether some rule merges what is written there."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
-    def finish(self, parts: Parts) -> None:
-        """Write what the whole batch would have written.
+    def finish(self, parts: MicroBatchWeights) -> None:
+        """Write the whole batch's values.
 
         Raises:
             SplitError: If micro-batches wrote differently what they had always written alike.

@@ -1,8 +1,8 @@
-"""Splitting batches into micro-batches by rows, and merging what micro-batches return."""
+"""Split batches into micro-batches by rows, and merge their outputs."""
 
 from lightning_unified.step.split.containers import containers_copied, tensors_in
 from lightning_unified.step.split.merging import merge
-from lightning_unified.step.split.sizes import BatchShape, elements_per_row, part_sizes, positions
+from lightning_unified.step.split.sizes import BatchShape, elements_per_row, positions, split_rows
 from lightning_unified.step.split.splitting import BatchSplitter, planning_splitter, splitter_of
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "containers_copied",
     "elements_per_row",
     "merge",
-    "part_sizes",
     "planning_splitter",
     "positions",
+    "split_rows",
     "splitter_of",
     "tensors_in",
 ]

@@ -1,4 +1,4 @@
-"""The containers that batches are made of: their entries by name, copies with other entries, and the tensors inside."""
+"""The containers of batches: their entries, their copies, and the tensors inside."""
 
 import copy
 import dataclasses

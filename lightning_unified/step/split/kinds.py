@@ -1,4 +1,4 @@
-"""Kinds of batch entries that have rows of their own: how many they hold, and how rows are taken from them."""
+"""Entries with their own notion of rows (PyG, TensorDict, nested): count and slice them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ __all__ = ["merge"]
 
 
 def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
-    """Put what each micro-batch returned together as the undivided batch would have returned it.
+    """Merge micro-batches' outputs into the whole batch's.
 
     Whether a tensor has one entry a row is told by its leading dimension, so one that happens to be as long as its micro-batch,
     in every micro-batch, is taken for that.

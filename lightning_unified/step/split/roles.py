@@ -1,4 +1,4 @@
-"""The role that each place of a batch has when the batch is split: decided from the first batch that has it, then held."""
+"""The role of each place of a batch, decided once and then held: rows, columns or shared."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ __all__ = ["Place", "Role", "Roles", "Tag", "Trial", "may_hold_rows", "places_in
 
 
 class Role(Enum):
-    """What becomes of an entry when its batch is split."""
+    """How an entry is treated when its batch is split."""
 
     ROWS = "split by rows"
     SHARED = "given whole to every micro-batch"

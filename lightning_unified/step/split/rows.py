@@ -1,4 +1,4 @@
-"""The number of rows of a batch, and which of its places are split: told by the loader, else by the first batch."""
+"""Find the number of rows of a batch, and the places that are split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

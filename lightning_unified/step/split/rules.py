@@ -1,4 +1,4 @@
-"""Which rules hold for a module's batches: those given to the strategy, else those that the module declares, else the defaults."""
+"""Find the rules of a module's batches: given, declared, or the defaults."""
 
 import pickle
 from typing import Any
@@ -52,7 +52,7 @@ def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -
 def given_to(trainer: Any) -> MicroBatchRules | None:
     """Return the rules that the user gave to the strategy of `trainer`; None without a Trainer, or where there are none."""
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
-    return getattr(policy, "given_rules", None)
+    return None if policy is None else policy.batches.given
 
 
 def can_be_pickled(rules: MicroBatchRules | None) -> bool:

@@ -1,4 +1,4 @@
-"""The number of samples that a data loader puts into a batch, as far as its samplers tell, and the tensors that it adds to each."""
+"""Find how many samples a data loader puts into a batch, from its samplers."""
 
 import inspect
 from collections.abc import Callable, Iterator

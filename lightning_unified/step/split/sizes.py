@@ -7,7 +7,7 @@ from typing import Any
 from lightning_unified.errors import SplitError
 from lightning_unified.step.split.containers import tensors_in
 
-__all__ = ["BatchShape", "elements_per_row", "part_sizes", "positions"]
+__all__ = ["BatchShape", "elements_per_row", "positions", "split_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,30 +18,31 @@ class BatchShape:
     elements: int = 0
 
 
-def part_sizes(rows: int, *, limit: int, unit: int = 1, least: int = 1) -> list[int]:
-    """Return the rows of each micro-batch: as few micro-batches as `limit` allows, of sizes as even as possible.
+def split_rows(rows: int, *, micro_batch_size: int, unit: int = 1, least: int = 1) -> list[int]:
+    """Return the rows of each micro-batch: as few micro-batches as the size allows, as even as possible.
 
-    Even micro-batches need less memory than full ones and a rest, for the same number of passes: 10 rows under a limit of 4 become
-    4, 3, 3 and not 4, 4, 2.
+    Even micro-batches need less memory than full ones and a rest, for the same number of passes: 10 rows in micro-batches of at most 4
+    become 4, 3, 3 and not 4, 4, 2.
 
     Args:
         rows: Rows of the whole batch.
-        limit: The largest micro-batch, in rows, at least `unit`.
+        micro_batch_size: Rows of the largest micro-batch, at least `unit`.
         unit: Rows that must stay together, such as the completions of one prompt.
-        least: Rows that every micro-batch needs, even if some exceed the limit: BatchNorm has no statistics of one row.
+        least: Rows that every micro-batch needs, even if some then exceed the size: BatchNorm has no statistics of one row.
 
     Raises:
         SplitError: If a split is needed and `rows` is no multiple of `unit`.
     """
-    if rows <= limit:
+    if rows <= micro_batch_size:
         return [rows]
     if rows % unit:
         raise SplitError(
             f"a batch of {rows} rows cannot be split into units of {unit} rows (MicroBatchRules(unit={unit})); "
             f"use a batch size that is a multiple of {unit}, or drop_last=True."
         )
-    units, parts = rows // unit, min(-(-(rows // unit) // (limit // unit)), max(rows // max(least, unit), 1))
-    return [unit * (units // parts + (index < units % parts)) for index in range(parts)]
+    units = rows // unit
+    count = min(-(-units // (micro_batch_size // unit)), max(rows // max(least, unit), 1))
+    return [unit * (units // count + (index < units % count)) for index in range(count)]
 
 
 def elements_per_row(batch: Any, rows: int) -> int:

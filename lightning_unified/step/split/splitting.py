@@ -1,4 +1,4 @@
-"""Splitting the batches of one module, by its own rules where it has them."""
+"""Split the batches of one module and stage, by its rules where it has them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ class BatchSplitter:
 
 
 def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | None = None) -> BatchSplitter:
-    """Return what splits the batches of `module` in the run of `trainer`; a new splitter where none runs it.
+    """Return the splitter of `module` in the run of `trainer`, or a new one outside a run.
 
     Args:
         module: A LightningModule.
@@ -154,8 +154,8 @@ def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | N
         trainer: The live Trainer; None for a plain one.
     """
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
-    if policy is not None and policy.runs(module):
-        return policy.splitter(stage)
+    if policy is not None and policy.batches.runs(module):
+        return policy.batches.splitter(stage)
     return planning_splitter(module, rules_of(module, stage, given=given_to(trainer)), stage=stage)
 
 

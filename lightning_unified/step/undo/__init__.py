@@ -1,6 +1,16 @@
-"""Undo: the state that a step may change, noted before the step and put back after it failed or was only tried.
+"""Undo: record the state that a step may change, and restore it if the step fails or was only a trial.
 
-Put back are, with the identity of every object kept:
+The idea. A step that ran out of memory is repeated with smaller micro-batches. The repeated step must start from the same state as the
+first one. Nothing tells in advance which objects a step changes, so everything it can reach is recorded before it runs:
+
+1. *Roots*: the module, the user's callbacks, optimizer options, schedulers, and the variables that the step's methods name (`roots`).
+2. *Walk*: from the roots through submodules, containers and plain objects, to *cells* and tensors. A cell is anything with contents
+   that can be replaced, such as an attribute dict, a list or a closure variable (`walk`, `kinds`, `cells`).
+3. *Record*: cells keep a shallow copy of their contents, small tensors are copied, large ones are guarded by version counter and
+   checksum (`watch`, `states`, `tensors`, `plans`). Cells that did not change since the last step keep their copy (`still`).
+4. *Restore*: cells get their contents back, copied tensors are written back in place. Every object keeps its identity (`watch`).
+
+Restored are:
 
 - attributes of the LightningModule and its submodules, of the user's callbacks, and of plain objects that these hold; the dicts,
   lists, sets and deques among them, and nested ones;
@@ -8,16 +18,21 @@ Put back are, with the identity of every object kept:
 - torchmetrics objects, wherever they are held;
 - generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators over sequences, `itertools`;
 - globals and closure variables that the step's methods name, and the objects in them;
-- options of parameter groups, attributes of learning rate schedulers, and the batch.
+- options of parameter groups, attributes of learning rate schedulers, and the batch (`batches`).
 
-Trained parameters, their gradients and the optimizer's state have their own keepers.
+Trained parameters, their gradients and the optimizer's state are recorded elsewhere (`step.recovery`), because they are as large as the
+model.
 
-Not put back are: trained parameters that a step exchanges for other objects, state that only functions reach which the step calls,
-attributes of classes, objects of Lightning, torch and the standard library, Python generators and iterators over files, files, sockets,
-and what other processes hold. Entries of containers with more than 1,000 entries are put back, but not what these entries hold.
+Not restored are:
 
-A large tensor that a failed step wrote for the first time cannot be put back. Version counters and checksums tell; the run is then
-refused by the tensor's name.
+- trained parameters that a step exchanges for other objects;
+- state that only functions reach which the step calls, and attributes of classes;
+- objects of Lightning, torch and the standard library;
+- Python generators, iterators over files, files, sockets, and other processes' memory;
+- values inside the entries of containers with more than 1,000 entries; the entries themselves are restored.
+
+A large tensor that a failed step wrote for the first time cannot be restored. Version counters and checksums show the write, and the run
+stops with an error that names the tensor.
 """
 
 from lightning_unified.step.undo.batches import BatchWatch

@@ -1,4 +1,4 @@
-"""The batch as a step finds it, for a step that takes entries out of it, puts others in, or leaves gradients on its tensors."""
+"""Restore a batch that a failed step has changed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What holds values and may hold others after a step: attributes, dicts, lists, sets, closure variables, named globals."""
+"""Cells: attributes, containers, closures and globals whose contents can be restored."""
 
 import functools
 import operator
@@ -23,7 +23,7 @@ __all__ = [
     "path_text",
 ]
 
-LARGEST = 100_000  # entries of a container that is noted entry by entry; of a larger one only its length is
+LARGEST = 100_000  # entries of the largest container copied entry by entry; of a larger one only the length is recorded
 
 Path = tuple[Any, ...]  # where a value was found: (path of what holds it, its name there, how it is written)
 
@@ -37,7 +37,7 @@ def path_text(path: Path) -> str:
 
 
 class Cell:
-    """One thing that holds values: how to copy what it holds, and how to make it hold that again.
+    """A container of values whose contents can be copied and restored.
 
     Args:
         target: The thing itself; it keeps its identity.
@@ -52,11 +52,11 @@ class Cell:
         self.target, self.path, self.style, self.skip = target, path, style, skip
 
     def copy(self) -> Any:
-        """Return what it holds now."""
+        """Return its present contents."""
         raise NotImplementedError
 
     def restore(self, noted: Any) -> None:
-        """Make it hold what `copy` returned."""
+        """Restore the contents that `copy` returned."""
         raise NotImplementedError
 
     def entries(self, noted: Any) -> Iterable[tuple[Any, Any]]:
@@ -88,7 +88,7 @@ class MappingCell(Cell):
             return
         if are_same(target.values(), noted.values()) and are_same(target, noted):
             return
-        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # past what a derived class does besides
+        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # not the derived class's own methods
         base.clear(target)
         for name, value in noted.items():
             base.__setitem__(target, name, value)
@@ -227,7 +227,7 @@ class ClosureCell(Cell):
 
 
 def cells_of(value: Any, kind: Kind, path: Path) -> list[Cell]:
-    """Return what holds the entries and the attributes of `value`, a container or an object."""
+    """Return the cells of `value`, a container or an object: its entries and attributes."""
     cells: list[Cell] = []
     if kind in _CELLS:
         cells.append((LongCell if len(value) > LARGEST else _CELLS[kind])(value, path))

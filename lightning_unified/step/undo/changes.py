@@ -1,4 +1,4 @@
-"""What a step has changed since its state was noted, one change at a time: where, from what, to what, and how to write it."""
+"""The changes of a step since its state was recorded, one at a time."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a value is to the walk: immutable, a tensor, a module, a container, an object to look into, or a generator."""
+"""Classify values for the walk: immutable, tensor, module, container, object, generator."""
 
 import array
 import enum

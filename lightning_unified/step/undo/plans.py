@@ -1,4 +1,4 @@
-"""How tensors are copied before a step: small ones of a kind stacked into one tensor, others each into room of their own."""
+"""Copy tensors fast before a step: small ones stacked, others into reused memory."""
 
 import itertools
 import operator

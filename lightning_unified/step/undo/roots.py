@@ -1,17 +1,19 @@
-"""Which things are walked: the module, the user's callbacks, learning rates, and what the step's functions name."""
+"""The roots of the walk: module, callbacks, schedulers, and variables that steps name."""
 
-from collections.abc import Iterable
+import builtins
+import dis
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import lightning as L
 from torch import nn
 
-from lightning_unified.step.undo.cells import Cell, MappingCell
-from lightning_unified.step.undo.kinds import is_ours
-from lightning_unified.step.undo.steps import names_of
+from lightning_unified.step.undo.cells import Cell, ClosureCell, MappingCell, NamesCell, cells_of
+from lightning_unified.step.undo.kinds import Kind, is_ours
 
-__all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "roots_of"]
+__all__ = ["EVALUATION_STEPS", "TRAINING_STEP", "Roots", "names_of", "roots_of"]
 
 TRAINING_STEP = (
     "training_step",
@@ -45,7 +47,7 @@ class Roots:
 
 
 def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterable[str]) -> Roots:
-    """Return what a step of `module` may change.
+    """Return the roots from which a step of `module` may change state.
 
     Args:
         module: What is trained.
@@ -72,3 +74,76 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     if not trainer.strategy.optimizers:
         roots.trained.update(id(one) for one in module.parameters() if one.requires_grad)
     return roots
+
+
+def names_of(owner: Any, hooks: Iterable[str]) -> list[Cell]:
+    """Return the variables outside of `owner` that its methods `hooks` name.
+
+    The methods of all its classes are looked at, for one may call the next, and the functions nested in them and wrapped by their
+    decorators; not the functions that they call.
+
+    Args:
+        owner: A LightningModule or a callback.
+        hooks: Names of methods.
+    """
+    names: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    cells: dict[int, Cell] = {}
+    for function in _functions(owner, hooks):
+        scope = function.__globals__
+        used = {name for name in _globals_named(function.__code__) if name in scope or name not in vars(builtins)}
+        names.setdefault(id(scope), (scope, set()))[1].update(used)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__" and not _holds_function(cell):
+                cells[id(cell)] = ClosureCell(cell, (None, name, "global"), style="global")
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            for value in defaults.values() if isinstance(defaults, dict) else defaults or ():
+                if isinstance(value, (list, dict, set)):
+                    kind = {list: Kind.LIST, dict: Kind.MAPPING, set: Kind.SET}.get(type(value), Kind.OBJECT)
+                    path = (None, f"a default of {function.__qualname__}", "global")
+                    cells.update((id(cell), cell) for cell in cells_of(value, kind, path))
+    globals_ = [
+        NamesCell(scope, (None, "globals", "global"), sorted(used), style="global")
+        for scope, used in names.values()
+        if used
+    ]
+    return [*globals_, *cells.values()]
+
+
+def _functions(owner: Any, hooks: Iterable[str]) -> Iterator[FunctionType]:
+    for hook in hooks:
+        methods = [vars(base)[hook] for base in type(owner).__mro__ if hook in vars(base) and not is_ours(base)]
+        own = vars(owner).get(hook)
+        for method in methods if own is None else [*methods, own]:
+            seen: set[int] = set()
+            queue = [getattr(method, "__func__", method)]
+            while queue:
+                function = queue.pop()
+                if not isinstance(function, FunctionType) or id(function) in seen:
+                    continue
+                seen.add(id(function))
+                yield function
+                queue += [getattr(function, "__wrapped__", None), *_decorated(function, hook)]
+
+
+def _decorated(function: FunctionType, hook: str) -> list[FunctionType]:
+    """Return the method that a decorator without `functools.wraps` wraps: the function of its name in the closure of the wrapper."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
+    return [one for one in held if one.__name__ == hook]
+
+
+def _holds_function(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:
+        return False
+
+
+def _globals_named(code: CodeType) -> set[str]:
+    named = {one.argval for one in dis.get_instructions(code) if one.opname in _OPERATIONS}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            named |= _globals_named(constant)
+    return named
+
+
+_OPERATIONS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")

@@ -1,4 +1,4 @@
-"""How a generator, a byte array or an iterator is noted and put back: by its state, or by a copy that takes its place."""
+"""Record and restore generators, byte arrays and iterators."""
 
 import array
 import copy

@@ -1,7 +1,8 @@
-"""Tensors that nobody trains: copied before every step if they are small, held against version counter and checksum if not."""
+"""Restore untrained tensors: small ones from copies, large ones guarded by checksums."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,12 +11,66 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_unified.errors import RunError
 from lightning_unified.step.undo.cells import path_text
-from lightning_unified.step.undo.checksums import Checksum, checksum, differing
 from lightning_unified.step.undo.plans import SMALL, Plan, Rooms, bytes_of, is_plain, kind_of_tensor
 from lightning_unified.step.undo.walk import FoundTensor
 from lightning_unified.units import MIB, format_bytes
 
-__all__ = ["NotedTensors", "TensorKeeper"]
+__all__ = ["Checksum", "NotedTensors", "TensorKeeper", "checksum", "differing"]
+
+_SAMPLES = 4096
+_MOST = 1 << 27  # words that are read at most, 1 GiB: of a larger tensor only every second, third, …
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum, and the tensor's version counter when it was taken.
+
+    Attributes:
+        value: Two whole numbers, on the tensor's device.
+        version: The counter.
+    """
+
+    value: Tensor
+    version: int
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return two whole numbers that change if entries of `tensor` do, without waiting for its device.
+
+    The first is the sum of all bits, eight bytes at a time: exact, for whole numbers wrap around. The second weighs some entries by
+    their place, since a sum does not see entries that are exchanged for one another.
+    """
+    with torch.no_grad():
+        words = _words(tensor.detach())
+        words = words[:: -(-words.numel() // _MOST)]
+        sample = words[:: max(words.numel() // _SAMPLES, 1)].to(torch.int64)
+        places = torch.arange(1, sample.numel() + 1, device=sample.device)
+        return torch.stack([words.sum(dtype=torch.int64), (sample * places).sum()])
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits of `tensor` as a flat tensor of whole numbers, as wide as its size allows."""
+    flat = tensor.contiguous().view(-1)
+    width = 8
+    while (flat.numel() * flat.element_size()) % width or (flat.storage_offset() * flat.element_size()) % width:
+        width //= 2
+    return flat.view(torch.uint8).view(_WIDTHS[width]) if flat.numel() else flat.new_zeros(1, dtype=torch.int64)
+
+
+def differing(pairs: Mapping[Name, tuple[Tensor, Tensor]]) -> list[Name]:
+    """Return the names of pairs of checksums that differ; waits for each device once."""
+    by_device: dict[torch.device, list[Name]] = {}
+    for name, (_, now) in pairs.items():
+        by_device.setdefault(now.device, []).append(name)
+    found: list[Name] = []
+    for names in by_device.values():
+        before, now = (torch.stack([pairs[name][side] for name in names]) for side in (0, 1))
+        differ = (before.to(now.device) != now).any(1).tolist()
+        found += [name for name, one in zip(names, differ, strict=True) if one]
+    return found
+
 
 _ROOM = (
     256 * MIB
@@ -44,7 +99,7 @@ class TensorKeeper:
         self._plan: Plan | None = None
 
     def note(self, fixed: Sequence[FoundTensor], moving: Sequence[FoundTensor]) -> "NotedTensors":
-        """Copy what is to be copied, and read the version counters of the rest.
+        """Copy small tensors, and read the version counters of the others.
 
         Args:
             fixed: The same object as long as the same tensors are in the same places.
@@ -83,7 +138,7 @@ class TensorKeeper:
         self._moving_rooms = Rooms()
 
     def release(self) -> None:
-        """Let go of all copies; the next note makes room anew."""
+        """Drop all copies; the next note makes room anew."""
         self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
@@ -104,7 +159,7 @@ class TensorKeeper:
         for entry in entries:
             tensor = entry.tensor
             if in_fake_mode and not isinstance(tensor, FakeTensor):
-                continue  # a dry run cannot write it; what surrounds the dry run keeps it
+                continue  # a dry run cannot write it; the code around the dry run restores it
             if entry.copied is not False and plan.stack(entry):
                 continue
             size, is_needed = bytes_of(tensor), self._is_needed(entry)

@@ -1,4 +1,4 @@
-"""A walk over everything that a step may change, from a few roots: modules, containers, plain objects, tensors, generators."""
+"""Walk over everything that a step may change, from a few roots."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The state that a step may change: noted before the step, and put back if it is to be repeated or was only a trial."""
+"""Record the state that a step may change, and restore it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -57,7 +57,7 @@ class StateWatch:
         return {path: metric for path, metric in self._metrics.items() if metric._defaults}
 
     def note(self) -> "Noted":
-        """Return the state as it is now; an earlier note is good no longer."""
+        """Record the state as it is now; earlier records become invalid."""
         still = self._looked_at()
         changing = self._of_changing()
         if changing.modules:  # that were not there before
@@ -68,7 +68,7 @@ class StateWatch:
         return Noted(still, self._found, changing, noted, metric_paths=self._metrics.keys())
 
     def look(self) -> None:
-        """Find out what there is, without noting it."""
+        """Find the state without recording it."""
         self._looked_at()
         if self._of_changing().modules:
             self._scan()
@@ -83,12 +83,12 @@ class StateWatch:
             self._tensors.learn(noted.tensors)
 
     def release(self) -> None:
-        """Let go of the copies of tensors, where nothing that was noted is to be put back any more."""
+        """Drop the copies of tensors, where nothing that was noted is to be put back any more."""
         if self._tensors is not None:
             self._tensors.release()
 
     def forget(self) -> None:
-        """Let go of what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
+        """Drop what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
         self._still, self._found, self._known, self._modules = None, Found(), set(), {}
 
     def _looked_at(self) -> StillCells:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.results.merging import FIGURES, MergeTable, Parts, fitting, merged, same
+from lightning_unified.step.results.merging import FIGURES, MergeTable, MicroBatchWeights, fitting, merged, same
 from lightning_unified.step.results.trees import all_values, learn_tree, merge_tree, unknown_paths
 
 SIZES = [1, 2, 5]
-BY_ROWS = Parts(SIZES, [1.0, 2.0, 5.0])
-BY_TERMS = Parts(SIZES, [4.0, 2.0, 3.0])
+BY_ROWS = MicroBatchWeights(SIZES, [1.0, 2.0, 5.0])
+BY_TERMS = MicroBatchWeights(SIZES, [4.0, 2.0, 3.0])
 ROWS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = torch.tensor([0, 1, 1, 0, 2, 2, 1, 0])
 SCORES = torch.tensor([0.9, 0.2, 0.8, 0.4, 0.6, 0.1, 0.7, 0.3], dtype=torch.float64)
@@ -28,7 +28,7 @@ def learned(of, *values, sizes=(SIZES, [4, 1, 3]), table=None, path="v"):
     table = MergeTable() if table is None else table
     for each in sizes:
         columns = list(zip(*(value.split(list(each)) for value in values), strict=True))
-        parts = Parts(list(each), list(map(float, each)))
+        parts = MicroBatchWeights(list(each), list(map(float, each)))
         table.learn(path, [of(*column) for column in columns], of(*values), parts, tolerance=1e-9)
     return table
 
@@ -49,7 +49,7 @@ NAMED = {
 def test_each_rule_gives_what_its_name_says(rule):
     values, whole = NAMED[rule]
 
-    assert merged(rule, values, Parts([1, 2], [3.0, 1.0])).tolist() == whole
+    assert merged(rule, values, MicroBatchWeights([1, 2], [3.0, 1.0])).tolist() == whole
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_each_rule_gives_what_its_name_says(rule):
     ],
 )
 def test_plain_values_are_merged_too(rule, values, whole):
-    result = merged(rule, values, Parts([1, 2], [3.0, 1.0]))
+    result = merged(rule, values, MicroBatchWeights([1, 2], [3.0, 1.0]))
 
     assert result == whole
     assert type(result) is type(whole)
@@ -85,11 +85,11 @@ def test_a_function_gets_values_and_rows():
 def test_a_part_without_terms_may_be_nan_in_a_mean():
     values = [torch.tensor(float("nan")), torch.tensor(2.0), torch.tensor(5.0)]
 
-    assert float(merged("mean", values, Parts([1, 1, 1], [0.0, 1.0, 2.0]))) == 4.0
+    assert float(merged("mean", values, MicroBatchWeights([1, 1, 1], [0.0, 1.0, 2.0]))) == 4.0
 
 
 def test_a_mean_without_any_terms_is_over_parts():
-    assert float(merged("mean", [torch.tensor(2.0), torch.tensor(4.0)], Parts([1, 3], [0.0, 0.0]))) == 3.0
+    assert float(merged("mean", [torch.tensor(2.0), torch.tensor(4.0)], MicroBatchWeights([1, 3], [0.0, 0.0]))) == 3.0
 
 
 def test_values_that_must_be_equal_and_are_not_are_an_error():
@@ -109,7 +109,7 @@ def test_values_that_must_be_equal_and_are_not_are_an_error():
 )
 def test_a_rule_that_does_not_apply_is_an_error_that_names_it(rule, values):
     with pytest.raises(SplitError, match=f"cannot be put together by '{rule}'"):
-        merged(rule, values, Parts([1, 1], [1.0, 1.0]))
+        merged(rule, values, MicroBatchWeights([1, 1], [1.0, 1.0]))
 
 
 FOUND = {
@@ -206,13 +206,16 @@ def test_a_rule_that_was_refuted_does_not_come_back():
 
 
 def test_values_of_another_kind_in_a_part_fit_nothing():
-    assert fitting([1, 2.0], 3.0, Parts([1, 1], [1.0, 1.0]), tolerance=1e-6) == frozenset()
-    assert fitting([torch.ones(1), [1.0]], torch.ones(2), Parts([1, 1], [1.0, 1.0]), tolerance=0.0) == frozenset()
+    assert fitting([1, 2.0], 3.0, MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=1e-6) == frozenset()
+    assert (
+        fitting([torch.ones(1), [1.0]], torch.ones(2), MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=0.0)
+        == frozenset()
+    )
 
 
 def test_a_truth_value_is_no_figure():
-    assert fitting([True, False], True, Parts([1, 1], [1.0, 1.0]), tolerance=0.0) == frozenset()
-    assert fitting([True, True], True, Parts([1, 1], [1.0, 1.0]), tolerance=0.0) == {"equal"}
+    assert fitting([True, False], True, MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=0.0) == frozenset()
+    assert fitting([True, True], True, MicroBatchWeights([1, 1], [1.0, 1.0]), tolerance=0.0) == {"equal"}
 
 
 def test_given_rules_are_neither_learned_nor_refuted():
@@ -276,7 +279,7 @@ def step(x):
 def learned_tree():
     table = MergeTable()
     for sizes in (SIZES, [4, 1, 3]):
-        parts = Parts(sizes, list(map(float, sizes)))
+        parts = MicroBatchWeights(sizes, list(map(float, sizes)))
         learn_tree(table, [step(part) for part in ROWS.split(sizes)], step(ROWS), parts, tolerance=1e-9)
     return table
 
@@ -324,4 +327,4 @@ def test_lists_of_one_entry_a_row_are_one_value():
 
 def test_all_figures_are_known_names():
     for rule in FIGURES:
-        assert float(merged(rule, [torch.tensor(1.0)], Parts([1], [1.0]))) == 1.0
+        assert float(merged(rule, [torch.tensor(1.0)], MicroBatchWeights([1], [1.0]))) == 1.0

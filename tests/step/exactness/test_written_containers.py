@@ -8,12 +8,12 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
-from lightning_unified.step.results.merging import MergeTable, Parts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.undo.changes import ABSENT
 from tests.support.modules import fit
 from tests.support.writing_modules import Writes
 
-PARTS = Parts([3, 3, 2], [3.0, 3.0, 2.0])
+PARTS = MicroBatchWeights([3, 3, 2], [3.0, 3.0, 2.0])
 
 
 def count(kept, batch, out):

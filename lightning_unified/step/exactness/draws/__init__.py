@@ -1,1 +1,1 @@
-"""Random draws of a check, recorded over whole rows and replayed for parts of them."""
+"""Random draws of a check: recorded over whole rows, replayed for micro-batches."""

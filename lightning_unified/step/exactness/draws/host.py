@@ -1,4 +1,4 @@
-"""Random draws by Python's `random` and NumPy's `numpy.random`, and by generators of a module's own, made the same for every row.
+"""Make draws by Python, NumPy and a module's own generators equal for every row.
 
 Masks for audio (SpecAugment of transformers), mixing weights and augmentations are often drawn there, row by row or for all rows at once.
 Such draws cannot be replayed by row: a run over fewer rows draws less. In a step without its noise, each call starts from the same state

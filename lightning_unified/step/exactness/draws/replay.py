@@ -1,4 +1,4 @@
-"""Random draws: record those of a run over whole rows, and give each part of these rows its share of them.
+"""Record the random draws of a whole run, and replay each micro-batch's share of them.
 
 A module with dropout or noise draws other numbers when its rows run in parts, so that its gradients cannot be compared. `RecordDraws`
 notes what every random operator returns while all rows run together. `ReplayDraws` lets the operators run again over a part of the rows
@@ -38,7 +38,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one random operator returned.
+    """The result of one random operator.
 
     Args:
         name: Of the operator, without its namespace.
@@ -60,7 +60,7 @@ class WatchPrecision:
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     def look(self, result: Any) -> None:
-        """Note the formats of what an operator returned."""
+        """Record the formats of an operator's results."""
         tensors = (result,) if isinstance(result, Tensor) else result if isinstance(result, (tuple, list)) else ()
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.dtype in _LOW:
@@ -113,7 +113,7 @@ class _Draws(TorchDispatchMode):
         return args[0].copy_(result) if name.endswith("_") else result
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the random operator is to return."""
+        """Return the result of the random operator."""
         raise NotImplementedError
 
 
@@ -129,7 +129,7 @@ class RecordDraws(_Draws):
         self.draws: list[Draw] = []
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw, and note what was drawn."""
+        """Draw, and record the draw."""
         result = func(*args, **kwargs)
         drawn = _drawn(name, result, args)
         self.draws.append(
@@ -216,12 +216,12 @@ class ReplayDraws(_Draws):
         self.is_ordered = False
 
     def finish(self) -> None:
-        """Note if the part has drawn fewer times than the whole."""
+        """Record whether the micro-batch has drawn fewer times than the whole run."""
         if self._next < len(self._draws) and not self.troubles:
             self.troubles.append("fewer random draws for fewer rows")
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw, and overwrite what was drawn with the rows' own entries."""
+        """Draw, and overwrite the draw with the rows' own entries."""
         result = func(*args, **kwargs)
         index, self._next = self._next, self._next + 1
         known = self._draws[index] if index < len(self._draws) else None
@@ -263,7 +263,7 @@ class ConstantDraws(_Draws):
     """
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and overwrite what it drew."""
+        """Run the operator and overwrite its draw."""
         result = func(*args, **kwargs)
         drawn = _drawn(name, result, args)
         if not isinstance(drawn, Tensor):
@@ -305,14 +305,14 @@ def _without_inner_dropout(
 
 
 def _drawn(name: str, result: Any, args: Sequence[Any]) -> Any:
-    """Return what a random operator drew: what it returned, the mask beside that, or an argument that it has written."""
+    """Return the draw of a random operator: its result, the mask beside it, or an argument it wrote."""
     if name == _RRELU:
         return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
 
 
 def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> Any:
-    """Return what the operator would have returned if it had drawn `value`; in-place operators are written over."""
+    """Return the operator's result for the draw `value`; in-place operators write it."""
     if name in ("native_dropout", "_fused_dropout"):
         kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
         mask = value.to(result[1].dtype)

@@ -1,4 +1,4 @@
-"""What is new in a batch: values, zeros, masks and lengths outside those of batches that have been checked.
+"""Batch profiles: values, zeros, masks and lengths that no checked batch had.
 
 A loss may mix rows for some data only: a row without observations takes the batch's mean, a class that is missing changes a weight. So a
 batch that differs in kind from those checked is checked too, before its update. A profile is a set of facts about each tensor of the batch:
@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_unified.step.exactness.facts.host_fields import arrays_of, columns_of
-from lightning_unified.step.exactness.facts.leaves import named_tensors
+from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of, named_tensors
 
 __all__ = ["BatchProfiles", "facts_of"]
 
@@ -164,7 +163,7 @@ class BatchProfiles:
         return frozenset(fact for fact in facts - self._known if not self._varies(fact))
 
     def add(self, facts: frozenset[Fact]) -> None:
-        """Note that batches with these facts have been checked."""
+        """Record that batches with these facts have been checked."""
         self._values.update(fact[:2] for fact in facts - self._known)
         self._known |= facts
 

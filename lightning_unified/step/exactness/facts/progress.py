@@ -1,4 +1,4 @@
-"""What of a run's progress a step reads, and what of its module changes between steps: a loss that depends on them may change its nature.
+"""Facts outside the batch: counters that a step reads, and changes of its module.
 
 A contrastive term may be switched on in a later epoch, warmed up by the step, or set by a hook; a backbone may be unfrozen. The batch shows
 nothing of that, so these are facts too: batches with new facts are checked before their update (see profile.py).
@@ -19,7 +19,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
 from lightning_unified.step.undo.kinds import is_ours
-from lightning_unified.step.undo.steps import names_of
+from lightning_unified.step.undo.roots import names_of
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
@@ -29,7 +29,7 @@ Fact = tuple[str, str, Any]
 
 
 class Counters:
-    """Notes what a step reads of the run's progress: `"epoch"`, `"step"`, `"batch"`, `"rates"` (of learning) or `"metrics"`.
+    """Records which counters of the run a step reads: `"epoch"`, `"step"`, `"batch"`, `"rates"` (of learning) or `"metrics"`.
 
     Attributes:
         read: What has been read so far.
@@ -40,7 +40,7 @@ class Counters:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note reads of counters, of metrics and of optimizers, of the module and of its Trainer, inside the block."""
+        """Record reads of counters, of metrics and of optimizers, of the module and of its Trainer, inside the block."""
         with ExitStack() as undo:
             for owner, names in _READS.items():
                 for name, counter in names.items():
@@ -135,7 +135,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 
 
 class ModuleFacts:
-    """What of a module may decide how it computes: modes, which parameters are trained, its plain attributes, and those of what it holds.
+    """Facts about a module that may change its computation: modes, trained parameters, plain attributes.
 
     It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers
     count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out.
@@ -233,7 +233,7 @@ def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fa
 
 
 class OutsideFacts:
-    """Plain values that the step names outside of its module, in globals and closures, and those of what is held there.
+    """Facts about plain values that the step names in globals and closures.
 
     Args:
         module: Whose `training_step`.

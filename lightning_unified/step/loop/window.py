@@ -1,4 +1,4 @@
-"""Accumulation windows whose gradient is the mean over all their loss terms, not the mean of their batches' means."""
+"""Accumulation windows whose gradient is the mean over all their loss terms."""
 
 from collections.abc import Iterable
 
@@ -33,12 +33,12 @@ class WindowTerms:
         self._now = terms
 
     def done(self) -> None:
-        """Note that the batch is in the window's gradient."""
+        """Record that the batch is in the window's gradient."""
         self._before.append(self._now)
 
     @property
     def factor(self) -> float:
-        """By what the batch's mean loss is multiplied before it is differentiated; 0 for one without a term."""
+        """The factor of the batch's mean loss before backward; 0 for a batch without a loss term."""
         return self._now / self._unit
 
     @property
@@ -47,7 +47,7 @@ class WindowTerms:
         return sum(self._before) + self._now
 
     def divide(self, parameters: Iterable[Tensor], *, total: float | None = None) -> None:
-        """Make the sum in the gradients the mean over the window; called once, after its last backward.
+        """Divide the summed gradients into the window's mean; called once, after its last backward pass.
 
         Args:
             parameters: Whose gradients they are.
@@ -60,11 +60,11 @@ class WindowTerms:
                 torch._foreach_mul_(gradients, self._unit / total)  # pyright: ignore[reportPrivateImportUsage]
 
     def state_dict(self) -> list[float]:
-        """Return what a run that goes on in the middle of a window needs."""
+        """Return the state of a run that stops within a window."""
         return list(self._before)
 
     def load_state_dict(self, state: list[float]) -> None:
-        """Go on with what `state_dict` gave."""
+        """Restore `state_dict()`."""
         self._before = list(state)
 
     @property

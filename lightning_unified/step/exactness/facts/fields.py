@@ -1,4 +1,4 @@
-"""The fields of a batch that are no tensors and have one entry for each row: lists of labels and names, arrays, dicts by row."""
+"""The fields of a batch by path: its tensors, and lists or arrays with an entry per row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,25 @@ from torch import Tensor
 
 from lightning_unified.step.split.containers import entries_of, is_sequence, joined
 
-__all__ = ["arrays_of", "columns_of"]
+__all__ = ["arrays_of", "columns_of", "leaf_at", "named_tensors"]
+
+_LONG = 64  # entries of a list from which on it holds rows, not fields
+
+
+def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the path and the tensor of every leaf; nested tensors, and lists of more than 64 entries, which hold rows, are left out."""
+    if isinstance(batch, Tensor):
+        if not batch.is_nested:
+            yield path, batch
+    elif not (is_sequence(batch) and len(batch) > _LONG):
+        for name, entry in entries_of(batch) or ():
+            yield from named_tensors(entry, joined(path, name))
+
+
+def leaf_at(batch: Any, path: str) -> Tensor | None:
+    """Return the tensor at `path`; None if this batch has none there."""
+    return next((tensor for name, tensor in named_tensors(batch) if name == path), None)
+
 
 _LONG = 64  # entries of a list from which on it holds rows, not fields
 _PLAIN = (str, int, type(None))  # bool is an int

@@ -1,6 +1,5 @@
-"""The memory options of one run: what the user asked for from the start, and what a plan sets later."""
+"""The optimizer kernel and loss chunk of one run, as the user asked and as a plan sets them."""
 
-import difflib
 import logging
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.options.loss_chunk import LossChunk, chunk_choices
+from lightning_unified.options.memory_options import AskedKernel
 from lightning_unified.options.optimizer_kernel import (
     KERNELS,
     Kernel,
@@ -24,39 +24,19 @@ __all__ = ["AppliedOptions"]
 
 log = logging.getLogger("lightning_unified")
 
-_ASKED = ("keep", "auto", *KERNELS)
-_IMPOSSIBLE = {
-    "in-backward": "it writes weights while gradients are still being made, so that a step that runs out of memory could not be "
-    "repeated, gradients could be neither clipped nor accumulated, and a batch could not be cut",
-    "8-bit": "it is another optimizer and learns something else; return one from configure_optimizers, such as torchao's AdamW8bit",
-}
-
 
 class AppliedOptions:
-    """Optimizer kernel and loss chunk of one run; undone when it ends. Recomputation has a keeper of its own, `Recomputation`.
+    """The optimizer kernel and the loss chunk of one run, undone when it ends. `ActivationCheckpointing` does the same for blocks.
 
     Args:
         optimizer_kernel: `"keep"` leaves optimizers as they were built; a kernel's name sets it from the first step on, whatever
             they were built with; `"auto"` lets a plan choose, for those that were built without a choice.
 
     Attributes:
-        loss_chunk: Rows of logits at once, where that was set; else None.
-
-    Raises:
-        ConfigurationError: If `optimizer_kernel` is none of these.
+        loss_chunk: Rows of logits at once; None where it was not set.
     """
 
-    def __init__(self, *, optimizer_kernel: Literal["keep", "auto", "fused", "foreach", "for-loop"] = "keep") -> None:
-        if optimizer_kernel in _IMPOSSIBLE:
-            raise ConfigurationError(
-                f'optimizer_kernel="{optimizer_kernel}" is not offered: {_IMPOSSIBLE[optimizer_kernel]}.'
-            )
-        if optimizer_kernel not in _ASKED:
-            near = difflib.get_close_matches(str(optimizer_kernel), [*_ASKED, *_IMPOSSIBLE], n=1)
-            hint = f" did you mean {near[0]}?" if near else ""
-            raise ConfigurationError(
-                f"optimizer_kernel={optimizer_kernel!r} is not offered;{hint} choose from {', '.join(_ASKED)}."
-            )
+    def __init__(self, *, optimizer_kernel: AskedKernel = "keep") -> None:
         self._asked = optimizer_kernel
         self._module: L.LightningModule | None = None
         self._optimizers: list[Optimizer] = []
@@ -66,12 +46,12 @@ class AppliedOptions:
         self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process keeps: the choice, and no hold on module and optimizers."""
+        """Return the state for another process: the choice, and no hold on module and optimizers."""
         return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why each memory option is as it is, for `Plan.reasons`; those that nobody touched are left out."""
+        """The reason of each option that was set, for `Plan.reasons`."""
         touched = {"optimizer_kernel": bool(self._changes), "loss_chunk": self._chunk is not None}
         return {name: why for name, why in self._why.items() if touched[name]}
 
@@ -154,7 +134,7 @@ class AppliedOptions:
         log.info("Chunk of the loss: %s.", self._why["loss_chunk"])
 
     def end(self) -> None:
-        """Leave module and optimizers as they were before `begin`."""
+        """Restore module and optimizers as before `begin`."""
         self._undo_kernels()
         self._undo_chunk()
         self._module, self._optimizers = None, []

@@ -1,4 +1,4 @@
-"""The batch as the closure runs it: whole, or in micro-batches whose results become the whole batch's."""
+"""A batch as the closure runs it: whole, or split with its results merged."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,13 +12,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.results import Tables
-from lightning_unified.step.exactness.weighting import Weighting
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
-from lightning_unified.step.results.merging import MergeTable, Parts, merged
-from lightning_unified.step.results.metrics import MetricsOverParts
+from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
+from lightning_unified.step.results.metrics import MetricsOverMicroBatches
 from lightning_unified.step.results.trees import merge_tree, unknown_paths
-from lightning_unified.step.results.written import WrittenOverParts
+from lightning_unified.step.results.written import WrittenOverMicroBatches
 from lightning_unified.step.split import merge
 from lightning_unified.step.undo import StateWatch
 
@@ -44,7 +44,7 @@ class WholeBatch:
         """Leave `self.log` alone."""
         return nullcontext()
 
-    def end_part(self) -> None:
+    def end_micro_batch(self) -> None:
         """Leave what the step has written."""
 
     def settle(self) -> None:
@@ -60,7 +60,7 @@ class WholeBatch:
 
 
 class SplitResults:
-    """What micro-batches return, log and count, put together by the rules that the exactness check has found.
+    """Merges micro-batches' outputs, logs and metrics by the rules of the exactness check.
 
     Args:
         tables: The rules.
@@ -89,27 +89,29 @@ class SplitResults:
     def begin(self) -> None:
         """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
         self._logs, self._is_settled = LogRecorder(), False
-        self._metrics = MetricsOverParts(self._all_metrics, self._tables.metrics, self._tables.joins)
-        self._written: WrittenOverParts | None = None
+        self._metrics = MetricsOverMicroBatches(self._all_metrics, self._tables.metrics, self._tables.joins)
+        self._written: WrittenOverMicroBatches | None = None
         if self._state is not None:
-            self._written = WrittenOverParts(self._state, self._tables.written, self._learn, ignored=self._ignored)
+            self._written = WrittenOverMicroBatches(
+                self._state, self._tables.written, self._learn, ignored=self._ignored
+            )
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
         """Gather what micro-batch `index` logs and counts inside the block."""
-        self._logs.next_part(index)
+        self._logs.next_micro_batch(index)
         if self._written is not None:
-            self._written.begin_part()
+            self._written.begin_micro_batch()
         with self.recording(), self._metrics.watching():
             yield
 
-    def end_part(self) -> None:
-        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
+    def end_micro_batch(self) -> None:
+        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
         if self._written is not None:
-            self._written.end_part()
+            self._written.end_micro_batch()
 
-    def settle(self, parts: Parts) -> None:
-        """Write, count and log what the whole batch's step would have; later calls do nothing more.
+    def settle(self, parts: MicroBatchWeights) -> None:
+        """Write the merged state, metrics and logs once; later calls do nothing.
 
         Args:
             parts: What the micro-batches weigh.
@@ -124,7 +126,7 @@ class SplitResults:
             self._written.finish(parts)
         self._flush(parts, by_steps=True)
 
-    def _flush(self, parts: Parts, *, by_steps: bool) -> None:
+    def _flush(self, parts: MicroBatchWeights, *, by_steps: bool) -> None:
         if self._results is not None:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts), by_steps=by_steps)
 
@@ -132,7 +134,7 @@ class SplitResults:
         """Hold back what is logged inside the block."""
         return self._logs.recording(self._results)
 
-    def finish(self, values: Sequence[Any], parts: Parts) -> Any:
+    def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
         """Return what the whole batch's step would have returned, log what it would have logged, and join metrics.
 
         Args:
@@ -151,22 +153,26 @@ class SplitResults:
         is_value = isinstance(call.values[0], Tensor)
         return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
 
-    def _whole_log(self, key: LogKey, call: Logged, parts: Parts) -> tuple[Any, Any]:
+    def _whole_log(self, key: LogKey, call: Logged, parts: MicroBatchWeights) -> tuple[Any, Any]:
         """Return a logged value of the whole batch, and its `batch_size`."""
         path, tables = path_of_log(key), self._tables
         if isinstance(call.values[0], Metric):
             return call.values[-1], call.batch_sizes[-1]
         sized = all(size is not None for size in call.batch_sizes)
-        weights = Parts([parts.rows[part] for part in call.parts], [parts.terms[part] for part in call.parts])
+        weights = MicroBatchWeights(
+            [parts.rows[part] for part in call.parts], [parts.terms[part] for part in call.parts]
+        )
         batch_size = None
         if sized:
             rule = tables.logs.rule(f"batch_size of {path}")
             batch_size = call.batch_sizes[0] if rule == "equal" else sum(call.batch_sizes)
         values = [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in call.values]
-        by_size = Parts(weights.rows, [float(size) for size in call.batch_sizes]) if sized else None
+        by_size = MicroBatchWeights(weights.rows, [float(size) for size in call.batch_sizes]) if sized else None
         return self._value(path, values, weights, by_size, call), batch_size
 
-    def _value(self, path: str, values: list[Tensor], parts: Parts, by_size: Parts | None, call: Logged) -> Any:
+    def _value(
+        self, path: str, values: list[Tensor], parts: MicroBatchWeights, by_size: MicroBatchWeights | None, call: Logged
+    ) -> Any:
         tables = self._tables
         rule = tables.logs.rule(path)
         try:
@@ -249,20 +255,20 @@ class SplitBatch:
         """Hold back what is logged inside the block."""
         return self._merging.recording()
 
-    def end_part(self) -> None:
-        """Note what a micro-batch's step has written, before the hooks that run once a batch."""
-        self._merging.end_part()
+    def end_micro_batch(self) -> None:
+        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
+        self._merging.end_micro_batch()
 
     def settle(self) -> None:
-        """Write what the whole batch's step would have written, before the hooks that follow it."""
+        """Write the merged state, before the hooks that follow the step."""
         self._merging.settle(self._weighting.parts)
 
     def share(self, index: int) -> float | None:
-        """Return by what the micro-batch's loss is multiplied to be its share of the batch's; None if it is that already."""
+        """Return the factor of the micro-batch's loss; None if the loss is its share of the batch's already."""
         return self._weighting.share(index)
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
-        """Return the whole batch's result, and log what was held back."""
+        """Return the whole batch's result, and write the logs that were held back."""
         extra = self._merging.finish([output.extra for output in outputs], self._weighting.parts)
         return ClosureResult(self._weighting.loss([output.loss for output in outputs]), extra=extra)
 
@@ -277,7 +283,7 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
 class _Fallback:
     """Puts values together for which no rule is known: entries of rows one after another, figures averaged, of anything else the last."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: MicroBatchWeights) -> None:
         self._parts = parts
 
     def __call__(self, _path: str, values: Sequence[Any]) -> Any:
@@ -287,7 +293,7 @@ class _Fallback:
         return merged("mean", values, self._parts)
 
 
-def _as_reduced(call: Logged, values: list[Tensor], parts: Parts) -> Any:
+def _as_reduced(call: Logged, values: list[Tensor], parts: MicroBatchWeights) -> Any:
     """Return a logged value for which no rule is known, as its `reduce_fx` reduces steps."""
     reduce_fx = call.options.get("reduce_fx", "mean")
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")

@@ -1,4 +1,4 @@
-"""Running `training_step` aside: gradients of a few rows, and everything the run changed put back."""
+"""Run `training_step` outside the training loop, and undo everything it changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,12 +18,11 @@ from torchmetrics import Metric
 from lightning_unified.nn.cuda_graphs import eager_calls
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.snapshot import StepSnapshot
-from lightning_unified.step.results.hooks import inside_hook
-from lightning_unified.step.results.logs import LogRecorder
+from lightning_unified.step.results.logs import LogRecorder, inside_hook
 from lightning_unified.step.results.silent_loggers import SilentLoggers
 from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, Noted, StateWatch, roots_of
 
-__all__ = ["Undone", "draws_or_mixes", "gradient_sample", "owns_dropout", "parameters_of_step", "state_of_step"]
+__all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
 
 _ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
 _FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
@@ -134,7 +133,7 @@ def _attention_without_cudnn() -> Iterator[None]:
         kernels.enable_cudnn_sdp(before)
 
 
-def gradient_sample(
+def gradient_of_step(
     trainer: L.Trainer, step: Callable[[], ClosureResult], *, parameters: Sequence[Tensor] | None = None
 ) -> Tensor:
     """Run one step and its backward, and return entries of the gradient it makes, the same ones each time, as float64 on the host.

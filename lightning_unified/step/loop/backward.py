@@ -9,17 +9,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_unified.step.policy import MemoryPolicy
-from lightning_unified.step.results.hooks import inside_hook
+from lightning_unified.step.results.logs import inside_hook
 
-__all__ = ["PartwiseBackward"]
+__all__ = ["MicroBatchBackward"]
 
 
-class PartwiseBackward(Strategy):
-    """Splits `Strategy.backward` (Lightning 2.6.6) in two: the backward pass of each micro-batch, and the hooks after the batch's last."""
+class MicroBatchBackward(Strategy):
+    """Splits `Strategy.backward` in two: each micro-batch's backward pass, and the hooks after the last."""
 
     policy: MemoryPolicy
 
-    def backward_part(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
         `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss, so that its mean, as they log it, is the
@@ -36,7 +36,7 @@ class PartwiseBackward(Strategy):
         return scaled
 
     def after_backward(self, loss: Tensor) -> None:
-        """Run the hooks that follow the last backward pass of a batch: they see its whole gradient, once."""
+        """Run the hooks after a batch's last backward pass, which see its whole gradient."""
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 

@@ -1,4 +1,4 @@
-"""A block in which an encoder may run, and after which it is as before: modes, buffers, attributes and random generators."""
+"""Run an encoder and restore its modes, buffers, attributes and random generators."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_unified.step.recovery.aside import draws_or_mixes
 from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.undone_run import draws_or_mixes
 from lightning_unified.step.undo.changes import is_same
 
-__all__ = ["Aside", "everything_off", "noise_off", "statistics_off", "written"]
+__all__ = ["IsolatedEncoder", "everything_off", "noise_off", "statistics_off", "written"]
 
 _CONTAINERS = (list, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class Aside:
+class IsolatedEncoder:
     """Puts back what calls of an encoder change inside the block; buffers are copies meanwhile.
 
     Args:

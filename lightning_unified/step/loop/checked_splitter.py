@@ -1,0 +1,145 @@
+"""How the batch of a step runs: whole, or as micro-batches that the exactness check has approved."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torchmetrics import Metric
+
+from lightning_unified.errors import ConfigurationError, SplitError
+from lightning_unified.step.encoders import encoders_of
+from lightning_unified.step.exactness.check import ExactnessCheck
+from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of
+from lightning_unified.step.loop.closure import overrides
+from lightning_unified.step.loop.split_batch import SplitBatch, SplitResults, WholeBatch
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.results.merging import MergeTable
+from lightning_unified.step.split import BatchShape
+from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
+
+__all__ = ["CheckedSplitter"]
+
+
+class CheckedSplitter:
+    """Splits training batches as the policy says, after the exactness check has compared whole and split rows.
+
+    Args:
+        trainer: The Trainer of the fit.
+        policy: The micro-batch sizes and the permission to split.
+        step: Runs `training_step` with given arguments, as the loop does.
+        fits: `fits(rows)` returns whether so many rows are predicted to fit at once; None where nothing is predicted.
+        metrics: Returns the module's torchmetrics objects, by path.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        policy: MemoryPolicy,
+        *,
+        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+        fits: Callable[[int], bool | None],
+        metrics: Callable[[], Mapping[str, Metric]],
+    ) -> None:
+        self._trainer, self._policy, self._step, self._metrics = trainer, policy, step, metrics
+        self._rules, self.splitter = policy.batches.of("fit"), policy.batches.splitter("fit")
+        self._is_checked = policy.batches.checks("fit")
+        self._encoders = encoders_of(trainer, policy, "fit")
+        self._written = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
+        self.check = ExactnessCheck(trainer, rules=self._rules, splitter=self.splitter, step=step, fits=fits)
+
+    def split(
+        self, kwargs: "OrderedDict[str, Any]", whole: Callable[[], ClosureResult], *, batch_idx: int
+    ) -> WholeBatch | SplitBatch:
+        """Return the batch as it is to run: whole if it fits or has no countable rows, else in micro-batches.
+
+        Args:
+            kwargs: The arguments of `training_step`, the batch first.
+            whole: Runs `training_step` on the whole batch.
+            batch_idx: The batch's number in the epoch.
+
+        Raises:
+            SplitError: If the batch is too large and cannot be split exactly.
+        """
+        policy, sizes = self._policy, self._policy.sizes
+        batch = next(iter(kwargs.values()))
+        shape = None if sizes.runs_whole else self.splitter.require_shape(batch)
+        if shape is None or len(rows := sizes.parts(shape)) == 1:
+            return WholeBatch(whole)
+        policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape))
+        if self._encoders is not None:
+            return WholeBatch(partial(self._encoders.run, whole, rows=max(rows), most=policy.most_chunks))
+        try:
+            self.splitter.require_rows(batch, shape.rows)
+            self._require_exact(kwargs, shape, batch_idx=batch_idx)
+        except SplitError as refusal:
+            if policy.sizing.goes_whole(refusal):
+                return WholeBatch(whole)
+            raise
+        if overrides(self._trainer, "on_before_backward"):
+            policy.notices.say_per_micro_batch(
+                "the hook on_before_backward runs",
+                "What it logs is merged; keep other state of losses in on_train_batch_end.",
+            )
+        return self._micro_batches(kwargs, shape, rows)
+
+    def _micro_batches(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, rows: list[int]) -> SplitBatch:
+        key, batch = next(iter(kwargs.items()))
+        micro_batches = self.splitter.micro_batches(batch, rows)
+        return SplitBatch(
+            [partial(self._step, OrderedDict(kwargs, **{key: one})) for one in micro_batches],
+            Weighting(self._policy.splits.loss_rule, micro_batches, rows),
+            merging=SplitResults(
+                self.check.tables,
+                results=self._trainer.fit_loop.epoch_loop._results,
+                metrics=self._metrics(),
+                state=self._written if self._is_checked else None,
+                ignored=batch_norms_of(self._trainer.lightning_module),
+                learn=partial(self._learn_more, kwargs, shape),
+            ),
+            parameters=list(self._trainer.lightning_module.parameters()),
+        )
+
+    def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
+        """Find the loss weights and merge rules of the batch; raise `SplitError` if no rule is exact."""
+        if self._is_checked:
+            self._policy.splits.record(self.check.verdict(kwargs, **self._extent(shape), batch_idx=batch_idx))
+
+    def _learn_more(
+        self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
+    ) -> None:
+        """Check a batch, before its update, whose step returned or logged a value that no check has seen."""
+        if self._is_checked:
+            verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._extent(shape))
+            self._policy.splits.record(verdict)
+
+    def _extent(self, shape: BatchShape) -> dict[str, int]:
+        sizes = self._policy.sizes
+        return {"rows": shape.rows, "unit": sizes.unit, "micro_batch_size": sizes.micro_batch_size(shape)}
+
+    def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
+        """Return the number of loss terms of a batch, for a gradient that is a mean over an accumulation window's terms.
+
+        Raises:
+            ConfigurationError: If the loss is a sum and the rules do not count its terms.
+        """
+        rules, batch = self._rules, next(iter(kwargs.values()))
+        is_declared = rules.loss_weight is not None
+        if rules.loss_is_sum and not is_declared:
+            raise ConfigurationError(
+                f'window_mean="terms" needs the number of loss terms of a batch, and the rules of {type(self._trainer.lightning_module).__name__} '
+                '(loss_is_sum=True) do not say it: give loss_weight as well, or leave window_mean="batches".'
+            )
+        if shape is None and not is_declared:
+            return 1.0
+        rows = 1 if shape is None else shape.rows
+        may_split = self._encoders is None and rules.splittable and not is_declared
+        may_split = may_split and rows >= 2 * self._policy.sizes.unit and self.splitter.refusal(batch, rows) is None
+        if shape is not None and may_split:
+            self._require_exact(kwargs, shape, batch_idx=batch_idx)
+        rule = replace(self._policy.splits.loss_rule, adds=False)
+        return Weighting(rule, [batch], [rows], zero_by_rows=False).terms

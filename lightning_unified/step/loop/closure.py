@@ -1,0 +1,169 @@
+"""The closure of an optimizer step over several micro-batches, and the order of its calls.
+
+Lightning's closure runs `training_step`, `zero_grad` and `backward`, in that order. Over micro-batches, `training_step` and `backward`
+run once for each of them and `zero_grad` once for the batch. A closure of our own is needed, because Lightning's freezes the result of
+`training_step` before `backward`: with it, callbacks would see the first micro-batch's outputs only.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.step.loop.split_batch import SplitBatch, WholeBatch
+from lightning_unified.step.undo.kinds import is_ours
+
+__all__ = ["ClosureHooks", "LateZeroGrad", "MicroBatchClosure", "ZeroGrad", "overrides"]
+
+
+class ClosureHooks(Protocol):
+    """The loop as the closure calls it, between and after micro-batches."""
+
+    _skip_backward: bool
+
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+
+    def has_terms(self) -> bool:
+        """Return whether the batch has a loss term, and so a gradient."""
+        ...
+
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+        """Run one micro-batch's backward pass, with its loss multiplied by `share`."""
+        ...
+
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        """Run the hooks that follow a batch's last backward pass."""
+
+    def before_weights(self, optimizer: Optimizer) -> None:
+        """Record weights and optimizer state before the optimizer writes them."""
+
+
+class MicroBatchClosure(Closure):
+    """Lightning's closure over several micro-batches: step and backward for each, zero_grad once."""
+
+    def __init__(
+        self,
+        loop: ClosureHooks,
+        batch: WholeBatch | SplitBatch,
+        optimizer: Optimizer,
+        zero_grad: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(step_fn=partial(batch.step, 0), backward_fn=None, zero_grad_fn=zero_grad)
+        self._loop, self._batch, self._optimizer = loop, batch, optimizer
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        loop, batch = self._loop, self._batch
+        outputs: list[ClosureResult] = []
+        scaled: Tensor | None = None
+        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
+        batch.begin()
+        for index in range(batch.parts):
+            output = batch.step(index, in_window=self._zero_grad_fn is None)
+            batch.end_micro_batch()
+            if zeroing is not None:
+                zeroing.after_step(first=index == 0, last=index == last, settle=batch.settle)
+            if output.closure_loss is not None and not loop._skip_backward and loop.has_terms():
+                with batch.recording():
+                    scaled = loop.backward_micro_batch(
+                        output.closure_loss, self._optimizer, share=batch.share(index), first=scaled is None
+                    ).detach()
+            output.closure_loss = None  # the graph ends here, before the next micro-batch builds its own
+            outputs.append(output)
+        batch.settle()  # hooks after backward may read logs and written state
+        loop.after_backward(scaled, self._optimizer)
+        result = batch.join(outputs)
+        if result.loss is None:
+            self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+        loop.before_weights(self._optimizer)
+        return result
+
+
+class ZeroGrad:
+    """Zeroes gradients after the step of the first micro-batch, before its backward pass.
+
+    Args:
+        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None]) -> None:
+        self._zero_grad = zero_grad
+
+    def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:  # noqa: ARG002  # see LateZeroGrad
+        """Follow a micro-batch's step.
+
+        Args:
+            first: Whether it is the batch's first.
+            last: Whether it is the batch's last.
+            settle: Writes the state that the whole batch's step would have written.
+        """
+        if first:
+            self._zero_grad()
+
+    def undo(self) -> None:
+        """Do nothing: no gradient is set aside."""
+
+
+class LateZeroGrad(ZeroGrad):
+    """Zeroes gradients after the last micro-batch's step, for users with `on_before_zero_grad`.
+
+    Otherwise a momentum teacher that the hook moves would differ between the first micro-batch and the others. The hook finds the
+    gradients of the step before, as in a whole batch; until then they are set aside, at the price of their bytes.
+
+    Args:
+        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
+        parameters: Whose gradients are set aside.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:
+        super().__init__(zero_grad)
+        self._parameters = list(parameters)
+        self._aside: list[Tensor | None] | None = None
+
+    def after_step(self, *, first: bool, last: bool, settle: Callable[[], None]) -> None:
+        if first:
+            self._aside = [parameter.grad for parameter in self._parameters]
+            self._put([None] * len(self._parameters))
+        if last:
+            settle()
+            made = [parameter.grad for parameter in self._parameters]
+            self.undo()
+            self._zero_grad()
+            self._put([_sum(parameter.grad, one) for parameter, one in zip(self._parameters, made, strict=True)])
+
+    def undo(self) -> None:
+        """Restore the gradients that are set aside."""
+        if self._aside is not None:
+            self._put(self._aside)
+        self._aside = None
+
+    def _put(self, gradients: Iterable[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def overrides(trainer: L.Trainer, hook: str) -> bool:
+    """Return whether the module or one of the user's callbacks has its own `hook`."""
+    if _has_own(trainer.lightning_module, hook, L.LightningModule):
+        return True
+    return any(_has_own(callback, hook, L.Callback) for callback in getattr(trainer, "callbacks", []))
+
+
+def _has_own(user: Any, hook: str, base: type) -> bool:
+    is_in_class = getattr(type(user), hook) is not getattr(base, hook) and not is_ours(type(user))
+    return is_in_class or hook in vars(user)  # as of LambdaCallback
+
+
+def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:
+    """Return what is in a gradient after a backward pass that finds `left` there."""
+    if left is None or made is None:
+        return made if left is None else left
+    return left + made

@@ -1,0 +1,287 @@
+"""The seam with Lightning: its automatic optimization, run in micro-batches and repeated after an out-of-memory error.
+
+This is the one file that touches `_AutomaticOptimization`, a private class in lightning/pytorch/loops/optimization/automatic.py (read in
+2.6.6); tests/step/test_seam.py pins its shape. Deviations from Lightning's loop:
+
+1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
+2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy that split inside
+   Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's outputs only.
+3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss terms.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_unified.errors import ConfigurationError, HalfUpdatedError
+from lightning_unified.step.device_gradients import DeviceGradientCheck
+from lightning_unified.step.loop.checked_splitter import CheckedSplitter
+from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
+from lightning_unified.step.loop.planner import StepPlanner
+from lightning_unified.step.loop.split_batch import WholeBatch
+from lightning_unified.step.loop.window import WindowTerms
+from lightning_unified.step.policy import MemoryPolicy
+from lightning_unified.step.recovery.generators import GeneratorWatch
+from lightning_unified.step.recovery.oom import caught, insist
+from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
+from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
+from lightning_unified.step.split import BatchShape
+from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
+
+__all__ = ["UnifiedOptimization"]
+
+_DRAWS_BATCHES = (
+    "training_step(dataloader_iter) draws its own batches: they are not split, and a step that runs out of memory is not repeated. "
+    "Write training_step(batch, batch_idx) to have them split."
+)
+_DRAWS_TERMS = (
+    'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
+    'give window_mean="batches", or write training_step(batch, batch_idx).'
+)
+_HALF_UPDATED = (
+    "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
+    "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
+    "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
+)
+
+
+class UnifiedOptimization(_AutomaticOptimization):
+    """Runs one optimization step: splits the batch, and repeats the step smaller after an out-of-memory error.
+
+    Args:
+        trainer: The Trainer whose batches are run.
+        policy: Decides the micro-batch sizes and the reaction when memory runs out.
+        planner: Plans for a batch before it runs; None where nothing is predicted.
+    """
+
+    def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
+        super().__init__(trainer)
+        self._policy, self._planner = policy, planner
+        self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
+        self._generators = GeneratorWatch(trainer.strategy.root_device)
+        self._batches = CheckedSplitter(
+            trainer, policy, step=self._training_step, fits=self._fits, metrics=lambda: self._state.named_metrics
+        )
+        self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
+        self._window = WindowTerms() if policy.options.window_mean == "terms" else None
+        self._gradients: HeldGradients | None = None
+        self._weights: WeightsWatch | WeightsCopy | None = None
+        self._zeroing: ZeroGrad | None = None
+        self._phase = "forward"
+        self._batch_idx = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process: Lightning's own state. The next fit makes a new loop from the strategy."""
+        kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
+        return {name: value for name, value in vars(self).items() if name in kept}
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        window = None if self._window is None else self._window.state_dict()
+        own = {"sizes": self._policy.sizing.state_dict(), "check": self._batches.check.state_dict(), "window": window}
+        return {**super().on_save_checkpoint(), **own}
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._policy.sizing.load(state_dict.get("sizes"))
+        self._batches.check.load_state_dict(state_dict.get("check"))
+        if self._window is not None:
+            self._window.load_state_dict(state_dict.get("window") or [])
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run the batch; repeat it in smaller micro-batches while memory runs out and a smaller size is left."""
+        self._batch_idx = batch_idx
+        if _draws_its_batches(kwargs):
+            return self._run_unsplit(optimizer, batch_idx, kwargs)
+        key = next(iter(kwargs))
+        kwargs[key] = self._prepared(kwargs[key])
+        shape = self._batches.splitter.shape(kwargs[key])
+        if self._planner is not None:
+            self._planner.look(kwargs[key], shape, step=partial(self._step_on, kwargs))
+        if self._window is not None:
+            opens = batch_idx % self.trainer.accumulate_grad_batches == 0
+            count = partial(self._batches.loss_terms, kwargs, shape, batch_idx=batch_idx)
+            terms = insist(count, device=self._policy.watch.device)
+            self._window.begin(terms, opens=opens)
+        if self._policy.options.recover:
+            outputs = self._run_and_recover(optimizer, batch_idx, kwargs, shape=shape)
+        else:
+            self._state.look()
+            outputs = super().run(optimizer, batch_idx, kwargs)
+        if self._window is not None:
+            self._window.done()
+        self._policy.batch_done(shape)
+        if self._planner is not None:
+            self._planner.batch_done()
+        return outputs
+
+    def _run_unsplit(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
+        """Run a step that draws its own batches, once and whole."""
+        asked = self._policy.sizes.asked
+        self._policy.notices.say_unsplit(_DRAWS_BATCHES, option="micro_batch_size", asked=asked)
+        if self._window is not None:
+            raise ConfigurationError(_DRAWS_TERMS)
+        try:
+            return super().run(optimizer, batch_idx, kwargs)
+        finally:
+            self._weights = None
+
+    def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
+        return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
+
+    def _run_and_recover(
+        self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
+    ) -> dict[str, Any]:
+        key, attempt = next(iter(kwargs)), 0
+        while True:
+            # recorded before each attempt: the policy may have changed the module, or had it free memory
+            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
+            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
+            self._gradients = HeldGradients(optimizer, within_window=continues)
+            self._weights, self._phase = None, "forward"
+            outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            if reason is None:
+                break
+            attempt += 1
+            self._step_back(snapshot)
+            kwargs[key] = batch.again()
+            del snapshot, batch
+            self._policy.out_of_memory(
+                phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
+            )
+        self._gradients = self._weights = None
+        self._state.learn(snapshot.state)
+        assert outputs is not None
+        return outputs
+
+    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+        """Return the outputs and None, or None and why memory ran out."""
+        return caught(run)
+
+    def _snapshot(self) -> StepSnapshot:
+        results = self.trainer.fit_loop.epoch_loop._results
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
+
+    def _step_back(self, snapshot: StepSnapshot) -> None:
+        """Undo the failed attempt, weights first: if they cannot be restored, the run stops."""
+        if self._weights is not None and not self._weights.restore():
+            raise HalfUpdatedError(_HALF_UPDATED)
+        self._weights = None
+        if self._gradients is not None:
+            self._gradients.restore()
+        if self._zeroing is not None:
+            self._zeroing.undo()
+        self._gradients = self._zeroing = None
+        snapshot.restore()
+        self._state.forget()
+
+    def _prepared(self, batch: Any) -> Any:
+        """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
+        prepare = self._policy.batches.of("fit").prepare
+        if prepare is None:
+            return batch
+
+        def call(batch: Any) -> Any:
+            with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
+                return prepare(batch)
+
+        if not self._policy.options.recover:
+            return call(batch)
+        attempt = 0
+        while True:
+            snapshot, watch = self._snapshot(), BatchWatch(batch)
+            prepared, reason = caught(partial(call, batch))
+            if reason is None:
+                return prepared
+            attempt += 1
+            snapshot.restore()
+            self._state.forget()
+            batch = watch.again()
+            del snapshot, watch
+            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
+
+    @override
+    def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        if _draws_its_batches(kwargs):
+            return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
+        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=self._batch_idx)
+        self._device_check.compare(kwargs, is_split=batch.parts > 1)
+        return MicroBatchClosure(self, batch, optimizer, zero_grad)
+
+    def _fits(self, rows: int) -> bool | None:
+        """Return whether a micro-batch of `rows` rows is predicted to fit; None where nothing is predicted."""
+        return None if self._planner is None else self._planner.fits(rows)
+
+    def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
+        """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
+        self._phase = "backward"
+        if first and self._gradients is not None:
+            self._gradients.hold()
+        if self._window is not None:
+            # Lightning has divided the loss by the window's nominal number of batches
+            share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
+        scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share)
+        self._phase = "forward"
+        return scaled
+
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+        self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
+        if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
+            self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
+        return self._zeroing
+
+    def has_terms(self) -> bool:
+        """Return whether the batch counts in its window at all."""
+        return self._window is None or self._window.factor > 0
+
+    def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
+        """Run the hooks after a batch's last backward pass, on the window's gradients so far.
+
+        Args:
+            loss: What was differentiated last; None if nothing was.
+            optimizer: Whose gradients they are.
+        """
+        if loss is not None or self._closes_window:
+            self._phase = "backward"
+            if self._gradients is not None:
+                if loss is None:
+                    self._gradients.hold()
+                self._gradients.add_back()
+        self._finish_gradients(optimizer)
+        if loss is not None:
+            self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _finish_gradients(self, optimizer: Optimizer) -> None:
+        """Turn the summed gradients into the optimizer's, after the window's last backward pass."""
+        if self._window is not None and self._closes_window:
+            self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    @property
+    def _closes_window(self) -> bool:
+        """Whether weights are written after this batch."""
+        return not self.trainer.fit_loop._should_accumulate()
+
+    def before_weights(self, optimizer: Optimizer) -> None:
+        """Record weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
+        if self._policy.options.recover and self._closes_window:
+            if self._weights is None:
+                self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
+            self._phase = "optimizer step"
+
+
+def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
+    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    return "any" in kwargs and len(kwargs) == 1

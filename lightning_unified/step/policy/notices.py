@@ -1,0 +1,84 @@
+"""What a run tells its user once: warnings and notes on split batches."""
+
+import logging
+from collections.abc import Callable, Iterable
+
+__all__ = ["Notices"]
+
+log = logging.getLogger("lightning_unified")
+
+
+class Notices:
+    """Writes each text to the log and to the run's events, the first time only.
+
+    Args:
+        events: The run's events. New texts are appended.
+    """
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a fit or an evaluation, in which every text may be written again."""
+        self._said = set()
+
+    def say(self, text: str, write: Callable[..., None] = log.warning) -> None:
+        """Write `text` once.
+
+        Args:
+            text: A sentence; its first letter is made upper case in the log.
+            write: `log.warning` or `log.info`.
+        """
+        if text not in self._said:
+            self._said.add(text)
+            self._events.append(text)
+            write("%s", text[:1].upper() + text[1:])
+
+    def say_unmergeable(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn once of each value that no rule merges.
+
+        Args:
+            names: Of the values, as logged or returned.
+            phase: `"training"`, `"validation"`, `"test"` or `"predict"`.
+        """
+        for name in names:
+            self.say(
+                f"{name!r}, logged or returned by {phase}_step, is not the whole batch's where a batch is split: no rule merges the "
+                "micro-batches' values. Compute it once an epoch, or give a rule in MicroBatchRules(merge=MergeRules(...))."
+            )
+
+    def say_drawn(self, names: Iterable[str], *, phase: str) -> None:
+        """Warn once that an evaluation draws random numbers for each micro-batch, which change its results.
+
+        Args:
+            names: Of the values it logs.
+            phase: `"validation"`, `"test"` or `"predict"`.
+        """
+        logged = ", ".join(repr(name) for name in sorted(names))
+        self.say(
+            f"random draws of {phase}_step are made for each micro-batch, not for the whole batch: what it returns"
+            f"{f' and logs ({logged})' if logged else ''} differs as with another seed."
+        )
+
+    def say_per_micro_batch(self, happens: str, instead: str) -> None:
+        """Warn once that something happens once a micro-batch and not once a batch.
+
+        Args:
+            happens: A clause, such as `"the hook on_before_backward runs"`.
+            instead: A sentence on how to have it happen once a batch.
+        """
+        self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
+
+    def say_unsplit(self, why: str, *, option: str, asked: int | None) -> None:
+        """Note once in the events why batches are not split, and warn where the user asked for a size.
+
+        Args:
+            why: A sentence on the batches.
+            option: `"micro_batch_size"` or `"evaluation_micro_batch_size"`.
+            asked: The rows that the user gave for that option; None for `"auto"`.
+        """
+        if why not in self._events:
+            self._events.append(why)
+            if asked is not None:
+                log.warning("%s=%s has no effect: %s", option, asked, why)

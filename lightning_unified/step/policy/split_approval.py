@@ -1,0 +1,134 @@
+"""Whether a batch may be split, and by which weights: the declared rules and the verdict of the exactness check."""
+
+import logging
+from typing import Any, Literal
+
+import lightning as L
+
+from lightning_unified.errors import SplitError
+from lightning_unified.step.exactness.losses import LossRule, declared
+from lightning_unified.step.exactness.verdict import Verdict, batch_norms_of, refuse_batch_norm
+from lightning_unified.step.policy.batch_rules import BatchRules
+from lightning_unified.step.policy.notices import Notices
+from lightning_unified.step.recovery.budget_watch import BudgetWatch
+
+__all__ = ["SplitApproval"]
+
+log = logging.getLogger("lightning_unified")
+
+
+class SplitApproval:
+    """Allows or refuses to split training batches, and says how their micro-batches are weighted.
+
+    Args:
+        batches: The rules of the batches.
+        notices: Receives what the user should know about split batches.
+        watch: Clears the device's caches after a check.
+        batch_norm: Whether BatchNorm in train mode refuses the split, unless the rules say: `"refuse"` or `"micro"`.
+        events: The run's events.
+
+    Attributes:
+        verdict: What the exactness check found last; None before the first check.
+        refusal: Why batches run whole from now on; None where they may be split.
+    """
+
+    def __init__(
+        self,
+        batches: BatchRules,
+        *,
+        notices: Notices,
+        watch: BudgetWatch,
+        batch_norm: Literal["refuse", "micro"],
+        events: list[str],
+    ) -> None:
+        self._batches, self._notices, self._watch = batches, notices, watch
+        self._batch_norm, self._events = batch_norm, events
+        self.begin(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, without the module and what was found about it."""
+        return {**vars(self), "_module": None, "verdict": None, "refusal": None}
+
+    def begin(self, module: L.LightningModule | None) -> None:
+        """Begin a fit or an evaluation of `module`."""
+        self._module = module
+        self.verdict: Verdict | None = None
+        self.refusal: SplitError | None = None
+
+    def require(self, rows: int, *, micro_batch_size: int) -> None:
+        """Raise `SplitError` if a batch cannot be split exactly, as the rules say or a check has shown.
+
+        Args:
+            rows: Rows of the batch.
+            micro_batch_size: Rows that its micro-batches would have.
+        """
+        module = self._module
+        assert module is not None
+        if self.refusal is not None:
+            raise self.refusal
+        rules = self._batches.of("fit")
+        if not rules.splittable:
+            raise SplitError(
+                f"the rules of {type(module).__name__} say splittable=False and its batch of {rows} rows must run in micro-batches of "
+                f"{micro_batch_size}; raise the budget or the micro-batch size, or use a smaller batch."
+            )
+        if (rules.batch_norm or self._batch_norm) == "refuse":
+            refuse_batch_norm(module, rows=rows, within=rules.encoders)
+        elif batch_norms_of(module):
+            self._notices.say(
+                'BatchNorm\'s statistics are those of micro-batches where a batch is split, as batch_norm="micro" accepts.',
+                log.info,
+            )
+
+    def refuses(self, rows: int) -> bool:
+        """Return whether a batch of `rows` rows is known not to split exactly."""
+        try:
+            self.require(rows, micro_batch_size=rows)
+        except SplitError:
+            return True
+        return False
+
+    def record(self, verdict: Verdict) -> None:
+        """Keep the verdict of an exactness check, and tell the user what differs from the whole batch.
+
+        The caches that the check filled are cleared: a GPU's first step would otherwise be laid out around them, which took up
+        to a tenth more memory.
+        """
+        before = self.verdict
+        if verdict is before:
+            return
+        if self._watch.device.type != "cpu":
+            self._watch.release()
+        if not verdict.conclusive and (before is None or before.conclusive):
+            log.warning("Micro-batches are weighted by %s.", verdict.reason)
+        is_new = before is None or (verdict.rule.name, verdict.conclusive) != (before.rule.name, before.conclusive)
+        if is_new and (not verdict.conclusive or verdict.rule.name != "rows"):
+            self._events.append(f"micro-batches weighted by {verdict.reason}")
+        if verdict.noise:
+            self._notices.say(verdict.noise, log.warning if "compared without" in verdict.noise else log.info)
+        self._notices.say_unmergeable(verdict.unmergeable, phase="training")
+        for path in verdict.left:
+            self._notices.say(f"{path} is written once a micro-batch of a split batch, not once a batch.")
+        self.verdict = verdict
+
+    @property
+    def loss_rule(self) -> LossRule:
+        """How micro-batches are weighted: as declared, else as the check found, else by rows."""
+        own = declared(self._batches.of("fit"))
+        return own or (LossRule("rows") if self.verdict is None else self.verdict.rule)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a check has shown that the micro-batches' gradients add up to the batch's."""
+        return self.verdict is not None and self.verdict.conclusive
+
+    @property
+    def reason(self) -> str:
+        """How micro-batches are weighted and how that is known, for `Plan.reasons`."""
+        if self.verdict is not None:
+            return self.verdict.reason
+        if self._module is not None and self._batches.of("fit").encoders:
+            return "the loss is the whole batch's own; encoders run in chunks of rows"
+        if self._batches.checks("fit"):
+            return "no batch has been split"
+        return "as declared, else rows; unchecked (check_split=False)"
