@@ -246,7 +246,7 @@ def totals(rows: list[Row]) -> dict[str, Any]:
         "noticed by the guard, with a trace": sum(bool(row.actions) for row in rows),
         "unsound": sum(not row.sound for row in rows),
         "seconds": {
-            "from the hog's begin to the shortage": spread([row.hog_s for row in rows]),
+            "from the second process's start to the shortage": spread([row.hog_s for row in rows]),
             "from the shortage to being noticed": spread([row.notice_s for row in rows]),
             "from the shortage to the first rung": spread([row.first_rung_s for row in rows]),
             "from the shortage to a smaller micro-batch": spread([row.shed_s for row in rows]),
