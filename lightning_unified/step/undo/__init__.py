@@ -1,6 +1,6 @@
-"""Undo: record the state that a step may change, and restore it if the step fails or was only a trial.
+"""Undo: record the state that a step may change, and restore it after a failure or a trial.
 
-The idea. A step that ran out of memory is repeated with smaller micro-batches. The repeated step must start from the same state as the
+A step that ran out of memory is repeated with smaller micro-batches. The repeated step must start from the same state as the
 first one. Nothing tells in advance which objects a step changes, so everything it can reach is recorded before it runs:
 
 1. *Roots*: the module, the user's callbacks, optimizer options, schedulers, and the variables that the step's methods name (`roots`).

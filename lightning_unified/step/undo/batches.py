@@ -11,13 +11,13 @@ __all__ = ["BatchWatch"]
 
 
 class BatchWatch:
-    """The containers, objects and tensors of a batch, to be given to another attempt.
+    """The containers, objects and tensors of a batch, restored for another attempt.
 
-    Contents of containers and attributes of objects (graphs, dataclasses) are put back. Tensors are not copied; one that was written
-    in place is noticed by its version counter.
+    Contents of containers and attributes of objects (graphs, dataclasses) are restored. Tensors are not copied; the version counter shows
+    whether one was written in place.
 
     Args:
-        batch: What the step is about to be given.
+        batch: The batch that the step is about to receive.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -28,7 +28,7 @@ class BatchWatch:
         self._leaves = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
 
     def again(self) -> Any:
-        """Return the batch for another attempt.
+        """Restore the batch for another attempt, and return it.
 
         Raises:
             RunError: If the failed attempt wrote one of its tensors in place.
@@ -46,7 +46,7 @@ class BatchWatch:
 
 
 def _set_leaf(tensor: Tensor, *, requires_grad: bool, gradient: Tensor | None) -> None:
-    """Take back `x.requires_grad_()`, and the gradient that a backward pass left."""
+    """Restore `requires_grad` and `grad` of a leaf tensor."""
     if tensor.requires_grad != requires_grad and tensor.is_leaf:
         tensor.requires_grad_(requires_grad)
     if tensor.grad is not gradient:

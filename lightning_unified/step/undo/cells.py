@@ -23,9 +23,9 @@ __all__ = [
     "path_text",
 ]
 
-LARGEST = 100_000  # entries of the largest container copied entry by entry; of a larger one only the length is recorded
+LARGEST = 100_000  # entries of the largest container that is copied; of a larger one only the length, and a list's last entry
 
-Path = tuple[Any, ...]  # where a value was found: (path of what holds it, its name there, how it is written)
+Path = tuple[Any, ...]  # where a value was found: (path of its container, its name there, style of writing the name)
 
 
 def path_text(path: Path) -> str:
@@ -40,10 +40,10 @@ class Cell:
     """A container of values whose contents can be copied and restored.
 
     Args:
-        target: The thing itself; it keeps its identity.
+        target: The container itself; it keeps its identity.
         path: Where it was found.
-        style: How its entries are written in a path.
-        skip: Names of entries that are kept by others.
+        style: How a path writes its entries: `"attribute"`, `"item"` or `"global"`.
+        skip: Names of entries that others record.
     """
 
     __slots__ = ("path", "skip", "style", "target")
@@ -52,7 +52,7 @@ class Cell:
         self.target, self.path, self.style, self.skip = target, path, style, skip
 
     def copy(self) -> Any:
-        """Return its present contents."""
+        """Return a copy of the present contents."""
         raise NotImplementedError
 
     def restore(self, noted: Any) -> None:
@@ -60,11 +60,11 @@ class Cell:
         raise NotImplementedError
 
     def entries(self, noted: Any) -> Iterable[tuple[Any, Any]]:
-        """Return names and values of a copy."""
+        """Return the names and values in a copy."""
         raise NotImplementedError
 
     def put(self, name: Any, value: Any) -> None:
-        """Exchange one entry."""
+        """Replace one entry."""
         self.target[name] = value
 
 
@@ -88,7 +88,7 @@ class MappingCell(Cell):
             return
         if are_same(target.values(), noted.values()) and are_same(target, noted):
             return
-        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # not the derived class's own methods
+        base: Any = OrderedDict if isinstance(target, OrderedDict) else dict  # bypasses methods of derived classes
         base.clear(target)
         for name, value in noted.items():
             base.__setitem__(target, name, value)
@@ -98,7 +98,7 @@ class MappingCell(Cell):
 
 
 class NamesCell(MappingCell):
-    """Some names of a dict, such as the globals that a function names."""
+    """Some names of a dict, such as the globals that a function uses."""
 
     __slots__ = ("names",)
 
@@ -157,7 +157,10 @@ class BagCell(Cell):
 
 
 class LongCell(Cell):
-    """A container of too many entries to copy: only a list that has grown at its end can be put back."""
+    """A container with too many entries to copy.
+
+    It can be restored only if it is a list that has grown at its end.
+    """
 
     __slots__ = ()
 
@@ -199,11 +202,11 @@ class SlotsCell(Cell):
         return noted.items()
 
     def put(self, name: Any, value: Any) -> None:
-        object.__setattr__(self.target, name, value)  # past a frozen dataclass's own
+        object.__setattr__(self.target, name, value)  # bypasses a frozen dataclass's own `__setattr__`
 
 
 class ClosureCell(Cell):
-    """A variable that a function shares with the function around it."""
+    """A closure variable: a function shares it with the function around it."""
 
     __slots__ = ()
 
@@ -260,6 +263,6 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def are_same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Return whether both yield the same objects in the same order."""
+    """Return whether two iterables yield the same objects in the same order."""
     now, before = tuple(now), tuple(before)
     return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -17,7 +17,7 @@ from lightning_unified.step.undo.watch import Noted
 
 __all__ = ["ABSENT", "Change", "changes_since", "is_same", "moved_since", "versions_of"]
 
-ABSENT = object()  # an attribute or entry that is not there
+ABSENT = object()  # stands for an attribute or entry that does not exist
 _OF_LIGHTNING = frozenset(vars(L.LightningModule())) - {"training"}
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -27,11 +27,11 @@ class Change:
     """One change.
 
     Args:
-        path: Where, as Python writes it.
-        kind: `"entry"` of an attribute or container, `"tail"` that a list has grown by, `"members"` of a set, `"tensor"` or `"array"` written in place, or `"state"` of a
-            generator.
-        before: The value; for a tail nothing; `ABSENT` where there was none, None for a tensor too large to keep.
-        after: The value, or what was appended.
+        path: The place of the change, as Python writes it.
+        kind: `"entry"` of an attribute or container, `"tail"` appended to a list, `"members"` of a set, `"tensor"` or `"array"` written in
+            place, or `"state"` of a generator.
+        before: The value; an empty list for a tail, `ABSENT` where there was none, None for a tensor too large to keep.
+        after: The value, or the entries that were appended.
         put: Writes a value there: `put(before)` takes the change back.
     """
 
@@ -43,7 +43,7 @@ class Change:
 
 
 def changes_since(noted: Noted) -> list[Change]:
-    """Return every change since `noted`; compares all values, which takes a while."""
+    """Return every change since `noted`; slow, because it compares all values."""
     tensors: list[tuple[FoundTensor, Tensor | None]] = []
     if noted.tensors is not None:
         moved = noted.tensors.moved()
@@ -52,17 +52,17 @@ def changes_since(noted: Noted) -> list[Change]:
 
 
 def versions_of(noted: Noted) -> list[int]:
-    """Return the version counters of the tensors that were copied, to be given to `moved_since`."""
+    """Return the version counters of the copied tensors, for `moved_since`."""
     return [] if noted.tensors is None else [_version(entry.tensor) for entry, _ in noted.tensors.copied]
 
 
 def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> list[Change]:
-    """Return the changes since `noted` that can be seen at little cost.
+    """Return the changes since `noted` that can be found at little cost.
 
     Args:
         noted: The state before.
-        versions: Of the tensors then; those whose counters have not moved are not compared.
-        known: Paths of tensors that are compared all the same, for some writes move no counter.
+        versions: Version counters of the copied tensors then; tensors with the same counter are not compared.
+        known: Paths of tensors that are compared in any case, because some writes move no counter.
     """
     tensors: list[tuple[FoundTensor, Tensor | None]] = []
     if noted.tensors is not None:
@@ -84,7 +84,7 @@ def _changed_cells(noted: Noted) -> Iterator[Change]:
 
 
 def _is_of_metric(noted: Noted, path: Path | None) -> bool:
-    """Return whether a torchmetrics object holds what is at `path`; others put its state together."""
+    """Return whether `path` lies in a torchmetrics object, whose state `results.metrics` merges."""
     while path is not None:
         if path_text(path) in noted.metric_paths:
             return True
@@ -171,7 +171,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same object or equal; tensors by value."""
+    """Return whether two values are the same object or equal; tensors are compared by value."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -22,9 +22,9 @@ __all__ = ["Kind", "is_ours", "kind_of"]
 
 
 class Kind(enum.Enum):
-    """How a value is noted and put back."""
+    """How a value is recorded and restored."""
 
-    INERT = enum.auto()  # cannot change, or is not looked into
+    INERT = enum.auto()  # cannot change, or the walk skips it
     TENSOR = enum.auto()
     ARRAY = enum.auto()
     MODULE = enum.auto()
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     SET = enum.auto()
     DEQUE = enum.auto()
     TUPLE = enum.auto()
-    OBJECT = enum.auto()  # its attributes
+    OBJECT = enum.auto()  # recorded by its attributes
     STATE = enum.auto()  # has a state that can be read and set: generators, bytearrays
     ITERATOR = enum.auto()
 
@@ -76,9 +76,9 @@ _NEVER = (
 _ENGINES = frozenset(
     {"torch", "lightning", "lightning_unified", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 )
-# Of the standard library only these hold state that a step changes and that can be put back through attributes.
+# In the standard library only these modules hold state that a step changes and that attributes can restore.
 _OPAQUE = (_ENGINES | frozenset(sys.stdlib_module_names)) - {"collections", "types", "__main__"}
-# Classes that users derive from, and whose objects a step does not change: data, loggers, and the Trainer's own parts.
+# Base classes of users' objects that a step does not change: data, loggers, and the Trainer's own parts.
 _NOT_OF_STEPS = (Trainer, Strategy, Logger, LightningDataModule, Optimizer, DataLoader, Dataset, Sampler)
 _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (_NEVER, Kind.INERT),
@@ -98,7 +98,7 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(kind: type) -> Kind:
-    """Return how values of the type `kind` are noted."""
+    """Return how values of the type `kind` are recorded."""
     for base, found in _BY_BASE:
         if issubclass(kind, base):
             return found
@@ -109,5 +109,8 @@ def kind_of(kind: type) -> Kind:
 
 
 def is_ours(kind: type) -> bool:
-    """Return whether `kind` is a class of the standard library, torch, Lightning or this package, whose objects are not looked into."""
+    """Return whether the walk skips objects of the class `kind`.
+
+    It skips classes of the standard library, torch, Lightning and this package.
+    """
     return kind.__module__.partition(".")[0] in _OPAQUE

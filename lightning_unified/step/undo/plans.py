@@ -15,37 +15,43 @@ from lightning_unified.units import KIB, MIB
 
 __all__ = ["SMALL", "Plan", "Rooms", "bytes_of", "is_plain", "kind_of_tensor"]
 
-SMALL = 64 * KIB  # a tensor of at most so many bytes is copied before every step
-_STACK = MIB  # bytes of a stack at most: allocators keep small blocks apart from those of activations
-_SPARE = 64  # rooms that may lie unused: of shapes that come and go
-_FEW = 4  # tensors of a kind from which on a call of their own is quicker
+SMALL = 64 * KIB  # largest tensor that is copied before every step, in bytes
+_STACK = MIB  # largest stack, in bytes: allocators keep small blocks apart from those of activations
+_SPARE = 64  # unused buffers that are kept, for shapes that come and go
+_FEW = 4  # from this number of tensors of a kind, a call of their own is quicker
 
 kind_of_tensor = operator.attrgetter("shape", "dtype", "device")
 _dtype = operator.attrgetter("dtype")
 
 
 class Rooms:
-    """Tensors to copy others into, used again by whatever has the same shape, dtype and device."""
+    """Buffers for copies, reused for tensors of the same shape, dtype and device."""
 
     def __init__(self) -> None:
         self._rooms: dict[Any, list[Tensor]] = {}
         self._used: dict[Any, int] = {}
 
     def begin(self) -> None:
-        """Let all rooms be used again; drop those that the last note had no use for, once they are many."""
+        """Make all buffers available again, and drop unused ones once there are many.
+
+        A buffer is unused if the last note did not take it.
+        """
         total, used = sum(map(len, self._rooms.values())), sum(self._used.values())
         if total > 2 * used + _SPARE:
             self._rooms = {kind: self._rooms[kind][:count] for kind, count in self._used.items()}
         self._used = {}
 
     def keep(self, rooms: Iterable[Tensor]) -> None:
-        """Drop all but these rooms, which the next note uses again: what lives between two steps stays the same."""
+        """Drop all buffers but these, which the next note reuses.
+
+        The memory that is held between two steps then stays the same.
+        """
         self._rooms, self._used = {}, {}
         for room in rooms:
             self._rooms.setdefault(kind_of_tensor(room), []).append(room)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a room for `tensor`."""
+        """Return a buffer for a copy of `tensor`."""
         kind = kind_of_tensor(tensor)
         rooms, index = self._rooms.setdefault(kind, []), self._used.get(kind, 0)
         self._used[kind] = index + 1
@@ -56,7 +62,9 @@ class Rooms:
 
 
 class _Stack:
-    """Small tensors of one shape, dtype and device, which one call copies into one tensor: a tenth of the time of a clone each.
+    """Small tensors of one shape, dtype and device, copied into one tensor by one call.
+
+    This takes a tenth of the time of a `clone` for each tensor.
 
     Args:
         most: Number of tensors that it may have.
@@ -72,13 +80,16 @@ class _Stack:
         self._copies: Tensor | Sequence[Tensor] = ()
 
     def reserve(self) -> None:
-        """Make room that every copy uses again."""
+        """Allocate a buffer that every copy reuses."""
         first = self.tensors[0]
         with torch.inference_mode(mode=False):
             self._room = torch.empty((len(self.tensors), *first.shape), dtype=first.dtype, device=first.device)
 
     def fits(self) -> bool:
-        """Return whether all tensors have the dtype, and the first one the shape, that room was made for; `copy` looks at the others."""
+        """Return whether the buffer still fits: the dtype of all tensors, and the shape of the first.
+
+        `copy` finds other shapes: `torch.stack` raises, and the tensors are cloned.
+        """
         first, room = self.tensors[0], self._room
         return (
             room is not None
@@ -93,7 +104,7 @@ class _Stack:
                 self._copies = torch.stack(self.tensors).detach()  # `torch.no_grad` takes longer
             else:
                 self._copies = torch.stack(self.tensors, out=self._room)
-        except RuntimeError:  # by now of different shapes or devices
+        except RuntimeError:  # the tensors have different shapes or devices by now
             self._copies = [tensor.detach().clone() for tensor in self.tensors]
 
     def pairs(self) -> Iterator[tuple[FoundTensor, Tensor]]:
@@ -102,13 +113,13 @@ class _Stack:
 
 
 class Plan:
-    """Tensors with the room for their copies, and tensors that are held without a copy.
+    """Tensors with buffers for their copies, and tensors that are held without a copy.
 
     Attributes:
-        copied: Tensors with room of their own.
-        rooms: The room of each.
+        copied: Tensors with a buffer of their own.
+        rooms: The buffer of each.
         held: Tensors without a copy.
-        large_bytes: Bytes of copies of tensors that are copied only because there is room.
+        large_bytes: Bytes of the copies that are made only because there is room.
     """
 
     def __init__(self) -> None:
@@ -124,7 +135,7 @@ class Plan:
         self._is_kept = False
 
     def add(self, entry: FoundTensor, room: Tensor) -> None:
-        """Have `entry` copied into `room`."""
+        """Plan a copy of `entry` into `room`."""
         kind = kind_of_tensor(entry.tensor)
         self.copied.append(entry)
         self.rooms.append(room)
@@ -135,7 +146,10 @@ class Plan:
         tensors.append(entry.tensor)
 
     def stack(self, entry: FoundTensor) -> bool:
-        """Have `entry` copied with others of its kind, if it is small and laid out as its copy would be; return whether it is."""
+        """Plan a copy of `entry` in one stack with tensors of its kind; return whether that is possible.
+
+        It is possible for a small, contiguous tensor of torch's own classes.
+        """
         tensor = entry.tensor
         is_own = type(tensor) is Tensor or type(tensor) is nn.Parameter
         if not is_own or tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
@@ -153,7 +167,7 @@ class Plan:
         return True
 
     def keep(self, rooms: Rooms) -> None:
-        """Let every copy use the same memory, and copy tensors of rare kinds together."""
+        """Reserve memory that every copy reuses; tensors of rare kinds get buffers of their own."""
         self._is_kept = True
         for stack in self._stacks:
             if len(stack.entries) < _FEW:
@@ -164,7 +178,7 @@ class Plan:
         self._stacks = [stack for stack in self._stacks if len(stack.entries) >= _FEW]
 
     def fits(self) -> bool:
-        """Return whether the tensors have the shapes and dtypes that room was made for."""
+        """Return whether the tensors still have the shapes and dtypes of their buffers."""
         return list(map(kind_of_tensor, self._tensors)) == self._kinds and all(stack.fits() for stack in self._stacks)
 
     def copy(self) -> None:
@@ -188,7 +202,10 @@ class Plan:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether `tensor` has entries of its own that can be copied: dense, on a device, of no class that stands for others."""
+    """Return whether `tensor` has entries of its own that can be copied.
+
+    It must be dense and on a real device, and its class must not wrap other tensors.
+    """
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta

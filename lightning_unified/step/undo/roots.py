@@ -31,13 +31,13 @@ EVALUATION_STEPS = ("validation_step", "test_step", "predict_step")
 
 @dataclass(slots=True)
 class Roots:
-    """Where a walk begins.
+    """The start of a walk: modules, cells and trained parameters.
 
     Attributes:
         modules: Each with its name.
-        cells: What holds other things.
-        trained: Ids of parameters that have keepers of their own.
-        parameters: The lists that these are in.
+        cells: Attributes, closure variables and globals that hold other values.
+        trained: Ids of trained parameters, which `step.recovery` records.
+        parameters: The lists that hold these parameters.
     """
 
     modules: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -50,8 +50,8 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
     """Return the roots from which a step of `module` may change state.
 
     Args:
-        module: What is trained.
-        trainer: Whose callbacks, optimizers and schedulers take part; None for the module alone.
+        module: The LightningModule that is trained.
+        trainer: The Trainer with the callbacks, optimizers and schedulers; None for the module alone.
         steps: Names of the methods that run in a step.
     """
     roots = Roots([(module, type(module).__name__)], names_of(module, steps))
@@ -79,8 +79,8 @@ def roots_of(module: L.LightningModule, trainer: L.Trainer | None, steps: Iterab
 def names_of(owner: Any, hooks: Iterable[str]) -> list[Cell]:
     """Return the variables outside of `owner` that its methods `hooks` name.
 
-    The methods of all its classes are looked at, for one may call the next, and the functions nested in them and wrapped by their
-    decorators; not the functions that they call.
+    The search covers the methods of all its classes, because one may call the next. It covers the functions nested in them and wrapped by
+    their decorators, but not the functions that they call.
 
     Args:
         owner: A LightningModule or a callback.
@@ -126,7 +126,10 @@ def _functions(owner: Any, hooks: Iterable[str]) -> Iterator[FunctionType]:
 
 
 def _decorated(function: FunctionType, hook: str) -> list[FunctionType]:
-    """Return the method that a decorator without `functools.wraps` wraps: the function of its name in the closure of the wrapper."""
+    """Return the method inside a decorator that does not use `functools.wraps`.
+
+    It is the function in the wrapper's closure that has the hook's name.
+    """
     held = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
     return [one for one in held if one.__name__ == hook]
 

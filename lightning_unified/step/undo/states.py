@@ -22,15 +22,15 @@ def state_of(value: Any) -> Any:
 
 
 def set_state(value: Any, state: Any) -> None:
-    """Give `value` the state that `state_of` returned."""
+    """Set the state of `value` to one that `state_of` returned."""
     _access(type(value))[1](value, state)
 
 
 def iterator_copied(iterator: Any) -> Any:
-    """Return an iterator that yields what `iterator` will yield, and leave `iterator` where it is.
+    """Return a copy of `iterator` at its present position, and leave `iterator` where it is.
 
-    The sequences below are shared. An iterator over something that cannot be copied (a generator function, a file) comes back as
-    it is, and is not put back.
+    The copy shares the sequences that it iterates over. An iterator that cannot be copied (over a generator function or a file) is
+    returned as it is, and is not restored.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.14 ends this for itertools
@@ -57,7 +57,7 @@ def _state(state: Any) -> Any:
 
 
 def _inner(value: Any) -> Any:
-    """Return what an iterator is built from, with the iterators in it copied."""
+    """Return an argument that rebuilds an iterator, with the iterators in it copied."""
     kind = kind_of(type(value))
     if kind is Kind.ITERATOR:
         return _rebuilt(value)

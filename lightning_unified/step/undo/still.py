@@ -18,10 +18,12 @@ _OFFSET = object.__basicsize__ + _WORD  # of the number in a dict: after the obj
 
 
 class DictVersions:
-    """The version numbers of many dicts, read in one call: a sixth of the time of a comparison of what the dicts hold.
+    """The version numbers of many dicts, read in one call.
 
-    No number comes twice in a process, so equal numbers mean that nothing was written. A Python without such numbers, later than
-    3.12, reports a change each time.
+    Reading them takes a sixth of the time that comparing the dicts' contents takes.
+
+    CPython gives a dict a new number at each write, and no number occurs twice in a process. Equal numbers therefore mean that
+    nothing was written. Where Python keeps no such numbers, as after 3.12, `moved` returns all dicts.
 
     Attributes:
         dicts: The dicts, which are kept alive.
@@ -44,7 +46,10 @@ class DictVersions:
         raise TypeError("versions of dicts belong to their process; they cannot be pickled or copied")
 
     def moved(self) -> Sequence[int]:
-        """Read the versions; return the indices of the dicts that were written since versions were kept, of all if none were."""
+        """Read the versions, and return the indices of the dicts that were written.
+
+        Writes count since the last `keep`. Without kept versions, all indices are returned.
+        """
         if self._memory is not None:
             self._memory.take(self._places, None, self._numbers, "clip")
             if self._room == self._kept:
@@ -64,7 +69,7 @@ class DictVersions:
 
 
 class _Words:
-    """Describes memory to NumPy as whole numbers, which are read only where they are asked for."""
+    """Describes memory to NumPy as an array of 64-bit integers, without reading it."""
 
     def __init__(self, start: int, count: int) -> None:
         kind = np.dtype(np.uint64).str
@@ -79,7 +84,10 @@ def _memory_of(addresses: "np.ndarray[Any, np.dtype[np.int64]]") -> "np.ndarray[
 
 @functools.cache
 def _are_kept() -> bool:
-    """Return whether this Python keeps such numbers where they are looked for: tried with writes of every way."""
+    """Return whether this Python stores dict versions at the expected address.
+
+    The answer comes from a probe: each kind of write must change the number, and reads must not.
+    """
     is_known = sys.implementation.name == "cpython" and (3, 11) <= sys.version_info[:2] <= (3, 12)
     if not is_known or sys.maxsize < 1 << 32:
         return False
@@ -107,20 +115,20 @@ def _are_kept() -> bool:
     return len(seen) == 33 + 4 and int(number[0]) == before and bool(reads)
 
 
-_FEW = 64  # written dicts, up to which each is compared by itself
+_FEW = 64  # up to this number of written dicts, each is compared by itself
 
 
 class StillCells:
-    """Cells with copies of their contents, which are good for as long as the cells hold the very same objects.
+    """Cells with copies of their contents, valid while the cells hold the very same objects.
 
-    A module has thousands of attributes, and next to none of them changes in a step. So they are not copied before every step. Dicts
-    whose version numbers have not moved hold what they held. Other cells are compared with their copies, and so are dicts that were
-    written; a dict that steps write without a change is compared every time from then on.
+    A module has thousands of attributes, and a step changes almost none of them. So they are not copied before every step. A dict whose
+    version number has not moved holds the same objects. Written dicts and all other cells are compared with their copies. A dict that
+    steps write without changing it is compared every time from then on.
 
     Args:
         cells: With copies of their contents.
         empty: Dicts that hold nothing.
-        counted: Collections of which only the length is looked at.
+        counted: Collections of which only the length is compared.
     """
 
     def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized]) -> None:
@@ -129,7 +137,7 @@ class StillCells:
         self._arrange()
 
     def are_same(self) -> bool:
-        """Return whether all cells hold what they held."""
+        """Return whether all cells still hold the same objects."""
         if not self._others.are_same():
             return False
         moved = self._versions.moved()
@@ -143,11 +151,11 @@ class StillCells:
             self._compared.update(id(self._versions.dicts[index]) for index in moved)
             self._arrange()
         else:
-            self._versions.keep()  # read before the comparison: a write meanwhile is seen the next time
+            self._versions.keep()  # read before the comparison: the next look sees a write during it
         return True
 
     def _arrange(self) -> None:
-        """Tell apart dicts that are held against their versions, and what is compared every time."""
+        """Separate dicts that are checked by version number from cells that are compared every time."""
         self._pairs = [pair for pair in self._cells if self._has_version(pair[0].target)]
         others = [pair for pair in self._cells if not self._has_version(pair[0].target)]
         empty = [one for one in self._empty if self._has_version(one)]
@@ -157,42 +165,42 @@ class StillCells:
         self._versions = DictVersions([*(cell.target for cell, _ in self._pairs), *empty])
 
     def _has_version(self, target: Any) -> bool:
-        # the order of an OrderedDict changes without a write
+        # the order of an OrderedDict can change without a write, so only plain dicts are checked by version
         return type(target) is dict and id(target) not in self._compared
 
     def _holds(self, index: int) -> bool:
-        """Return whether one of the dicts with versions holds what it held."""
+        """Return whether the dict at `index` still has the contents of its copy."""
         if index >= len(self._pairs):
             return not self._versions.dicts[index]
         cell, noted = self._pairs[index]
         return holds(cell.copy(), noted)
 
     def changed(self) -> list[Cell]:
-        """Return the cells that do not hold what they held."""
+        """Return the cells whose contents differ from their copies."""
         return [cell for cell, _ in self.moved()]
 
     def moved(self) -> list[tuple[Cell, Any]]:
-        """Return the cells that do not hold what they held, each with what it held."""
+        """Return the cells whose contents differ from their copies, each with its copy."""
         return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
 
     def restore(self) -> None:
-        """Put every cell back."""
+        """Restore the contents of every cell."""
         if not self.are_same():
             for cell, noted in self._cells:
                 cell.restore(noted)
 
 
 class _Copies:
-    """Copies of what cells hold, to be compared with the cells by identity: `==` would run operations of tensors.
+    """Copies of the contents of cells, compared with the cells by identity.
 
-    The comparison runs in C and makes no list or tuple on the way: the first large allocation after a step takes longer than the
-    comparison.
+    `==` would run tensor operations. The comparison runs in C and makes no list or tuple on the way: the first large allocation after a
+    step takes longer than the comparison.
     """
 
     def __init__(self, cells: list[tuple[Cell, Any]], *, empty: list[Any], counted: Iterable[Sized] = ()) -> None:
         self._empty = [*empty]
         self._owners: list[Any] = []
-        self._names: list[Any] = []  # of an attribute of the owner in the same place
+        self._names: list[Any] = []  # of attributes: one for each entry of `_owners`
         self._attributes: list[Any] = []  # their values
         self._views: list[Iterable[Any]] = []
         self._entries: list[Any] = []  # their entries, one after another
@@ -216,7 +224,7 @@ class _Copies:
         self._lengths = list(map(len, self._sized))
 
     def are_same(self) -> bool:
-        """Return whether all cells hold what they held."""
+        """Return whether all cells still hold the same objects."""
         if any(self._empty) or not all(map(eq, map(len, self._sized), self._lengths)):
             return False
         try:

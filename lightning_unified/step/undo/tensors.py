@@ -18,7 +18,7 @@ from lightning_unified.units import MIB, format_bytes
 __all__ = ["Checksum", "NotedTensors", "TensorKeeper", "checksum", "differing"]
 
 _SAMPLES = 4096
-_MOST = 1 << 27  # words that are read at most, 1 GiB: of a larger tensor only every second, third, …
+_MOST = 1 << 27  # words read at most, 1 GiB; of a larger tensor every second, third, … word is read
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Name = TypeVar("Name", bound=Hashable)
 
@@ -28,7 +28,7 @@ class Checksum:
     """A checksum, and the tensor's version counter when it was taken.
 
     Attributes:
-        value: Two whole numbers, on the tensor's device.
+        value: Two integers, on the tensor's device.
         version: The counter.
     """
 
@@ -37,10 +37,10 @@ class Checksum:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return two whole numbers that change if entries of `tensor` do, without waiting for its device.
+    """Return two integers that change if entries of `tensor` do, without waiting for its device.
 
-    The first is the sum of all bits, eight bytes at a time: exact, for whole numbers wrap around. The second weighs some entries by
-    their place, since a sum does not see entries that are exchanged for one another.
+    The first is the sum of all bits, eight bytes at a time. It is exact, because integers wrap around. The second weighs some entries by
+    their position, because a sum stays equal when two entries swap places.
     """
     with torch.no_grad():
         words = _words(tensor.detach())
@@ -51,7 +51,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as a flat tensor of whole numbers, as wide as its size allows."""
+    """Return the bits of `tensor` as a flat tensor of integers, the widest that its size allows."""
     flat = tensor.contiguous().view(-1)
     width = 8
     while (flat.numel() * flat.element_size()) % width or (flat.storage_offset() * flat.element_size()) % width:
@@ -74,25 +74,26 @@ def differing(pairs: Mapping[Name, tuple[Tensor, Tensor]]) -> list[Name]:
 
 _ROOM = (
     256 * MIB
-)  # judgement: bytes of larger ones that are copied at most; buffers before the first step are not counted
+)  # judgement: most bytes of large tensors that are copied; buffers before the first step are not counted
 
 
 class TensorKeeper:
-    """Notes the tensors that a walk found, and learns which of the large ones a step changes.
+    """Records tensors that a walk found, and learns which of the large ones a step changes.
 
-    Small tensors are copied before every step, in one call. So are running statistics, states of metrics, and large tensors that an
-    earlier step changed; before the first step all are. Other large tensors are held against their version counters, and against
-    checksums, for `tensor.data.mul_()` and fused kernels move no counter. Checksums read the whole tensor, so they are taken after
-    the successful steps 1, 2, 4, 8, … only. A tensor that a failed step changed and that was not copied cannot be put back: the
-    run is refused, with the tensor's name.
+    Small tensors are copied before every step, in one call. Also copied are running statistics, states of metrics, and large tensors that
+    an earlier step changed. Before the first step, all buffers are copied, and other large tensors while there is room.
 
-    One note is valid at a time: the next one writes over its copies.
+    Other large tensors are compared by version counter and by checksum, because `tensor.data.mul_()` and fused kernels move no counter.
+    A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8, … A tensor without a copy that
+    a failed step changed cannot be restored: the run stops with an error that names the tensor.
+
+    One record is valid at a time: the next `note` writes over its copies.
     """
 
     def __init__(self) -> None:
         self._rooms, self._moving_rooms = Rooms(), Rooms()
         self._changing: set[tuple[int, Any]] = set()
-        self._unseen: set[tuple[int, Any]] = set()  # that change and move no version counter
+        self._unseen: set[tuple[int, Any]] = set()  # slots of tensors that change and move no version counter
         self._checksums: dict[tuple[int, Any], Checksum] = {}
         self._successes = 0
         self._fixed: Sequence[FoundTensor] | None = None
@@ -102,8 +103,8 @@ class TensorKeeper:
         """Copy small tensors, and read the version counters of the others.
 
         Args:
-            fixed: The same object as long as the same tensors are in the same places.
-            moving: Tensors whose places may hold others by now.
+            fixed: Tensors whose places were scanned; pass the same object while no place holds another tensor.
+            moving: Tensors whose places may hold other tensors by now.
         """
         if fixed is not self._fixed or self._plan is None or not self._plan.fits():
             self._plan, self._fixed = self._planned(fixed, self._rooms, room=_ROOM), fixed
@@ -122,7 +123,7 @@ class TensorKeeper:
         return NotedTensors(plans, {**self._checksums, **fresh})
 
     def learn(self, noted: "NotedTensors") -> None:
-        """After a step that went well: remember which of the large tensors it changed, and let go of copies that are not needed."""
+        """Record which large tensors a successful step changed, and drop copies that are not needed."""
         changed = noted.moved()
         if self._successes == 0:
             changed |= noted.copies_that_differ()
@@ -142,7 +143,10 @@ class TensorKeeper:
         self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
-        """Take new checksums of what is held; return the slots that changed though their version counters had not moved."""
+        """Take new checksums of tensors without a copy, and return the slots with unnoticed changes.
+
+        A change is unnoticed if the checksum differs and the version counter has not moved.
+        """
         held = [entry for entry in noted.held if _can_be_summed(entry.tensor)]
         sums = {entry.slot: Checksum(checksum(entry.tensor), _version(entry.tensor)) for entry in held}
         pairs = {slot: (self._checksums[slot], new) for slot, new in sums.items() if slot in self._checksums}
@@ -172,12 +176,15 @@ class TensorKeeper:
         return plan
 
     def _is_needed(self, entry: FoundTensor) -> bool:
-        """Return whether a tensor is copied whatever it takes."""
+        """Return whether a tensor is copied regardless of the room that is left."""
         is_small = entry.copied is None and bytes_of(entry.tensor) <= SMALL
         return bool(entry.copied) or is_small or (entry.is_buffer and not self._successes)
 
     def _may_change(self, entry: FoundTensor) -> bool:
-        """Return whether a tensor is copied if there is room; before the first step nothing is known of any."""
+        """Return whether a tensor is copied if there is room.
+
+        Before the first successful step, any tensor may change; afterwards only those that a step has changed.
+        """
         return entry.copied is not False and (not self._successes or entry.slot in self._changing)
 
 
@@ -185,8 +192,8 @@ class NotedTensors:
     """Tensors as they were when a step began.
 
     Args:
-        plans: What was copied, and what is held.
-        checksums: Of some that are held.
+        plans: The copied tensors, and the tensors held without a copy.
+        checksums: Checksums of some of the tensors without a copy, by slot.
     """
 
     def __init__(self, plans: list[Plan], checksums: dict[tuple[int, Any], Checksum]) -> None:
@@ -197,7 +204,7 @@ class NotedTensors:
 
     @property
     def copied(self) -> list[tuple[FoundTensor, Tensor]]:
-        """The tensors that were copied, each with its copy, which the next note writes over."""
+        """Pairs of each copied tensor and its copy; the next `note` writes over the copies."""
         return [pair for plan in self.plans for pair in plan.pairs()]
 
     def moved(self) -> set[tuple[int, Any]]:
@@ -206,7 +213,7 @@ class NotedTensors:
         return {entry.slot for entry, old, new in zip(self.held, self._versions, now, strict=True) if old != new}
 
     def copies_that_differ(self) -> set[tuple[int, Any]]:
-        """Return the slots of large tensors that are not what their copies are."""
+        """Return the slots of large tensors that differ from their copies."""
         copied = (pair for plan in self.plans for pair in zip(plan.copied, plan.rooms, strict=True))
         large = [pair for pair in copied if bytes_of(pair[1]) > SMALL]
         return {entry.slot for entry, room in large if not _is_equal(entry.tensor, room)}
@@ -225,7 +232,7 @@ class NotedTensors:
             raise RunError(_refusal(changed))
 
     def _changed(self) -> list[FoundTensor]:
-        """Return tensors without a copy that are not what they were."""
+        """Return the tensors without a copy that have changed."""
         sums = {
             entry.slot: (self._checksums[entry.slot].value, checksum(entry.tensor))
             for entry, version in zip(self.held, self._versions, strict=True)

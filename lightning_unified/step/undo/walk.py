@@ -14,26 +14,26 @@ from lightning_unified.step.undo.kinds import Kind, kind_of
 
 __all__ = ["Found", "FoundTensor", "Walk"]
 
-_DEEPEST = 12  # containers and objects inside one another that are looked into
+_DEEPEST = 12  # levels of nested containers and objects that a walk visits
 _WIDEST = (
-    1000  # entries of a container that are looked into; of a longer one the entries are noted, and not what these hold
+    1000  # entries of the largest container whose entries are visited; of a longer one only the entries are recorded
 )
-_MANY = 64  # tensors in one container from which on they are not copied: such a list gathers results, which nobody writes again
+_MANY = 64  # more tensors in one container are not copied: such a list gathers results, and no step writes them again
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}
 _TENSOR_DICTS = ("_parameters", "_buffers")
-_INERT, _TENSOR = Kind.INERT, Kind.TENSOR  # an attribute of an enum is looked up by a function
+_INERT, _TENSOR = Kind.INERT, Kind.TENSOR  # faster than the attributes of an enum, which a function looks up
 
 
 @dataclass(slots=True, eq=False)
 class FoundTensor:
-    """A tensor that a step may change in place, and where it is.
+    """A tensor that a step may change in place, and its place.
 
     Attributes:
         tensor: The tensor.
         path: Where it was found first.
-        slot: What holds it and under which name: stays the same when the tensor is exchanged for another.
+        slot: The id of its container and its name there; another tensor in the same place has the same slot.
         copied: True if it must be copied before every step, False if it need not be, None if its size decides.
         is_buffer: Whether it is a module's buffer.
     """
@@ -47,16 +47,16 @@ class FoundTensor:
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """What a walk found: cells with their contents, the values in them that have a state, and tensors.
+    """The results of a walk: cells with their contents, values with a state, and tensors.
 
     Attributes:
         cells: Each with a copy of its contents.
-        states: Generators and the like, each with where it was found.
+        states: Generators and other values with a state, each with its path.
         iterators: Each with the cell that holds it and its name there.
-        arrays: NumPy arrays, with their paths.
-        tensors: That are not trained.
-        modules: Of which attributes and tensors were noted, or are to be.
-        deferred: Cells that were not looked into.
+        arrays: NumPy arrays, with their paths and slots.
+        tensors: Tensors that are not trained.
+        modules: Modules that the walk met, with their paths.
+        deferred: Cells that are left for another walk.
     """
 
     cells: list[tuple[Cell, Any]] = field(default_factory=list)
@@ -69,16 +69,16 @@ class Found:
 
 
 class Walk:
-    """Visits each thing once.
+    """Visits each object once.
 
     Attributes:
-        found: What has been found so far.
-        seen: Ids of all that was visited.
+        found: The results so far.
+        seen: Ids of all visited objects.
 
     Args:
-        trained: Ids of the tensors that others keep: trained parameters.
-        known: Ids of what is not visited: found by another walk.
-        defers: Tells, of a cell and its entries that can change, whether to leave it for another walk; None to leave none.
+        trained: Ids of the trained parameters, which others record.
+        known: Ids of objects to skip, because another walk found them.
+        defers: Returns whether to leave a cell for another walk, given the cell and its entries that can change; None leaves none.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Walk:
         self._queue: list[tuple[Cell, int, bool]] = []
 
     def cells(self, cells: Iterable[Cell]) -> "Walk":
-        """Visit what is in `cells`."""
+        """Visit the contents of `cells`."""
         for cell in cells:
             self._add(cell, 0, is_metric=False)
         return self._finish()
@@ -105,7 +105,7 @@ class Walk:
         return self._finish()
 
     def module(self, module: nn.Module, path: Path) -> "Walk":
-        """Visit the attributes and tensors of `module`; modules in it are only met."""
+        """Visit the attributes and tensors of `module`; add its submodules to `found.modules` without visiting them."""
         is_metric = isinstance(module, Metric)
         skip = _OF_METRICS if is_metric else _OF_MODULES
         self._add(MappingCell(vars(module), path, style="attribute", skip=skip), 0, is_metric=is_metric)
@@ -124,12 +124,12 @@ class Walk:
             return
         noted = cell.copy()
         if all(id(tensor) in self._trained for tensor in noted.values()):
-            return  # most dicts of parameters are; to look at them before every step would take a third of the time
+            return  # true of most dicts of parameters; comparing them before every step would take a third of the time
         self.found.cells.append((cell, noted))
         for name, tensor in noted.items():
             if tensor is None or not self._is_new(tensor):
                 continue
-            # the kernels of normalisation layers write running statistics past version counters (torch 2.13)
+            # kernels of normalisation layers write running statistics without moving version counters (torch 2.13)
             copied = True if is_norm and is_buffer else None
             path = (cell.path, name, "attribute")
             self.found.tensors.append(FoundTensor(tensor, path, (id(cell.target), name), copied, is_buffer))
@@ -196,7 +196,7 @@ class Walk:
                     self._queue.append((one, depth + 1, False))
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is to be noted, and was not met before."""
+        """Return whether `tensor` is to be recorded and was not met before."""
         identity = id(tensor)
         if identity in self._trained or identity in self._known or identity in self.seen:
             return False
@@ -208,5 +208,5 @@ _Entry = tuple[Any, Any, Kind]
 
 
 def _changeable(cell: Cell, noted: Any) -> list[_Entry]:
-    """Return the entries of a cell that can change themselves, with their names and kinds."""
+    """Return the entries of a cell that are mutable, with their names and kinds."""
     return [(name, value, kind) for name, value in cell.entries(noted) if (kind := kind_of(type(value))) is not _INERT]

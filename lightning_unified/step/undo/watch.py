@@ -19,20 +19,20 @@ from lightning_unified.step.undo.walk import Found, FoundTensor, Walk
 
 __all__ = ["Noted", "StateWatch"]
 
-_ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell)  # few, and copied before every step
+_ALWAYS = (NamesCell, ClosureCell, SlotsCell, LongCell)  # few cells, so they are copied before every step
 _SMALL_ARRAY = 1 << 16  # bytes
 
 
 class StateWatch:
-    """Notes the state that a step may change, from the same roots before every step.
+    """Records the state that a step may change, from the same roots before every step.
 
-    A first scan finds all of it. What holds only things that a step rarely exchanges (most modules' attributes) is copied once, and
-    before a step it is only made sure that it still holds the same objects. What changed once, and what holds tensors, is copied
-    before every step from then on, with all that it leads to.
+    A first scan finds all of it. Most objects, such as modules' attribute dicts, rarely exchange what they hold. They are copied once, and
+    before each step only compared by identity. Objects that changed once, and objects that hold tensors, are copied before every step,
+    together with everything that they lead to.
 
     Args:
-        roots: Gives the roots; called at every scan.
-        tensors: Whether tensors are noted by value. If not, only which tensors are where is put back.
+        roots: Returns the roots; called at every scan.
+        tensors: Whether to record the values of tensors. If not, `restore` puts the same tensors back in place, not their values.
     """
 
     def __init__(self, roots: Callable[[], Roots], *, tensors: bool = True) -> None:
@@ -48,19 +48,19 @@ class StateWatch:
 
     @property
     def metrics(self) -> list[Metric]:
-        """The torchmetrics objects with a state, wherever they are held, as of the last note."""
+        """The torchmetrics objects with a state, from the last note or look."""
         return list(self.named_metrics.values())
 
     @property
     def named_metrics(self) -> dict[str, Metric]:
-        """The same, by where each was found."""
+        """The torchmetrics objects with a state, by the path of each."""
         return {path: metric for path, metric in self._metrics.items() if metric._defaults}
 
     def note(self) -> "Noted":
         """Record the state as it is now; earlier records become invalid."""
         still = self._looked_at()
         changing = self._of_changing()
-        if changing.modules:  # that were not there before
+        if changing.modules:  # new modules since the last scan
             still = self._scan()
             changing = self._of_changing()
         tensors = [*changing.tensors, *_tensors_of(changing), *_tensors_of(self._found)]
@@ -74,21 +74,24 @@ class StateWatch:
             self._scan()
 
     def learn(self, noted: "Noted") -> None:
-        """After a step that went well: remember which large tensors it changed.
+        """Record which large tensors a successful step changed.
 
         Args:
-            noted: Before the step.
+            noted: The record from before the step.
         """
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 
     def release(self) -> None:
-        """Drop the copies of tensors, where nothing that was noted is to be put back any more."""
+        """Drop the copies of tensors; earlier records can then no longer be restored."""
         if self._tensors is not None:
             self._tensors.release()
 
     def forget(self) -> None:
-        """Drop what was found, so that nothing is kept alive that the module gives back; the next note looks at everything."""
+        """Drop all that was found, so that no freed object of the module stays alive.
+
+        The next note scans everything again.
+        """
         self._still, self._found, self._known, self._modules = None, Found(), set(), {}
 
     def _looked_at(self) -> StillCells:
@@ -102,7 +105,7 @@ class StateWatch:
         return Walk(trained=self._trained, known=self._known).cells(self._found.deferred).found
 
     def _scan(self) -> StillCells:
-        """Walk through everything, and tell apart what is copied once and what is copied before every step."""
+        """Walk through everything, and separate cells copied once from cells copied before every step."""
         roots = self._roots()
         self._trained, self._modules = roots.trained, {}
         self._metrics = {}
@@ -117,7 +120,7 @@ class StateWatch:
                     self._metrics[path_text(path)] = module
                 walk.module(module, path)
             met += walk.found.modules
-            if not met:  # modules that only changing things lead to
+            if not met:  # modules that are reachable only from cells copied before every step
                 others = Walk(trained=self._trained, known=walk.seen).cells(walk.found.deferred).found.modules
                 met += [one for one in others if id(one[0]) not in self._modules]
         self._found, self._known = walk.found, walk.seen | self._modules.keys()
@@ -138,14 +141,14 @@ class StateWatch:
 
 
 class Noted:
-    """The state before a step.
+    """The recorded state from before a step.
 
     Args:
-        still: What has not changed since it was scanned.
-        scanned: What the scan found in it.
-        changing: What is found before every step.
-        tensors: The tensors' values; None where they are not noted.
-        metric_paths: Where torchmetrics objects are.
+        still: Cells that were copied at the scan and have not changed since.
+        scanned: The values with a state, and the arrays, that the scan found.
+        changing: The cells and values that are recorded before every step.
+        tensors: The tensors' values; None where they are not recorded.
+        metric_paths: Paths of torchmetrics objects.
     """
 
     def __init__(
@@ -166,16 +169,16 @@ class Noted:
 
     @property
     def states(self) -> list[tuple[Any, Any, Path]]:
-        """Generators and the like, each with its state and where it was found."""
+        """Generators and other values with a state, each with its state and path."""
         return self._states
 
     @property
     def arrays(self) -> list[tuple[Any, Any, Path]]:
-        """Small NumPy arrays, each with a copy and where it was found."""
+        """Small NumPy arrays, each with a copy and its path."""
         return self._arrays
 
     def moved_cells(self) -> Iterator[tuple[Cell, Any]]:
-        """Yield the cells that do not hold the very objects they held, each with what it held."""
+        """Yield the cells that hold other objects than before, each with its earlier contents."""
         if not self._still.are_same():
             yield from self._still.moved()
         for cell, contents in self._cells:
@@ -183,10 +186,10 @@ class Noted:
                 yield cell, contents
 
     def restore(self) -> None:
-        """Put everything back; may be called again.
+        """Restore the recorded state; may be called more than once.
 
         Raises:
-            RunError: If something changed that cannot be put back; all else has been put back then.
+            RunError: If something changed that cannot be restored; everything else has been restored by then.
         """
         self._still.restore()
         errors: list[RunError] = []
@@ -212,12 +215,12 @@ _DICTS = ("_modules", "_parameters", "_buffers")
 
 
 def _tensors_of(found: Found) -> list[FoundTensor]:
-    """Return tensors that share the memory of large arrays."""
+    """Return tensors that share the memory of large NumPy arrays."""
     tensors: list[FoundTensor] = []
     for array, path, slot in found.arrays:
         if array.nbytes > _SMALL_ARRAY and array.flags.writeable and array.dtype.kind in "biuf":
             try:
                 tensors.append(FoundTensor(torch.from_numpy(np.asarray(array)), path, slot))
-            except (TypeError, ValueError):  # of a dtype that torch does not have, or of strides below zero
+            except (TypeError, ValueError):  # a dtype that torch lacks, or negative strides
                 continue
     return tensors
