@@ -1,15 +1,15 @@
 """Merge attributes and container entries that micro-batches write.
 
-A value is merged by the rules that outputs have, or in one of these ways, by path:
+A value is merged by a rule for outputs, or in one of these ways, by path:
 
 | key in the table | rule |
 |---|---|
 | `path` | a rule for the values |
-| `path (made)` | `"by entry"`: the dicts or sets that micro-batches have made are merged entry by entry |
-| `path (change)` | `"sum"`: what micro-batches add is added up; what was not there counts as 0 |
-| `path (alone)` | `"as written"` by the one micro-batch that writes it |
+| `path (made)` | `"by entry"`: dicts or sets that micro-batches create are merged entry by entry |
+| `path (change)` | `"sum"`: the changes of micro-batches are added up; a missing value counts as 0 |
+| `path (alone)` | `"as written"`: the value of the one micro-batch that writes it |
 
-Entries of one dict share the last two keys, as `path[*] (…)`, for a dict by sample or label has other entries in each batch.
+Entries of one dict share the last two keys, as `path[*] (…)`, because a dict by sample or label has other entries in each batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from lightning_unified.step.undo.changes import ABSENT
 
 __all__ = ["UNWRITTEN", "is_known", "is_mergeable", "learn_entry", "merge_entry"]
 
-UNWRITTEN = object()  # in place of a value that a run did not write
+UNWRITTEN = object()  # stands for a value that a run did not write
 _ALONE = "as written"
 
 
@@ -41,16 +41,16 @@ def learn_entry(
     *,
     tolerance: float,
 ) -> list[str]:
-    """Learn how values written at `path` become the whole's; return the paths at which no rule merges them.
+    """Learn how values written at `path` merge; return the paths at which no rule fits.
 
     Args:
-        table: Where the rules are kept.
-        path: Where.
+        table: The rules.
+        path: The place of the values.
         before: The value from before the step; `ABSENT` where there was none.
-        whole: What the whole batch wrote; `UNWRITTEN` if nothing.
-        values: What each part wrote, likewise.
-        parts: What the parts weigh.
-        tolerance: Relative difference that is rounding.
+        whole: The value that the whole batch wrote; `UNWRITTEN` if none.
+        values: The value that each part wrote, or `UNWRITTEN`.
+        parts: The weights of the parts.
+        tolerance: Largest relative difference that counts as rounding.
     """
     if before is ABSENT and (kind := _made_kind([whole, *values])):
         return _learn_made(table, path, kind, [whole, *values], parts, tolerance=tolerance)
@@ -65,7 +65,7 @@ def learn_entry(
         lacks = True
     else:
         lacks = _learn_values(table, path, _filled([whole, *values], before), parts, tolerance=tolerance)
-    if is_partial and not is_alone and (adds or not lacks):  # several wrote, and their values are not the whole batch's
+    if is_partial and not is_alone and (adds or not lacks):  # some parts wrote, and a value differs from the whole's
         table.reject(_alone(path))
         table.unmergeable.discard(_alone(path))
     if adds or (is_alone and table.rule(_alone(path)) == _ALONE):
@@ -75,7 +75,9 @@ def learn_entry(
 
 
 def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
-    """Return what the whole batch would have written at `path`; the arguments are those of `learn_entry`.
+    """Return the whole batch's value at `path`, merged from the values of micro-batches.
+
+    The arguments are those of `learn_entry`.
 
     Raises:
         SplitError: If the rules do not apply to these values, or rules that agreed so far differ here.
@@ -104,7 +106,7 @@ def merge_entry(table: MergeTable, path: str, before: Any, values: Sequence[Any]
 
 
 def is_known(table: MergeTable, path: str, before: Any) -> bool:
-    """Return whether checks have told how values written at `path` are merged, from this value before."""
+    """Return whether checks have found how values at `path` merge, given the value before."""
     if before is ABSENT and table.knows(_made(path)):
         return True
     if "sum" in table.all_rules(path) and "sum" in table.all_rules(_added(path)):  # it was always 0 before
@@ -113,7 +115,7 @@ def is_known(table: MergeTable, path: str, before: Any) -> bool:
 
 
 def is_mergeable(table: MergeTable, path: str) -> bool:
-    """Return whether some rule merges what is written at `path`."""
+    """Return whether some rule merges the values written at `path`."""
     if table.knows(_made(path)) or table.rule(_alone(path)) == _ALONE or _adds(table, path):
         return True
     return any(table.rule(one) is not None for one in _paths_of(table, path))
@@ -126,7 +128,7 @@ def _paths_of(table: MergeTable, path: str) -> list[str]:
 def _learn_values(
     table: MergeTable, path: str, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
 ) -> bool:
-    """Learn from the whole batch's value and the parts'; return whether no rule fits."""
+    """Learn from the values of the whole batch and of the parts; return whether no rule fits."""
     unmergeable = set(table.unmergeable)
     learn_tree(table, values[1:], values[0], parts, tolerance=tolerance, path=path)
     new = table.unmergeable - unmergeable
@@ -145,7 +147,10 @@ def _learn_change(
     *,
     tolerance: float,
 ) -> bool:
-    """Learn whether changes add up; return it. Learnt beside other rules, which may fit because of zeros before."""
+    """Learn whether changes add up, and return it.
+
+    This is learnt beside other rules, which may fit only because the values before were zero.
+    """
     all_of, *changes = _alike([_change(before, value) for value in (whole, *values)])
     keys = dict.fromkeys((_added(path), _added(_family(path))))
     for key in keys:
@@ -160,7 +165,10 @@ def _learn_change(
 def _learn_made(
     table: MergeTable, path: str, kind: type, values: Sequence[Any], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn about a dict or set that the step has made, entry by entry; the whole batch's is the first value."""
+    """Learn, entry by entry, how a dict or set that the step creates is merged.
+
+    The first of `values` is the whole batch's.
+    """
     if values[0] is UNWRITTEN:
         return [path]
     table.note(_made(path), "by entry")
@@ -210,13 +218,19 @@ def _filled(values: Sequence[Any], before: Any) -> list[Any]:
 
 
 def _alike(changes: Sequence[Any]) -> list[Any]:
-    """Return changes with those of runs that did not write as zeros of the others' kind."""
+    """Return the changes, with zeros for runs that did not write.
+
+    The zeros have the type and shape of the other runs' changes.
+    """
     zero = next((change * 0 for change in changes if change is not None and change is not UNWRITTEN), None)
     return [zero if change is UNWRITTEN else change for change in changes]
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return the difference of two numbers, arrays or tensors of one shape; None of anything else, and where it is not finite."""
+    """Return the difference of two numbers, arrays or tensors of one shape.
+
+    The result is None for other values and for differences that are not finite.
+    """
     if after is UNWRITTEN:
         return UNWRITTEN
     if before is ABSENT:

@@ -21,7 +21,7 @@ __all__ = ["LogKey", "LogRecorder", "Logged", "inside_hook", "path_of_log"]
 
 @dataclass(slots=True)
 class Logged:
-    """One name that `self.log` was called with, and its values so far, each with the micro-batch it came from."""
+    """The values of one name in `self.log`, each with its micro-batch."""
 
     fx: str
     name: str
@@ -35,10 +35,10 @@ LogKey = tuple[str, str, int]
 
 
 class LogRecorder:
-    """Holds back `self.log` calls while micro-batches run, then logs each name once with the whole batch's value.
+    """Holds back `self.log` calls while micro-batches run, then logs each name once.
 
-    Lightning's own collection would keep the last micro-batch's value as the step's, and would weight every micro-batch as a whole
-    batch in the epoch's mean, because it caches the batch size (result.py, `_extract_batch_size`).
+    The logged value is the whole batch's. Lightning's own collection would keep the last micro-batch's value as the step's. It would also
+    weight every micro-batch as a whole batch in the epoch's mean, because it caches the batch size (result.py, `_extract_batch_size`).
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class LogRecorder:
 
     @contextmanager
     def recording(self, results: _ResultCollection | None) -> Iterator[None]:
-        """Stand in for `results.log` inside the block; where nothing can be logged there is nothing to stand in for."""
+        """Replace `results.log` inside the block; do nothing if `results` is None."""
         if results is None:
             yield
             return
@@ -60,7 +60,7 @@ class LogRecorder:
         results.__dict__["log"] = self._record
         results.__dict__["metrics"] = partial(self._metrics, results, results.metrics)
         is_empty = not results
-        if is_empty:  # Lightning asks an empty collection for nothing
+        if is_empty:  # Lightning does not read an empty collection
             results[_NOTHING] = _EMPTY
         try:
             yield
@@ -73,7 +73,7 @@ class LogRecorder:
                     results.__dict__[name] = method
 
     def _metrics(self, results: _ResultCollection, outer: Callable[[bool], _METRICS], on_step: bool) -> _METRICS:
-        """Return what `trainer.callback_metrics` and its like are made from, with what this micro-batch has logged so far."""
+        """Return the metrics behind `trainer.callback_metrics`, with this micro-batch's logs so far."""
         metrics = outer(on_step)
         own = _ResultCollection(training=results.training)
         own.dataloader_idx, own.batch, own.batch_size = results.dataloader_idx, results.batch, results.batch_size
@@ -92,7 +92,7 @@ class LogRecorder:
 
     @property
     def names(self) -> set[LogKey]:
-        """The recorded logs: hook, name, and how often before in the same micro-batch."""
+        """The recorded logs: hook, name, and the number of earlier calls in the same micro-batch."""
         return set(self.logged)
 
     def keep(self, names: AbstractSet[LogKey]) -> None:
@@ -109,8 +109,8 @@ class LogRecorder:
         """Log every recorded name once, and drop it.
 
         Args:
-            results: Where Lightning gathers what is logged.
-            reduce: Returns the whole batch's value and `batch_size`; by default they are the last ones recorded.
+            results: Lightning's collection of logged values.
+            reduce: Returns the whole batch's value and `batch_size`; by default the last recorded ones are logged.
             by_steps: Whether to keep names that hooks have logged for another flush.
         """
         chosen = {key: call for key, call in self.logged.items() if not by_steps or call.fx.endswith("_step")}
@@ -120,7 +120,7 @@ class LogRecorder:
             cast("Any", results).log(call.fx, call.name, value, **call.options, batch_size=batch_size)
 
     def _record(self, fx: str, name: str, value: Any, *, batch_size: Any = None, **options: Any) -> None:
-        # a name logged twice in one training_step is two streams: each occurrence is merged with its like
+        # a name logged twice in one training_step is two streams: each merges with the same call of other micro-batches
         occurrence = self._seen.get((fx, name), 0)
         self._seen[fx, name] = occurrence + 1
         call = self.logged.setdefault((fx, name, occurrence), Logged(fx, name, options))
@@ -129,7 +129,7 @@ class LogRecorder:
         call.batch_sizes.append(batch_size)
 
 
-_NOTHING = "nothing"  # a key without a dot, which none of Lightning's is
+_NOTHING = "nothing"  # a key without a dot; all of Lightning's have one
 
 
 def _nothing() -> _ResultMetric:
@@ -139,18 +139,21 @@ def _nothing() -> _ResultMetric:
     return result
 
 
-_EMPTY = _nothing()  # made once, and not among the tensors of a step
+_EMPTY = _nothing()  # made once, so that a step makes no tensor for it
 
 
 def path_of_log(key: LogKey) -> str:
-    """Return the path under which a merge rule for a logged name is kept: the name, numbered where it is logged more than once."""
+    """Return the path of the merge rule for a logged name.
+
+    It is the name, with a number from the second call in a micro-batch on.
+    """
     _, name, occurrence = key
     return name if not occurrence else f"{name} (call {occurrence + 1})"
 
 
 @contextmanager
 def inside_hook(module: L.LightningModule, name: str) -> Iterator[None]:
-    """Have `self.log` inside the block treat values as logged in the hook `name`, as `Trainer` does around each hook."""
+    """Make `self.log` inside the block attribute values to the hook `name`, as `Trainer` does."""
     outer, module._current_fx_name = module._current_fx_name, name
     try:
         yield

@@ -1,8 +1,8 @@
 """Merge rules: found by comparing whole and split values, kept while they fit.
 
-A value is anything a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` begins with every rule that fits a check, and
-drops those that a later check refutes, for the first fitting rule is often wrong: a count fits a mean where all parts have one row, an F1
-score fits a mean by luck.
+A value is anything that a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` starts with every rule that fits the
+first check, and drops those that a later check refutes. The first fitting rule is often wrong: a count fits a mean where all parts have
+one row, and an F1 score may fit a mean by chance.
 """
 
 import math
@@ -22,16 +22,16 @@ Rule = str | Callable[[list[Any], list[int]], Any]
 
 CONCATENATIONS = tuple(f"concatenate {dim}" for dim in range(4))
 FIGURES = ("mean", "mean of rows", "sum", "max", "min")
-_ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of rules that fit alike the first is used
+_ORDER = ("as written", "equal", *CONCATENATIONS, *FIGURES)  # of several fitting rules the first is used
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWeights:
-    """The rows and loss terms of a batch's micro-batches, by which values are averaged.
+    """The rows and loss terms of a batch's micro-batches, which weigh the means.
 
     Args:
-        rows: Of each.
-        terms: The loss terms of each; rows where nothing else is known.
+        rows: The rows of each micro-batch.
+        terms: The loss terms of each; its rows where nothing else is known.
     """
 
     rows: Sequence[int]
@@ -42,12 +42,12 @@ def merged(rule: Rule, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
     """Return the whole batch's value by one rule.
 
     Args:
-        rule: Its name, `"concatenate 1"` for a dimension other than the first, or a function of the values and the row counts.
+        rule: Its name, such as `"mean"` or `"concatenate 1"` (along dimension 1), or a function of the values and the row counts.
         values: One for each part.
-        parts: What the parts weigh.
+        parts: The weights of the parts.
 
     Raises:
-        SplitError: If the rule is `"equal"` and the values differ, or it does not apply to such values.
+        SplitError: If the rule is `"equal"` and the values differ, or the rule does not apply to such values.
     """
     if not isinstance(rule, str):
         return rule(list(values), list(parts.rows))
@@ -101,13 +101,13 @@ _SMALL = 4096  # entries
 
 
 def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float) -> frozenset[str]:
-    """Return the names of the rules under which the parts' values are the whole's.
+    """Return the names of the rules that merge the parts' values into the whole's.
 
     Args:
         values: One for each part.
         whole: The whole's value.
-        parts: What the parts weigh.
-        tolerance: Relative difference that is rounding.
+        parts: The weights of the parts.
+        tolerance: Largest relative difference that counts as rounding.
     """
     if any(type(value) is not type(whole) for value in values):
         return frozenset()
@@ -124,7 +124,10 @@ def fitting(values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tole
 
 
 def _near(value: Any) -> Any:
-    """Return a small tensor on the host, where a dozen comparisons wait for the device once; anything else as it is."""
+    """Return a small tensor on the host, and anything else as it is.
+
+    The dozen comparisons that follow then wait for the device once.
+    """
     return value.detach().cpu() if isinstance(value, Tensor) and value.numel() <= _SMALL else value
 
 
@@ -150,7 +153,10 @@ def _is_numeric(value: Any) -> bool:
 
 
 def same(one: Any, other: Any, *, tolerance: float = 0.0) -> bool:
-    """Return whether two values are equal up to rounding, NaN in the same places; lists and tuples entry by entry."""
+    """Return whether two values are equal up to rounding.
+
+    NaN equals NaN. Containers are compared entry by entry.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _same_tensors(one.detach(), other.detach(), tolerance)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
@@ -179,9 +185,7 @@ def _same_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
             one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
         )
     finite = other[other.isfinite()]
-    size = (
-        float(finite.abs().max()) if finite.numel() else 0.0
-    )  # rounding goes with the largest entries that were added up
+    size = float(finite.abs().max()) if finite.numel() else 0.0  # rounding scales with the largest summands
     return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True).all())
 
 
@@ -203,8 +207,8 @@ class MergeTable:
     """The rules that fit all checks so far, by path.
 
     Args:
-        given: Rules that the user has given, by path.
-        allowed: The rules that may be inferred at all.
+        given: The user's rules, by path.
+        allowed: Returns whether a rule may be inferred.
 
     Attributes:
         unmergeable: Paths whose values fit no rule.
@@ -218,7 +222,7 @@ class MergeTable:
     def learn(
         self, path: str, values: Sequence[Any], whole: Any, parts: MicroBatchWeights, *, tolerance: float
     ) -> None:
-        """Keep the rules for `path` that fit these values too."""
+        """Keep only the rules for `path` that also fit these values."""
         if path in self.given:
             return
         fits = frozenset(filter(self.allowed, fitting(values, whole, parts, tolerance=tolerance)))
@@ -232,31 +236,31 @@ class MergeTable:
         return {"fits": fits, "unmergeable": sorted(self.unmergeable)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the rules that another table inferred."""
+        """Replace the inferred rules by those of another table."""
         self._fits = {path: frozenset(rules) for path, rules in state["fits"].items() if path not in self.given}
         self.unmergeable = set(state["unmergeable"]) - set(self.given)
 
     def note(self, path: str, rule: str) -> None:
-        """Keep one rule for `path` that is not among those inferred from values."""
+        """Set the only rule for `path`, one that is not inferred from values."""
         self._fits[path] = frozenset({rule})
 
     def reject(self, path: str) -> None:
-        """Record that no rule merges the values at `path`: it is there in some of the runs only."""
+        """Record that no rule merges the values at `path`, for instance because only some runs have them."""
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)
 
     @property
     def paths(self) -> Collection[str]:
-        """All paths of which something is known."""
+        """All paths with a given or inferred result."""
         return {*self.given, *self._fits}
 
     def knows(self, path: str) -> bool:
-        """Return whether a rule was given, or values at `path` have been in a check."""
+        """Return whether `path` has a given rule, or a check has seen its values."""
         return path in self.given or path in self._fits
 
     def rule(self, path: str) -> Rule | None:
-        """Return the rule for `path`; None where none fits, or nothing is known."""
+        """Return the rule for `path`; None where none fits or no check has seen it."""
         if path in self.given:
             return self.given[path]
         fits = self._fits.get(path, frozenset())

@@ -28,20 +28,21 @@ _METRIC_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_is_synced"
 
 
 class MetricsOverMicroBatches:
-    """Gives each torchmetrics object the state and the step value of the whole batch, from those of the micro-batches.
+    """Gives each torchmetrics object the state and the step value of the whole batch.
 
-    The metric is emptied before each micro-batch. The states that the micro-batches leave are merged by the rules that the
-    exactness check has found, else by the metric's own reductions. The result is the batch's own state: its value is the step value,
-    and joining it with the state from before is what `Metric.forward` does for a whole batch (torchmetrics/metric.py,
-    `_forward_reduce_state_update`). A metric that says that its update needs the full state (`full_state_update` not False) is joined too
-    if the exactness check has found that its states add up. Otherwise it accumulates over the micro-batches, and an empty twin beside
-    it gathers the batch: `Metric.forward` too updates such a metric twice. A metric that `training_step` itself asks for its value
-    (`compute`) answers for a micro-batch.
+    The metric is emptied before each micro-batch. The states that the micro-batches leave are merged by the rules that the exactness check
+    has found, or else by the metric's own reductions. The result is the batch's own state. Its value is the step value. Joining it with the
+    state from before is the same as `Metric.forward` on a whole batch (torchmetrics/metric.py, `_forward_reduce_state_update`).
+
+    A metric may declare that its update needs the full state (`full_state_update` not False). It is joined too if the exactness check has
+    found that its states add up. Otherwise it accumulates over the micro-batches, and an empty twin beside it gathers the batch:
+    `Metric.forward` also updates such a metric twice. A metric whose value `training_step` reads itself (`compute`) answers for a
+    micro-batch.
 
     Args:
         metrics: The module's torchmetrics objects, by path.
         table: Rules for their states, by path.
-        joins: Whether states of the metric at a path were found to add up; by path.
+        joins: Whether the check found that a metric's states add up; by path.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], table: MergeTable, joins: Mapping[str, bool]) -> None:
@@ -64,7 +65,7 @@ class MetricsOverMicroBatches:
             self._states[path].append(metric_state(metric) if metric._update_count else None)
 
     def finish(self, parts: MicroBatchWeights) -> None:
-        """Set step values and join the batch's state with what was there before."""
+        """Set step values, and join the batch's state with the state from before."""
         for path, metric in self._joined.items():
             indices = [index for index, state in enumerate(self._states[path]) if state is not None]
             if not indices:
@@ -82,7 +83,10 @@ class MetricsOverMicroBatches:
     def _merged(
         self, path: str, metric: Metric, states: Sequence[dict[str, Any]], parts: MicroBatchWeights
     ) -> dict[str, Any]:
-        """Return the state of the whole batch; what the check has not seen is reduced as the metric says itself."""
+        """Return the state of the whole batch.
+
+        States without a rule from the check are reduced by the metric's own reductions.
+        """
         result = dict(states[-1])
         if len(states) == 1:
             return result
@@ -104,10 +108,12 @@ def _reduced(metric: Metric, name: str, values: Sequence[Any]) -> Any:
 
 
 class UpdateRecord:
-    """What a metric is updated with, to find out whether its states add up: whether two batches give the state of both, joined.
+    """Records a metric's updates, to find out whether its states add up.
+
+    States add up if joining the states of two batches gives the state of both.
 
     Args:
-        metric: An empty metric that does not say so itself.
+        metric: An empty metric that does not declare this itself.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -130,7 +136,7 @@ class UpdateRecord:
             attributes["update"] = update
 
     def adds_up(self, *, tolerance: float) -> bool:
-        """Return whether the state after the updates, twice over, is that state joined with itself."""
+        """Return whether running the updates twice gives the state after one run joined with itself."""
         if not self._calls or self._metric.dist_sync_on_step:
             return False
         try:
@@ -139,7 +145,7 @@ class UpdateRecord:
             state = metric_state(once)
             once._update_count = 2
             once._reduce_states({name: state[name] for name in once._defaults})
-        except Exception:  # whatever a metric is not made for
+        except Exception:  # a metric may raise anything in a use that it does not support
             return False
         names = self._metric._defaults
         return all(same(getattr(once, name), getattr(twice, name), tolerance=tolerance) for name in names)
@@ -151,14 +157,16 @@ class UpdateRecord:
 
 
 class _Total(Tensor):
-    """A number of all batches so far; torch's operators return such tensors for such tensors."""
+    """A number over all batches so far; torch's operators pass this class on to their results."""
 
 
 class ComputeRecord:
-    """The numbers that a step asks metrics for (`compute`), which are of all batches so far; those of a `forward` are the batch's own.
+    """Records the numbers that a step reads from metrics by `compute`.
+
+    They cover all batches so far. Numbers that `forward` returns are the batch's own.
 
     Args:
-        metrics: That may be asked.
+        metrics: The metrics to watch.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -168,7 +176,7 @@ class ComputeRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the numbers that are asked for inside the block."""
+        """Record the numbers that `compute` returns inside the block."""
         with ExitStack() as stack:
             for metric in self._metrics:
                 stack.enter_context(_replaced(metric, "compute", self._noting(metric.compute)))
@@ -176,7 +184,7 @@ class ComputeRecord:
             yield
 
     def has(self, value: Tensor) -> bool:
-        """Return whether `value` is one of the numbers, or a tensor computed from them."""
+        """Return whether `value` is one of the recorded numbers, or a tensor computed from them."""
         return isinstance(value, _Total) or any(same(value.cpu().double(), one, tolerance=1e-6) for one in self._values)
 
     def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +211,7 @@ class ComputeRecord:
 
 @contextmanager
 def _replaced(metric: Metric, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Let `metric` have another method inside the block."""
+    """Replace a method of `metric` inside the block."""
     attributes = vars(cast("Any", metric))
     own = attributes.get(name)
     attributes[name] = method
@@ -217,7 +225,10 @@ def _replaced(metric: Metric, name: str, method: Callable[..., Any]) -> Iterator
 
 
 class _Twin:
-    """An empty copy of a metric, made when the metric is first called in a batch, and updated with what it is updated with."""
+    """An empty copy of a metric that gathers one batch.
+
+    It is made at the metric's first call in a batch, and receives the same updates.
+    """
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -225,7 +236,7 @@ class _Twin:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Update the copy too, whenever the metric is called inside the block."""
+        """Update the copy too, at each call of the metric inside the block."""
         forward, attributes = self._metric.forward, vars(cast("Any", self._metric))
 
         def forward_both(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +258,10 @@ class _Twin:
 
 
 def metrics_of(module: torch.nn.Module) -> list[Metric]:
-    """Return the torchmetrics objects with a state that `module` holds: submodules, and those in its dicts, lists and objects."""
+    """Return the torchmetrics objects with a state that `module` holds.
+
+    These are submodules, and objects in its dicts, lists and objects.
+    """
     watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
     watch.look()
     return watch.metrics
@@ -255,7 +269,7 @@ def metrics_of(module: torch.nn.Module) -> list[Metric]:
 
 def _emptied_copy(metric: Metric) -> Metric:
     state = metric_state(metric)
-    metric.reset()  # first, for the state so far may be large
+    metric.reset()  # before the copy, because the state so far may be large
     try:
         return deepcopy(metric)
     finally:
@@ -263,7 +277,10 @@ def _emptied_copy(metric: Metric) -> Metric:
 
 
 def can_join(metric: Metric) -> bool:
-    """Return whether the state of a batch, gathered in an empty metric, can be joined with the state from before."""
+    """Return whether a batch's own state can be joined with the state from before.
+
+    The batch's own state is the one gathered in an empty metric.
+    """
     return metric.full_state_update is False and not metric.dist_sync_on_step
 
 
@@ -286,7 +303,10 @@ def _join(metric: Metric, before: dict[str, Any]) -> None:
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return a metric's state: tensors copied (metrics add to them in place), lists copied shallowly (they only grow)."""
+    """Return a copy of a metric's state.
+
+    Tensors are copied, because metrics add to them in place. Lists are copied shallowly, because they only grow.
+    """
     state: dict[str, Any] = {name: metric.__dict__.get(name) for name in _METRIC_COUNTERS}
     for name in metric._defaults:
         value = getattr(metric, name)
@@ -295,7 +315,7 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
-    """Give `metric` the state noted, as copies, so that what is noted can be put back again."""
+    """Set the state of `metric` to copies of `state`, so that `state` can be used again."""
     for name, value in state.items():
         if name in metric._defaults:
             setattr(metric, name, value.clone() if isinstance(value, Tensor) else list(value))

@@ -13,15 +13,15 @@ _WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize")
 
 
 class SilentLoggers:
-    """A block in which the loggers of a Trainer write nothing, whoever calls them.
+    """A block in which the loggers of a Trainer write nothing.
 
-    A stand-in is of its logger's class and has its attributes, so that a step finds whatever else it asks for.
+    The stand-in of a logger is of the logger's class and has its attributes, so that a step finds everything else unchanged.
 
     Args:
-        trainer: Whose loggers.
+        trainer: The Trainer with the loggers.
 
     Attributes:
-        is_asked: Whether someone has asked a logger to write.
+        is_asked: Whether a step tried to write to a logger.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -52,7 +52,10 @@ class SilentLoggers:
 
 
 def say_direct_logs(trainer: L.Trainer) -> None:
-    """Warn once that the step writes to a logger past `self.log`, where there is a strategy that splits batches."""
+    """Warn once that the step writes to a logger directly, not by `self.log`.
+
+    Only strategies that split batches warn.
+    """
     policy = getattr(trainer.strategy, "policy", None)
     if policy is not None:
         policy.notices.say_per_micro_batch(

@@ -16,12 +16,12 @@ def learn_tree(
     """Learn how values that may be nested are merged.
 
     Args:
-        table: Where the rules are kept.
+        table: The rules.
         values: One for each part.
         whole: The whole's value.
-        parts: What the parts weigh.
-        tolerance: Relative difference that is rounding.
-        path: Where the values are: keys, indices and field names joined by dots.
+        parts: The weights of the parts.
+        tolerance: Largest relative difference that counts as rounding.
+        path: The place of the values: keys, indices and field names joined by dots.
     """
     if path in table.given:
         return
@@ -41,9 +41,9 @@ def merge_tree(
     Args:
         table: The rules.
         values: One for each micro-batch.
-        parts: What they weigh.
-        fallback: `fallback(path, values)` gives the value where no rule is known or none fits.
-        path: Where the values are.
+        parts: The weights of the micro-batches.
+        fallback: `fallback(path, values)` returns the value where no rule is known or none fits.
+        path: The place of the values.
     """
     rule = table.rule(path)
     columns = None if rule is not None else _columns(values)
@@ -63,7 +63,7 @@ def merge_tree(
 
 
 def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[str]:
-    """Yield the paths in nested values about which nothing is known."""
+    """Yield the paths in nested values that no check has seen."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
         if not table.knows(path):
@@ -74,7 +74,7 @@ def unknown_paths(table: MergeTable, values: Sequence[Any], path: str = "") -> I
 
 
 def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iterable[tuple[str, Sequence[Any]]]:
-    """Yield path and values, one for each part, of everything that is merged by a rule of its own."""
+    """Yield each path that is merged by one rule, with its values, one for each part."""
     columns = None if table.knows(path) else _columns(values)
     if columns is None:
         yield path, values
@@ -84,7 +84,10 @@ def all_values(table: MergeTable, values: Sequence[Any], path: str = "") -> Iter
 
 
 def _columns(values: Sequence[Any]) -> dict[Any, list[Any]] | None:
-    """Return the entries of containers of one kind and the same names, by name; None for anything else."""
+    """Return the entries of like containers, by name; None for anything else.
+
+    Containers are alike if they have the same type and the same names.
+    """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return None

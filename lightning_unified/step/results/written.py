@@ -1,21 +1,21 @@
 """Merge the state that micro-batches write into their module.
 
-A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a split batch
-would write it once more. So every micro-batch begins with the state from before the batch, and what they write is merged by a
-rule that the exactness check has found, as outputs are:
+A step may write more than gradients: running statistics, a momentum teacher, a counter, a list of outputs. Each micro-batch of a
+split batch would write it once more. So every micro-batch begins with the state from before the batch. The values that they write
+are merged by a rule that the exactness check has found:
 
 | the whole batch writes | for example | rule |
 |---|---|---|
-| what each micro-batch writes | a teacher moved towards the weights, `self.calls += 1`, spectral norm | `"equal"`: once a batch |
-| the mean of what micro-batches write | running statistics of InstanceNorm, a moving average of the loss | `"mean"`, `"mean of rows"` |
-| the sum of what micro-batches add | `self.seen += len(batch)`, `self.labels.update(y)` of a Counter | `"sum"` of changes |
-| an entry that one micro-batch writes, others not | `self.losses[sample] = loss` | as written |
-| what micro-batches add to a set | `self.seen.update(samples)` | all of it |
-| a dict or set that it makes | `self.cache = {}` | entry by entry |
-| what micro-batches append, merged | `self.outputs.append(loss)` | a rule for each entry |
+| the value that each micro-batch writes | a teacher moved towards the weights, `self.calls += 1`, spectral norm | `"equal"`: once a batch |
+| the mean of the micro-batches' values | running statistics of InstanceNorm, a moving average of the loss | `"mean"`, `"mean of rows"` |
+| the sum of the micro-batches' changes | `self.seen += len(batch)`, `self.labels.update(y)` of a Counter | `"sum"` of changes |
+| an entry that only one micro-batch writes | `self.losses[sample] = loss` | as written |
+| the members that micro-batches add to a set | `self.seen.update(samples)` | the union |
+| a dict or set that the step creates | `self.cache = {}` | entry by entry |
+| the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
-Where nothing fits, the batch cannot be split exactly. Two kinds of writes are left as they come: states of random generators of the
-module's own, which advance with every draw, and values that two equal runs write differently, such as times.
+Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them: states of the
+module's own random generators, which advance with every draw, and values that two equal runs write differently, such as times.
 """
 
 import random
@@ -61,8 +61,8 @@ class Write:
     """A value before a run, and the value the run wrote.
 
     Args:
-        kind: As of `Change`.
-        before: The value before; of tails nothing.
+        kind: The kind, as in `Change`.
+        before: The value before; an empty list for a tail.
         after: The value after.
     """
 
@@ -82,7 +82,7 @@ def written_since(noted: Noted) -> Written:
 def learn_written(
     table: MergeTable, whole: Written, runs: Sequence[Written], parts: MicroBatchWeights, *, tolerance: float
 ) -> list[str]:
-    """Learn how the writes of parts become the whole's; return the paths at which no rule merges them."""
+    """Learn how the writes of parts merge; return the paths at which no rule fits."""
     troubles = []
     for path in dict.fromkeys([*whole, *(path for run in runs for path in run)]):
         writes = [one.get(path) for one in (whole, *runs)]
@@ -101,7 +101,10 @@ def learn_written(
 
 
 def differing(one: Written, other: Written) -> set[str]:
-    """Return the paths at which two equal runs wrote differently: times, addresses, names made anew."""
+    """Return the paths at which two equal runs wrote different values.
+
+    Examples are times, addresses and names made anew.
+    """
     table, paths = MergeTable(), set()
     for path in {*one, *other}:
         if path not in one or path not in other:
@@ -115,7 +118,10 @@ def differing(one: Written, other: Written) -> set[str]:
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
-    """Return the paths of Python's and NumPy's generators that parts left in another state than the whole rows did."""
+    """Return the paths of host generators that parts left in another state than the whole rows did.
+
+    Host generators are those of Python and NumPy.
+    """
     return sorted(
         path
         for path in {path for one in (whole, *runs) for path in one if _is_of_host(one[path])}
@@ -124,31 +130,34 @@ def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
 
 
 def with_states_of(written: Written, other: Written) -> Written:
-    """Return what a run wrote, with the states of generators that another run left."""
+    """Return `written` with the generator states of `other`."""
     own = {path: write for path, write in written.items() if write.kind != "state"}
     return own | {path: write for path, write in other.items() if write.kind == "state"}
 
 
 def _is_of_host(write: Write) -> bool:
-    """Return whether a generator of Python or NumPy was drawn from; torch's are recorded and replayed."""
+    """Return whether the write is the state of a Python or NumPy generator.
+
+    Torch's generators are recorded and replayed.
+    """
     state = write.after
     is_python = isinstance(state, tuple) and len(state) == 3 and state[0] == random.Random.VERSION
     return write.kind == "state" and (is_python or (isinstance(state, dict) and "bit_generator" in state))
 
 
 def _kept(value: Any) -> Any:
-    """Return what is kept of a value written: tensors without their graphs."""
+    """Return the value to keep of a write: a tensor without its graph, anything else as it is."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
 class WrittenOverMicroBatches:
-    """Lets every micro-batch begin with the state from before the batch, and merges what they write.
+    """Starts every micro-batch from the state before the batch, and merges the micro-batches' writes.
 
     Args:
-        watch: Over the state that the step may write; used for nothing else.
+        watch: Records the state that the step may write; used for nothing else.
         table: The rules, by path.
-        learn: `learn(table, paths)` has the batch checked, because its step wrote at paths that no check has seen.
-        ignored: Where paths begin that are left alone.
+        learn: `learn(table, paths)` checks the batch, because its step wrote at paths that no check has seen.
+        ignored: Prefixes of paths to leave alone.
     """
 
     def __init__(
@@ -165,7 +174,7 @@ class WrittenOverMicroBatches:
         self._writes: list[dict[str, Change]] = []
 
     def begin_micro_batch(self) -> None:
-        """Let a micro-batch begin with the state from before the batch."""
+        """Restore the state from before the batch for the next micro-batch."""
         if self._noted is None:
             self._noted = self._watch.note()
             self._versions = versions_of(self._noted)
@@ -173,14 +182,17 @@ class WrittenOverMicroBatches:
             self._back(self._writes[-1].values())
 
     def end_micro_batch(self) -> None:
-        """Record what the micro-batch has written."""
+        """Record the writes of the micro-batch."""
         assert self._noted is not None, "a micro-batch has begun"
         known = self._table.paths if len(self._writes) == 0 else set(self._writes[0])
         moved = moved_since(self._noted, self._versions, known)
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the writes of the micro-batch before, which are merged at the end; those that no rule merges stay."""
+        """Take back the last micro-batch's writes that some rule merges; the others stay.
+
+        `finish` merges them.
+        """
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:
@@ -196,14 +208,14 @@ class WrittenOverMicroBatches:
                 _put_back(one)
 
     def _merges(self, change: Change) -> bool:
-        """Return whether some rule merges what is written there."""
+        """Return whether some rule merges this change."""
         return change.kind == "members" or is_mergeable(self._table, change.path)
 
     def finish(self, parts: MicroBatchWeights) -> None:
         """Write the whole batch's values.
 
         Raises:
-            SplitError: If micro-batches wrote differently what they had always written alike.
+            SplitError: If micro-batches wrote different values where checked batches had equal ones.
         """
         for path in dict.fromkeys(path for writes in self._writes for path in writes):
             changes = [writes.get(path) for writes in self._writes]
@@ -216,7 +228,7 @@ class WrittenOverMicroBatches:
             values = [UNWRITTEN if one is None else one.after for one in changes]
             value = merge_entry(self._table, path, known.before, values, parts)
             if values[-1] is UNWRITTEN or not same(value, values[-1], tolerance=0.0):
-                known.put(value)  # else it is there, and a graph may still need it as it is
+                known.put(value)  # otherwise the value is already there, and a graph may still need it unchanged
         if self._noted is not None:
             self._watch.learn(self._noted)
             self._watch.release()
