@@ -1,4 +1,4 @@
-"""Encoders of a loss over pairs, run in checkpointed chunks of rows inside one step."""
+"""Run the encoders of a loss over pairs in checkpointed chunks of rows inside one step."""
 
 from lightning_unified.step.encoders.chunked import Encoders, encoders_of
 

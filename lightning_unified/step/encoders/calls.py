@@ -15,7 +15,7 @@ _PLAIN = (str, bytes, int, float, list, tuple, dict, torch.device)
 
 
 class NotRowWiseError(Exception):
-    """A result that does not consist of rows; the text says which one and why."""
+    """Raised for a result that does not consist of rows; the text names it and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +23,11 @@ class EncoderCall:
     """One call of an encoder.
 
     Attributes:
-        name: The encoder's.
-        encoder: It itself.
-        function: Runs it on arguments.
-        arguments: By position and by name.
-        roles: Which of them are split, by path.
+        name: The encoder's name.
+        encoder: The encoder.
+        function: Runs the encoder on a dict of arguments.
+        arguments: The arguments, by position and by name.
+        roles: Whether each argument is split, by path.
         sizes: Rows of each chunk.
     """
 
@@ -40,17 +40,20 @@ class EncoderCall:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What calls have in common of which one is compared."""
+        """A key that calls share if checking one of them is enough."""
         leaves = [(path, self.roles[path], getattr(leaf, "dtype", str)) for path, leaf in leaves_of(self.arguments)]
         return self.name, self.encoder.training, torch.is_grad_enabled(), *leaves
 
     def with_arguments(self, arguments: dict[Any, Any], sizes: Sequence[int]) -> "EncoderCall":
-        """Return the call of other rows."""
+        """Return the same call with the arguments of other rows."""
         return replace(self, arguments=arguments, sizes=sizes)
 
 
 def call_rows(call: Any) -> int | None:
-    """Return the rows of a call: the first dimension of its first tensor, or the length of its first list of strings; None without either."""
+    """Return the number of rows of a call; None if it has no rows.
+
+    It is the first dimension of the first tensor, or else the length of the first list of strings.
+    """
     leaves = [leaf for _, leaf in leaves_of(call)]
     tensors = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     texts = [len(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -67,7 +70,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
-    """Return the arguments of a call for each chunk; those that are not split go into each chunk whole.
+    """Return the arguments of a call for each chunk; shared arguments go into each chunk whole.
 
     Args:
         call: The call.
@@ -86,15 +89,15 @@ def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
 
 
 def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
-    """Return the result of a whole call from those of its chunks.
+    """Return the result of a whole call, merged from the results of its chunks.
 
     Args:
         parts: The result of each chunk.
         sizes: Rows of each chunk.
-        path: Of the result, for messages.
+        path: The path of the result, for messages.
 
     Raises:
-        NotRowWiseError: If something in it is neither rows nor the same object in all chunks.
+        NotRowWiseError: If an entry is neither made of rows nor the same object in all chunks.
     """
     first, where = parts[0], path or "its output"
     if len(parts) == 1 or all(part is first for part in parts):
@@ -117,7 +120,10 @@ def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
 
 
 def empty_like(part: Any, *, rows: int, of: int) -> Any:
-    """Return the result of a chunk of `of` rows without values, after that of a chunk of `rows`."""
+    """Return an uninitialised result for a chunk of `of` rows.
+
+    Its shapes follow `part`, the result of a chunk of `rows` rows.
+    """
 
     def emptied(_: str, leaf: Any) -> Any:
         is_by_row = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % rows == 0
@@ -128,7 +134,7 @@ def empty_like(part: Any, *, rows: int, of: int) -> Any:
 
 def _concatenated(parts: Sequence[Tensor], sizes: Sequence[int], where: str) -> Tensor:
     first, rows = parts[0], sizes[0]
-    entries = first.shape[0] // rows if first.dim() else 0  # of each row: a row may become several
+    entries = first.shape[0] // rows if first.dim() else 0  # entries per row: an encoder may return several
     fits = all(
         part.dim() and part.shape[0] == entries * size and part.shape[1:] == first.shape[1:]
         for part, size in zip(parts, sizes, strict=True)
@@ -142,7 +148,7 @@ def _concatenated(parts: Sequence[Tensor], sizes: Sequence[int], where: str) -> 
 
 
 def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return `value` with its tensors and lists of strings changed."""
+    """Return `value` with its tensors and lists of strings replaced by `change(path, leaf)`."""
     if isinstance(value, Tensor) or _is_texts(value):
         return change(path, value)
     entries = entries_of(value) or []

@@ -1,4 +1,4 @@
-"""Check that an encoder treats each row by itself, on a few rows of a real call."""
+"""Check on a few rows of a real call that an encoder treats each row by itself."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ __all__ = ["EncoderCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_MOST = 6  # units of rows that are compared, in chunks of 1, 2 and 3: sums and means over unequal chunks differ
-_ENTRIES = 16384  # entries of each parameter's gradient that are compared
-_BFLOAT16 = 1e-2  # a limit above this is that of bfloat16, see `exactness.gradients`
+_MOST = 6  # units of rows to compare, in chunks of 1, 2 and 3: sums and means over unequal chunks differ
+_ENTRIES = 16384  # compared entries of each parameter's gradient, roughly
+_BFLOAT16 = 1e-2  # a limit above this is the one for bfloat16, see `exactness.gradients`
 
 _FAILURES = (
     RuntimeError,
@@ -40,20 +40,20 @@ _FAILURES = (
     TypeError,
     AttributeError,
     AssertionError,
-)  # in eval mode, which a step need not be made for
+)  # errors in eval mode, which the encoder of a training step need not support
 
 
 class EncoderCheck:
-    """Compares outputs and parameter gradients of a few rows, whole and in unequal chunks, with the noise off.
+    """Compares outputs and parameter gradients of a few rows, whole and in unequal chunks.
 
-    Looks at the first call of each kind (which arguments are split, their types, train or eval mode, with gradients or without), and at
-    one call of each kind again in the steps 2, 4, 8, 16, … that run in chunks. It runs as many rows as a chunk has, at least two units
-    and at most six.
+    Random noise is off. The check covers the first call of each kind: which arguments are split, their types, train or eval mode, with or
+    without gradients. It covers one call of each kind again in the chunked steps 2, 4, 8, 16, … It runs as many rows as a chunk has, at
+    least two units and at most six.
 
     Args:
-        device: Whose random numbers are put back, and whose memory is released.
-        limit: Up to which relative difference results are equal but for rounding.
-        tell: Takes what is to be told of a run, in words.
+        device: The device whose random generator is restored, and whose cached memory is released.
+        limit: Largest relative difference that counts as rounding.
+        tell: Receives each finding of a run, in words.
     """
 
     def __init__(self, device: torch.device, *, limit: float, tell: Callable[[str], None]) -> None:
@@ -69,14 +69,14 @@ class EncoderCheck:
             self._seen.clear()
 
     def look(self, call: EncoderCall, *, unit: int) -> None:
-        """Compare a few rows of a call, if none of its kind has been compared.
+        """Compare a few rows of a call, unless a call of its kind has been compared.
 
         Args:
             call: The call.
             unit: Rows that stay together.
 
         Raises:
-            NotRowWiseError: If whole and in chunks the rows give other results, or the encoder writes state.
+            NotRowWiseError: If the results whole and in chunks differ, or the encoder writes state.
         """
         if call.kind in self._seen:
             return
@@ -109,7 +109,7 @@ class EncoderCheck:
             )
 
     def _say(self, name: str, what: str, detail: str) -> None:
-        """Tell it once a run."""
+        """Report a finding once a run."""
         if (name, what) not in self._told:
             self._told.add((name, what))
             told = f"encoder {name!r}, which runs in chunks of rows, {what}: {detail}"
@@ -120,12 +120,12 @@ class EncoderCheck:
         """Return whether a call draws random numbers.
 
         Raises:
-            NotRowWiseError: If a call leaves other state than a call before it did.
+            NotRowWiseError: If the first call writes a buffer, or the second call writes any state.
         """
         first = split_call(call.with_arguments(few, sizes), sizes)[0]
         before = aside.state()
         try:
-            draws = aside.draws(lambda: call.function(_own(few)))  # may fill caches, which are no state
+            draws = aside.draws(lambda: call.function(_own(few)))  # may fill caches, which do not count as state
             between = aside.state()
             call.function(_own(first))
         except Exception as error:
@@ -143,10 +143,12 @@ class EncoderCheck:
     def _off(
         self, call: EncoderCall, few: dict[Any, Any], sizes: Sequence[int], *, quieten: Callable[[nn.Module], None]
     ) -> float | None:
-        """Return how far the rows run whole and in chunks are apart; None if two runs of them whole are as far apart.
+        """Return the relative difference between the rows whole and in chunks.
+
+        The result is None if two whole runs differ as much.
 
         Raises:
-            NotRowWiseError: If they are further apart than rounding.
+            NotRowWiseError: If the difference is larger than rounding.
         """
         with IsolatedEncoder(call.encoder, self._device):
             quieten(call.encoder)
@@ -166,7 +168,10 @@ class EncoderCheck:
         )
 
     def _result(self, call: EncoderCall, output: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors of an output, and entries of the parameters' gradients of a fixed sum of them."""
+        """Return the tensors of an output, and samples of the parameters' gradients.
+
+        The gradients are those of a fixed weighted sum of the output's entries.
+        """
         leaves = {path: leaf for path, leaf in leaves_of(output) if isinstance(leaf, Tensor)}
         trained = {name: one for name, one in call.encoder.named_parameters() if one.requires_grad}
         terms = [(leaf * _factors(leaf)).sum() for leaf in leaves.values() if leaf.requires_grad]
@@ -180,7 +185,7 @@ class EncoderCheck:
     def _difference(
         self, whole: tuple[dict[str, Tensor], dict[str, Tensor]], parts: tuple[dict[str, Tensor], dict[str, Tensor]]
     ) -> tuple[float, str]:
-        """Return the largest relative difference, and of what it is."""
+        """Return the largest relative difference, and the name of the tensor that has it."""
         found = [(0.0, "results")]
         for path, one in whole[0].items():
             other = parts[0].get(path)
@@ -188,7 +193,7 @@ class EncoderCheck:
                 raise NotRowWiseError(f"the output {path!r} of whole rows has another shape than that of chunks")
             found.append((_distance(one, other, floor=0.0), f"the output {path!r}" if path else "the output"))
         sizes = [gradient.square().mean().sqrt() for gradient in whole[1].values()]
-        share = 1.0 if self._limit > _BFLOAT16 else 0.1  # of all gradients' size, below which one is rounding
+        share = 1.0 if self._limit > _BFLOAT16 else 0.1  # of all gradients' size, added to the size of each one
         floor = share * float(torch.stack(sizes).square().mean().sqrt()) if sizes else 0.0
         for name, one in whole[1].items():
             other = parts[1].get(name, torch.zeros_like(one))
@@ -197,7 +202,7 @@ class EncoderCheck:
 
 
 def _own(arguments: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the arguments with copies of the tensors: an encoder may write in place."""
+    """Return the arguments with copied tensors, because an encoder may write in place."""
 
     def copied(_: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -209,7 +214,7 @@ def _own(arguments: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _factors(leaf: Tensor) -> Tensor:
-    """Return a fixed factor for each entry: a plain sum of normalised outputs has no gradient."""
+    """Return a fixed factor for each entry, because a plain sum of normalised outputs has no gradient."""
     return torch.arange(leaf.numel(), device=leaf.device).cos().to(leaf.dtype).view(leaf.shape)
 
 
@@ -219,7 +224,10 @@ def _sample(gradient: Tensor) -> Tensor:
 
 
 def _distance(one: Tensor, other: Tensor, *, floor: float) -> float:
-    """Return the distance relative to the size of `one`, which is taken for `floor` at least; both are equal where both are not finite."""
+    """Return the distance between two tensors, relative to the size of `one` plus `floor`.
+
+    Entries that are equal, or NaN in both, have no distance.
+    """
     if not (one.is_floating_point() or one.is_complex()):
         return 0.0 if torch.equal(one, other) else float("inf")
     same = (one == other) | (one.isnan() & other.isnan())

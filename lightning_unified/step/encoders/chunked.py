@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 def encoders_of(trainer: L.Trainer, policy: MemoryPolicy, stage: str) -> "Encoders | None":
-    """Return the encoders that the module's rules name for `stage`; None where they name none.
+    """Return the encoders that the module's rules name for `stage`; None if they name none.
 
     Raises:
-        ConfigurationError: If a name is no submodule's.
+        ConfigurationError: If no submodule has one of the names.
     """
     module, names = trainer.lightning_module, policy.batches.of(stage).encoders
     if not names:
@@ -54,17 +54,19 @@ def encoders_of(trainer: L.Trainer, policy: MemoryPolicy, stage: str) -> "Encode
 class Encoders:
     """Submodules whose calls run in chunks of rows while a step runs on its whole batch.
 
-    A call is split where it has rows: the first dimension of its first tensor argument. Every argument of as many rows is split, any
-    other one goes into each chunk whole, and so it stays for a path that was once of another length. A call of more rows than the batch
-    has (two views in one call) runs in more chunks. Of an encoder inside another one only the outer call is split. Without gradients
-    chunks run one after another; with gradients each is recomputed in the backward pass, with the same random numbers and buffers.
+    A call is split if it has rows: the first dimension of its first tensor argument. Every argument with the same number of rows is split.
+    Any other argument goes into each chunk whole, and later calls share the argument at that path too. A call with more rows than the batch
+    (two views in one call) runs in more chunks. For nested encoders only the outer call is split.
+
+    Without gradients, chunks run one after another. With gradients, the backward pass recomputes each chunk with the same random numbers
+    and buffers.
 
     Args:
         encoders: The submodules, by name.
         whose: The name of the module's class, for messages.
         unit: Rows that stay together.
         least: Rows that every chunk needs.
-        check: Compares calls with their chunks; None leaves that out.
+        check: Compares calls with their chunks; None skips the check.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class Encoders:
 
         Args:
             step: Runs a step on a whole batch.
-            rows: Of a chunk, at most.
-            most: Chunks of a call that run, in a dry run: the other rows of its output are empty. None for all chunks.
+            rows: Largest number of rows of a chunk.
+            most: In a dry run, the number of chunks of a call that run; the output's other rows are empty. None runs all chunks.
 
         Raises:
             SplitError: If an encoder does not treat each row by itself, or the step calls none.
@@ -147,7 +149,7 @@ class Encoders:
         return merged(outputs, sizes)
 
     def _inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` as it runs in a chunk: what it calls is not split again."""
+        """Return `function` for use in a chunk: encoder calls inside it are not split again."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             was_inside, self._is_inside = self._is_inside, True
@@ -159,7 +161,10 @@ class Encoders:
         return run
 
     def _roles(self, name: str, call: Any, rows: int) -> dict[str, bool]:
-        """Return by path which arguments are split; one that once was of another length is shared by all chunks for good."""
+        """Return by path whether each argument is split.
+
+        An argument with another number of rows in any call is shared by all chunks from then on.
+        """
         roles: dict[str, bool] = {}
         for path, leaf in leaves_of(call):
             length = len(leaf) if not isinstance(leaf, Tensor) else leaf.shape[0] if leaf.dim() else None
@@ -170,7 +175,7 @@ class Encoders:
 
 
 class _StandIn:
-    """Stands in for the calls of one encoder; copied or saved, it is what it stands in for."""
+    """Replaces the calls of one encoder; copying or pickling it gives the original function."""
 
     def __init__(
         self, encoder: nn.Module, name: str, called: Callable[["_StandIn", tuple[Any, ...], dict[str, Any]], Any]
@@ -182,7 +187,7 @@ class _StandIn:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Take the place of the encoder's calls inside the block."""
+        """Replace the encoder's calls inside the block."""
         attributes = vars(self.encoder)
         had, own = self._slot in attributes, attributes.get(self._slot)
         attributes[self._slot] = self
@@ -205,7 +210,10 @@ class _StandIn:
 
 
 def _of_one(function: Callable[..., Any], count: int) -> Callable[[dict[Any, Any]], Any]:
-    """Return `function` as one of a dict: its first `count` entries are the arguments by position."""
+    """Return `function` with one dict as its argument.
+
+    The dict's first `count` entries are the positional arguments.
+    """
 
     def run(call: dict[Any, Any]) -> Any:
         named = {name: value for name, value in call.items() if not isinstance(name, int)}
@@ -223,7 +231,7 @@ def find_encoders(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     """Return the submodules of `module` with these names, each once.
 
     Raises:
-        ConfigurationError: If a name is no submodule's; the message names the nearest ones.
+        ConfigurationError: If no submodule has one of the names; the message suggests the nearest ones.
     """
     known = {name: child for name, child in module.named_modules(remove_duplicate=False) if name}
     found: dict[int, tuple[str, nn.Module]] = {}

@@ -20,11 +20,13 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class IsolatedEncoder:
-    """Puts back what calls of an encoder change inside the block; buffers are copies meanwhile.
+    """Restores the state that calls of an encoder change inside the block.
+
+    Inside the block, the encoder's buffers are copies.
 
     Args:
-        encoder: What runs inside.
-        device: Whose random generator is put back, beside those of the host.
+        encoder: The module that runs inside the block.
+        device: The device whose random generator is restored, beside the host's generators.
     """
 
     def __init__(self, encoder: nn.Module, device: torch.device) -> None:
@@ -54,7 +56,7 @@ class IsolatedEncoder:
         self._generators.restore(self._random)
 
     def state(self) -> dict[str, Any]:
-        """Return copies of the buffers and references to the attributes as they are now, by name."""
+        """Return copies of the buffers, and references to the attributes, by name."""
         found: dict[str, Any] = {}
         for name, owner in self._owners.items():
             for key, buffer in owner._buffers.items():
@@ -72,7 +74,13 @@ class IsolatedEncoder:
 
 
 def written(before: Mapping[str, Any], after: Mapping[str, Any], *, only: str = "") -> str | None:
-    """Return the name of the first thing, of those whose names hold `only`, that differs between two states; None if nothing does."""
+    """Return the first name at which two states differ; None if they are equal.
+
+    Args:
+        before: The earlier state.
+        after: The later state.
+        only: Compare only names that contain this text.
+    """
     for name in dict.fromkeys((*after, *before)):
         if only in name and not (name in before and name in after and is_same(before[name], after[name])):
             return name
@@ -80,14 +88,14 @@ def written(before: Mapping[str, Any], after: Mapping[str, Any], *, only: str = 
 
 
 def statistics_off(encoder: nn.Module) -> None:
-    """Let BatchNorm use its running statistics."""
+    """Make BatchNorm use its running statistics."""
     for child in encoder.modules():
         if isinstance(child, _BatchNorm):
             child.training = False
 
 
 def noise_off(encoder: nn.Module) -> None:
-    """Turn dropout off, wherever a layer or an attribute says that there is some."""
+    """Put layers with dropout or BatchNorm into eval mode, and set dropout of recurrent layers to 0."""
     for child in encoder.modules():
         if draws_or_mixes(child):
             child.training = False
@@ -96,7 +104,7 @@ def noise_off(encoder: nn.Module) -> None:
 
 
 def everything_off(encoder: nn.Module) -> None:
-    """Put all of the encoder into eval mode."""
+    """Put the whole encoder into eval mode, with dropout off."""
     noise_off(encoder)
     for child in encoder.modules():
         child.training = False
