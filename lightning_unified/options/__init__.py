@@ -1,8 +1,8 @@
-"""Memory options beside the micro-batch size: activation checkpointing, the optimizer's kernel, the rows of a chunked loss.
+"""Memory options: activation checkpointing, optimizer kernel and loss chunk.
 
-`MemoryOptions` is what the user asks for. A plan may then choose among what was left open: `ActivationCheckpointing` and
-`AppliedOptions` set the choices of one run and undo them when it ends. The classes below them change one module or optimizer, real
-or a fake copy, and restore every flag: `CheckpointedBlocks`, `LossChunk` and `KernelChange`.
+`MemoryOptions` holds the user's settings. A plan may choose the settings that the user left open. `ActivationCheckpointing` and
+`AppliedOptions` apply the choices of one run and undo them when it ends. They use `CheckpointedBlocks`, `LossChunk` and
+`KernelChange`, each of which changes one module or optimizer (real or a fake copy) and restores every flag.
 """
 
 from lightning_unified.options.activation_checkpointing import (

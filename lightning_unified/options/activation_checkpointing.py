@@ -1,7 +1,7 @@
-"""Activation checkpointing: which blocks of a module run again in the backward pass, and why.
+"""Activation checkpointing: choose the blocks that run again in the backward pass.
 
-`CheckpointedBlocks` applies one policy to a module until it is undone. `ActivationCheckpointing` keeps the choice of a run: as the user
-asked, as a plan sets it before the first step, or all blocks after memory ran out.
+`CheckpointedBlocks` applies one policy to a module until it is undone. `ActivationCheckpointing` holds the choice of a run: the user's
+setting, a plan's choice before the first step, or all blocks after memory ran out.
 """
 
 import logging
@@ -21,14 +21,16 @@ NONE, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 
 
 class ActivationCheckpointing:
-    """The choice of one run: as the user asked, as a plan sets it, or all blocks after memory ran out.
+    """The activation checkpointing of one run, and its reason.
+
+    The choice is the user's, a plan's, or all blocks after memory ran out.
 
     Args:
-        asked: True or False from the start, or `"auto"`: as the module is, until `set` or `more` is called.
+        asked: True or False from the start, or `"auto"`: the module stays as it is until `set` or `more` is called.
 
     Attributes:
-        policy: What is recomputed; None where the module is as it is and does not say.
-        reason: Why, and which blocks.
+        policy: The recompute policy; None if the module stays as it is and has no `recompute` attribute.
+        reason: The reason for the policy, and the blocks it covers.
     """
 
     def __init__(self, asked: bool | Literal["auto"]) -> None:
@@ -39,24 +41,24 @@ class ActivationCheckpointing:
         self.reason = "as asked" if asked != "auto" else "as the module is"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: the choice, and no hold on a module."""
+        """Return the state for another process: the choice, without the module."""
         return {**vars(self), "_module": None, "_memory_option": None}
 
     @property
     def on(self) -> bool | None:
-        """Whether any activations are recomputed; None where the module is as it is and does not say."""
+        """Whether any activations are recomputed; None if `policy` is unknown."""
         return None if self.policy is None else self.policy != NONE
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left to recompute."""
+        """Whether the policy recomputes all of every block."""
         return self.policy is not None and self.policy.everything
 
     def begin(self, module: L.LightningModule) -> None:
-        """Begin a fit of `module`, as asked.
+        """Begin a fit of `module` with the user's setting.
 
         Raises:
-            ConfigurationError: If recomputation was asked for and there is nothing to recompute.
+            ConfigurationError: If the user asked for recomputation and there is nothing to recompute.
         """
         self.end()
         self._module = module
@@ -71,7 +73,7 @@ class ActivationCheckpointing:
             self._pull(ALL, "as asked")
 
     def choices(self) -> tuple[RecomputePolicy, ...]:
-        """Return the policies that a plan may `set`; a single one if the user chose."""
+        """Return the policies that a plan may `set`; a single one if the user chose it."""
         if self._asked != "auto":
             return (ALL if self._asked else NONE,)
         assert self._module is not None, "recomputation is chosen once fit has begun"
@@ -82,14 +84,14 @@ class ActivationCheckpointing:
         )
 
     def set(self, policy: RecomputePolicy, *, why: str) -> None:
-        """Recompute by `policy` from here on; between two steps, or before the first.
+        """Recompute by `policy` from here on; call it between two steps, or before the first.
 
         Args:
             policy: One of `choices`.
-            why: For people.
+            why: The reason, for people.
 
         Raises:
-            ConfigurationError: If something else was asked for, or the module cannot do it.
+            ConfigurationError: If the user chose another policy, or the module does not support this one.
         """
         choices = self.choices()
         if policy not in choices:
@@ -100,7 +102,7 @@ class ActivationCheckpointing:
         self._pull(policy, why)
 
     def more(self, why: str) -> bool:
-        """Recompute everything, where that was left open; return whether it made a difference."""
+        """Recompute everything if the user left that open; return whether this changed the run."""
         if self._module is None or self._asked != "auto" or self.everything:
             return False
         try:
@@ -132,29 +134,32 @@ class ActivationCheckpointing:
         self._memory_option = None
 
     def end(self) -> None:
-        """Restore the module as before `begin`; its own `recompute` attribute stays as the user asked."""
+        """Restore the module as before `begin`.
+
+        With an explicit True or False, the module's own `recompute` attribute keeps that value.
+        """
         self._let_go()
         self._module = None
 
 
 class CheckpointedBlocks:
-    """A policy on a module, from construction until `undo`.
+    """A recompute policy on a module, from construction until `undo`.
 
-    A module with a `recompute` attribute (a bool that its forward reads) knows best: it is set, and can mean all or none. One that
-    declares its `recompute_blocks` as well can do the rest too: its switch is then off and some of the blocks get stand-ins, as
-    those of a module without a switch do.
+    A module may have a `recompute` attribute, a bool that its forward reads. The policies "all" and "none" set this attribute. If the
+    module also declares `recompute_blocks`, other policies turn the attribute off, and some of the blocks get stand-ins. Blocks of a
+    module without the attribute get stand-ins too.
 
     Args:
         module: The module, trained or a fake copy of one.
-        policy: What is recomputed.
+        policy: The policy.
 
     Attributes:
-        policy: The same, with the number of blocks there are.
-        blocks: The blocks the policy counts in; None where the module's own switch was set.
-        how: By what, for people: `"12 blocks of net.layers (Block), detected"`, or `"by GearHead.recompute"`.
+        policy: The policy, with the module's number of blocks.
+        blocks: The blocks that the policy counts in; None where the module's own attribute was set.
+        how: The means, for people: `"12 blocks of net.layers (Block), detected"`, or `"by GearHead.recompute"`.
 
     Raises:
-        ConfigurationError: If the module has no blocks, or a switch that cannot mean the policy.
+        ConfigurationError: If the module has no blocks, or its attribute does not support the policy.
     """
 
     def __init__(self, module: L.LightningModule, policy: RecomputePolicy) -> None:
@@ -195,7 +200,7 @@ class CheckpointedBlocks:
         self._recomputing = Recomputing(policy.choose(plain), keep_attention=policy.keep_attention)
 
     def undo(self) -> None:
-        """Leave the module as it was; once is enough, twice does no harm."""
+        """Restore the module; a second call does nothing."""
         if self._recomputing is not None:
             self._recomputing.remove()
             self._recomputing = None
@@ -209,7 +214,7 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
     A module without blocks allows `NONE` only.
 
-    Keeping attention is among it for the whole of the blocks and for each part, for only a step tells whether there is any.
+    Each number of blocks comes with and without kept attention, because only a step shows whether the blocks have any attention.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL
@@ -228,5 +233,5 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
 
 def has_switch(module: L.LightningModule) -> bool:
-    """Return whether the module recomputes by an attribute of its own."""
+    """Return whether the module has a `recompute` attribute of its own."""
     return hasattr(module, "recompute") and not callable(module.recompute)

@@ -1,4 +1,4 @@
-"""The optimizer kernel and loss chunk of one run, as the user asked and as a plan sets them."""
+"""Apply the optimizer kernel and loss chunk of one run, chosen by the user or a plan."""
 
 import logging
 from collections.abc import Iterable
@@ -26,14 +26,16 @@ log = logging.getLogger("lightning_unified")
 
 
 class AppliedOptions:
-    """The optimizer kernel and the loss chunk of one run, undone when it ends. `ActivationCheckpointing` does the same for blocks.
+    """The optimizer kernel and the loss chunk of one run, undone when it ends.
+
+    `ActivationCheckpointing` does the same for recomputed blocks.
 
     Args:
-        optimizer_kernel: `"keep"` leaves optimizers as they were built; a kernel's name sets it from the first step on, whatever
-            they were built with; `"auto"` lets a plan choose, for those that were built without a choice.
+        optimizer_kernel: `"keep"` leaves optimizers as they were built. A kernel's name sets it from the first step on, for all
+            optimizers. `"auto"` lets a plan choose, for optimizers that were built without a choice.
 
     Attributes:
-        loss_chunk: Rows of logits at once; None where it was not set.
+        loss_chunk: Rows of logits that exist at one time; None where it was not set.
     """
 
     def __init__(self, *, optimizer_kernel: AskedKernel = "keep") -> None:
@@ -46,7 +48,7 @@ class AppliedOptions:
         self._why = {"optimizer_kernel": "as built", "loss_chunk": "as the module is"}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: the choice, and no hold on module and optimizers."""
+        """Return the state for another process: the choice, without module and optimizers."""
         return {**vars(self), "_module": None, "_optimizers": [], "_changes": [], "_chunk": None}
 
     @property
@@ -57,15 +59,18 @@ class AppliedOptions:
 
     @property
     def optimizer_kernel(self) -> Kernel | Literal["other"] | None:
-        """The kernel that runs; `"other"` where optimizers differ or are not torch's own, None before there are any."""
+        """The kernel that runs.
+
+        It is `"other"` if optimizers differ or are not torch's own, and None before there are any.
+        """
         kernels: set[Kernel | Literal["other"]] = {kernel_of(optimizer) for optimizer in self._optimizers}
         return (kernels.pop() if len(kernels) == 1 else "other") if kernels else None
 
     def begin(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
-        """Begin a fit of `module`, as asked.
+        """Begin a fit of `module` with the user's settings.
 
         Raises:
-            ConfigurationError: If a kernel was asked for that an optimizer cannot run with.
+            ConfigurationError: If an optimizer cannot run with the user's kernel.
         """
         self.end()
         self._module, self._optimizers = module, list(optimizers)
@@ -75,7 +80,9 @@ class AppliedOptions:
             self._why["optimizer_kernel"] = f"{self._asked}, as asked"
 
     def kernel_choices(self, device: str | None = None, *, scaled: bool = False) -> tuple[Kernel, ...]:
-        """Return the kernels a plan may set: under `"auto"`, those that every optimizer built without a choice allows; else none.
+        """Return the kernels that a plan may set.
+
+        Under `"auto"`, these are the kernels that every optimizer built without a choice allows. Otherwise there are none.
 
         Args:
             device: The type of device the run is planned for; by default that of the parameters.
@@ -93,18 +100,18 @@ class AppliedOptions:
         )
 
     def chunk_choices(self) -> tuple[int | None, ...]:
-        """Return the loss chunks a plan may set; None alone where the module offers none."""
+        """Return the loss chunks that a plan may set; only None if the module offers none."""
         return (None,) if self._module is None else chunk_choices(self._module)
 
     def set_kernel(self, kernel: Kernel, *, why: str) -> None:
-        """Make every optimizer that was built without a choice run with `kernel` from its next step on.
+        """Make every optimizer built without a choice run with `kernel`, from its next step on.
 
         Args:
             kernel: One of `kernel_choices`.
-            why: For people.
+            why: The reason, for people.
 
         Raises:
-            ConfigurationError: If that was not left open, or an optimizer cannot run with it.
+            ConfigurationError: If the user did not leave the kernel open, or an optimizer cannot run with it.
         """
         if self._asked != "auto":
             raise ConfigurationError(f'optimizer_kernel="{self._asked}" leaves nothing to choose; "auto" does.')
@@ -116,11 +123,13 @@ class AppliedOptions:
         log.info("Optimizer kernel: %s.", self._why["optimizer_kernel"])
 
     def set_loss_chunk(self, rows: int | None, *, why: str) -> None:
-        """Compute the module's loss in chunks of `rows` rows of logits; None leaves the size to the module.
+        """Compute the module's loss in chunks of `rows` rows of logits.
+
+        None leaves the size to the module.
 
         Args:
             rows: One of `chunk_choices`.
-            why: For people.
+            why: The reason, for people.
 
         Raises:
             ConfigurationError: If the module does not offer it.
@@ -140,7 +149,7 @@ class AppliedOptions:
         self._module, self._optimizers = None, []
 
     def _free(self) -> list[Optimizer]:
-        """Return the optimizers whose kernel a plan may choose; one that it has set already is still one of them."""
+        """Return the optimizers that a plan may set a kernel for, including those it has set."""
         if self._asked != "auto":
             return []
         changed = {id(change.optimizer) for change in self._changes}

@@ -1,4 +1,4 @@
-"""The chunked loss: how many rows of logits exist at the same time."""
+"""The loss chunk: the number of rows of logits that exist at one time."""
 
 import lightning as L
 
@@ -11,15 +11,15 @@ _CHOICES = (8192, 1024, 128)
 
 
 class LossChunk:
-    """Rows of logits at once in a module's loss, from construction until `undo`.
+    """The loss chunk of a module, from construction until `undo`.
 
-    A module offers it by an attribute `loss_chunk_rows`, an int or None (its own choice), that its `training_step` hands to what
-    computes the loss; `lightning_unified.nn.linear_cross_entropy` takes it as `chunk_rows`. The loss must not depend on it beyond
-    rounding. Logits and their gradient take rows x vocabulary x 8 bytes in float32.
+    A module offers it by an attribute `loss_chunk_rows`, an int or None (its own choice). Its `training_step` passes the attribute to the
+    loss function; `lightning_unified.nn.linear_cross_entropy` takes it as `chunk_rows`. The loss must not depend on it beyond rounding.
+    Logits and their gradient take rows x vocabulary x 8 bytes in float32.
 
     Args:
         module: The module, trained or a fake copy of one.
-        rows: Rows at once; None leaves it to the module.
+        rows: Rows of logits that exist at one time; None leaves the number to the module.
 
     Raises:
         ConfigurationError: If the module does not offer it, or `rows` is not a count.
@@ -40,7 +40,7 @@ class LossChunk:
         setattr(module, _ATTRIBUTE, rows)
 
     def undo(self) -> None:
-        """Leave the module as it was; once is enough, twice does no harm."""
+        """Restore the module; a second call does nothing."""
         module, self._module = self._module, None
         if module is None:
             return
@@ -51,7 +51,7 @@ class LossChunk:
 
 
 def offers_chunk(module: L.LightningModule) -> bool:
-    """Return whether the module computes its loss in chunks of a size that may be chosen."""
+    """Return whether the module has a loss chunk that can be set."""
     return hasattr(module, _ATTRIBUTE) and not callable(getattr(module, _ATTRIBUTE))
 
 

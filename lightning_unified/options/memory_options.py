@@ -1,4 +1,4 @@
-"""The memory options of a run as the user gives them, checked once."""
+"""The user's memory options of a run, validated once."""
 
 import difflib
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _IMPOSSIBLE_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOptions:
-    """The keyword arguments that `UnifiedStrategy`, `UnifiedDDPStrategy` and `conf/memory` share.
+    """The keyword arguments shared by the strategies and `conf/memory`.
 
-    `UnifiedStrategy` documents each of them. Two arguments are checked later, because the check needs the machine: `budget` when
-    the device is known, `precision` when the Trainer's own flag is known.
+    The strategies are `UnifiedStrategy`, which documents each argument, and `UnifiedDDPStrategy`. Two arguments are checked later, because
+    the check needs the machine: `budget` when the device is known, `precision` when the Trainer's own flag is known.
 
     Raises:
         ConfigurationError: If a value is not allowed.

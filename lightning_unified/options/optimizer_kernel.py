@@ -1,6 +1,6 @@
 """Optimizer kernels: the same update fused, over lists of tensors, or tensor by tensor.
 
-What a step takes beside the state differs: fused kernels take nothing, foreach kernels up to the parameters once more, the loop a few
+The kernels differ in temporary memory. Fused kernels take none, foreach kernels up to the size of the parameters, and the loop a few
 times the largest parameter. The updates differ in rounding only.
 """
 
@@ -22,8 +22,8 @@ Kernel = Literal["fused", "foreach", "for-loop"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 _FLAGS = ("foreach", "fused")
-_SCALES = "_step_supports_amp_scaling"  # the attribute by which torch's scaler knows an optimizer that divides by the scale itself
-# Of these torch has fused kernels; Adagrad's is for CPUs only in the oldest torch that is supported.
+_SCALES = "_step_supports_amp_scaling"  # torch's scaler reads this attribute: the optimizer divides by the scale itself
+# Torch has fused kernels for these; Adagrad's is for CPUs only in the oldest supported torch.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -31,12 +31,12 @@ def kernel_of(optimizer: Optimizer, *, device: str | None = None) -> Kernel | Li
     """Return the kernel that `optimizer` runs.
 
     Args:
-        optimizer: Any.
-        device: The type of device it will run on; by default that of its parameters. It decides where the optimizer was not told:
-            torch then takes foreach on devices that have such kernels, else the loop.
+        optimizer: Any optimizer.
+        device: The type of device it will run on; by default that of its parameters. It decides where the optimizer was built without
+            a choice: torch then takes foreach on devices that have such kernels, and the loop on others.
 
     Returns:
-        The kernel; `"other"` where the optimizer is none of torch's that has several, or its groups differ.
+        The kernel; `"other"` where the optimizer is not one of torch's with several kernels, or its groups differ.
     """
     kernels: set[Kernel] = {_kernel_of_group(group, device) for group in optimizer.param_groups}
     return kernels.pop() if _is_torchs(optimizer) and len(kernels) == 1 else "other"
@@ -46,12 +46,12 @@ def allowed_kernels(optimizer: Optimizer, device: str | None = None, *, scaled: 
     """Return the kernels that `optimizer` can run with.
 
     Args:
-        optimizer: Any; only torch's own, and no class derived from one, can be told.
+        optimizer: Any optimizer; only torch's own classes, without derived ones, have a choice.
         device: The type of device it will run on; by default that of its parameters.
-        scaled: Whether a gradient scaler is in use, under which a fused optimizer forbids to clip and to look at gradients.
+        scaled: Whether a gradient scaler is in use. A fused optimizer then allows neither clipping nor reading gradients.
 
     Returns:
-        From the least temporaries to the most; empty where nothing can be chosen.
+        The kernels, from the least temporaries to the most; empty where there is no choice.
     """
     if not _is_torchs(optimizer):
         return []
@@ -78,13 +78,13 @@ def set_kernel(optimizer: Optimizer, kernel: Kernel) -> "KernelChange":
 
     Args:
         optimizer: One of torch's own, before its first step or between two.
-        kernel: Which.
+        kernel: The kernel.
 
     Returns:
-        What undoes it.
+        The change, whose `undo` takes it back.
 
     Raises:
-        ConfigurationError: If the optimizer cannot run with it.
+        ConfigurationError: If the optimizer cannot run with the kernel.
     """
     allowed = allowed_kernels(optimizer)
     if kernel not in allowed:
@@ -106,19 +106,19 @@ class _Original:
     defaults: dict[str, Any]
 
     def of(self, index: int) -> dict[str, Any]:
-        """Return those of a group; one that was added since would have been given the defaults."""
+        """Return the flags of a group; a group that was added later has the default flags."""
         return self.groups[index] if index < len(self.groups) else self.defaults
 
 
 class KernelChange:
     """Another kernel for an optimizer, from construction until `undo`.
 
-    Checkpoints are as without it: what `state_dict` gives has the flags and step counters of the optimizer as it was built, and
-    what is loaded runs with this kernel.
+    Checkpoints are the same as without it. `state_dict` returns the flags and step counters of the optimizer as it was built. A loaded
+    state runs with this kernel.
 
     Args:
-        optimizer: One that allows the kernel.
-        kernel: Which.
+        optimizer: An optimizer that allows the kernel.
+        kernel: The kernel.
     """
 
     def __init__(self, optimizer: Optimizer, kernel: Kernel) -> None:
@@ -128,7 +128,7 @@ class KernelChange:
         self._scaled = _SCALES in vars(optimizer)
         _apply(optimizer, kernel)
 
-        # the hooks hold the flags and not this object, which holds the optimizer: it shall go when its last user does
+        # the hooks hold the flags, not this object, which holds the optimizer: the optimizer can then be freed with its last user
         def saved(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             return _as_built(state, original)
 
@@ -143,7 +143,7 @@ class KernelChange:
         ]
 
     def undo(self) -> None:
-        """Give the optimizer its flags and step counters back; once is enough, twice does no harm."""
+        """Restore the optimizer's flags and step counters; a second call does nothing."""
         optimizer, self.optimizer = self.optimizer, None
         if optimizer is None:
             return
@@ -181,7 +181,10 @@ def _tell_scaler(optimizer: Optimizer, *, fused: bool) -> None:
 
 
 def _place_steps(states: Mapping[Any, dict[str, Any]], group: Mapping[str, Any]) -> None:
-    """Put step counters where the group's kernel wants them: fused ones on the parameter's device, others on the host."""
+    """Move step counters to the device that the group's kernel needs.
+
+    Fused and capturable kernels need them on the parameter's device, others on the host.
+    """
     for parameter in group["params"]:
         state = states.get(parameter)
         if state and isinstance(state.get("step"), Tensor):
@@ -196,7 +199,10 @@ def _step_for(step: Tensor, group: Mapping[str, Any], *, device: torch.device) -
 
 
 def _as_built(state: dict[str, Any], original: _Original) -> dict[str, Any]:
-    """Return a state dict with the flags of `original`, and step counters where these want them; nothing of the optimizer is written."""
+    """Return a copy of a state dict with the flags of `original` and matching step counters.
+
+    The optimizer's own state is not changed.
+    """
     groups = [{**group, **original.of(index)} for index, group in enumerate(state["param_groups"])]
     states = dict(state["state"])
     for group in groups:
@@ -225,17 +231,26 @@ def _kernel_of_group(group: Mapping[str, Any], device: str | None) -> Kernel:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Return whether torch takes such a parameter in kernels of lists; a fake one is as good as what it stands for."""
+    """Return whether torch's foreach and fused kernels accept such a parameter.
+
+    A fake tensor is accepted in place of a real parameter.
+    """
     return type(parameter) in {Tensor, torch.nn.Parameter} or isinstance(parameter, FakeTensor)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether this is an optimizer of torch's itself, with kernels to choose from; a class derived from one may do anything."""
+    """Return whether the class is torch's own and has several kernels.
+
+    A derived class is excluded, because it may change the update.
+    """
     return type(optimizer).__module__.startswith("torch.optim.") and "foreach" in optimizer.defaults
 
 
 def _foreach_devices() -> set[str]:
-    """Return the types of device whose foreach operations work; on a CPU they are loops, which torch takes only if told to."""
+    """Return the types of device on which foreach operations work.
+
+    On a CPU they are loops, which torch uses only on request.
+    """
     return {*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"}
 
 
@@ -246,7 +261,10 @@ def _fused_devices(optimizer: Optimizer) -> set[str]:
 
 
 def _has_tensor_options(optimizer: Optimizer) -> bool:
-    """Return whether the learning rate or a decay rate is a tensor, which foreach kernels take in capturable optimizers only."""
+    """Return whether the learning rate or a decay rate is a tensor.
+
+    Foreach kernels accept such tensors in capturable optimizers only.
+    """
     return any(
         isinstance(value, Tensor)
         for group in optimizer.param_groups
