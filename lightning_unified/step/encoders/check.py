@@ -214,7 +214,10 @@ def _own(arguments: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _factors(leaf: Tensor) -> Tensor:
-    """Return a fixed factor for each entry, because a plain sum of normalised outputs has no gradient."""
+    """Return a fixed factor for each entry of `leaf`.
+
+    A plain sum would not do, because the sum of normalised outputs has no gradient.
+    """
     return torch.arange(leaf.numel(), device=leaf.device).cos().to(leaf.dtype).view(leaf.shape)
 
 

@@ -95,7 +95,10 @@ def statistics_off(encoder: nn.Module) -> None:
 
 
 def noise_off(encoder: nn.Module) -> None:
-    """Put layers with dropout or BatchNorm into eval mode, and set dropout of recurrent layers to 0."""
+    """Put layers with dropout or BatchNorm into eval mode.
+
+    Recurrent layers keep their mode; their dropout is set to 0.
+    """
     for child in encoder.modules():
         if draws_or_mixes(child):
             child.training = False

@@ -73,7 +73,7 @@ class LogRecorder:
                     results.__dict__[name] = method
 
     def _metrics(self, results: _ResultCollection, outer: Callable[[bool], _METRICS], on_step: bool) -> _METRICS:
-        """Return the metrics behind `trainer.callback_metrics`, with this micro-batch's logs so far."""
+        """Return the values of `trainer.callback_metrics`, with this micro-batch's logs so far."""
         metrics = outer(on_step)
         own = _ResultCollection(training=results.training)
         own.dataloader_idx, own.batch, own.batch_size = results.dataloader_idx, results.batch, results.batch_size

@@ -245,7 +245,10 @@ class MergeTable:
         self._fits[path] = frozenset({rule})
 
     def reject(self, path: str) -> None:
-        """Record that no rule merges the values at `path`, for instance because only some runs have them."""
+        """Record that no rule merges the values at `path`.
+
+        An example are values that only some of the runs have.
+        """
         if path not in self.given:
             self._fits[path] = frozenset()
             self.unmergeable.add(path)

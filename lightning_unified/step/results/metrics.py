@@ -136,7 +136,7 @@ class UpdateRecord:
             attributes["update"] = update
 
     def adds_up(self, *, tolerance: float) -> bool:
-        """Return whether running the updates twice gives the state after one run joined with itself."""
+        """Return whether the state after all updates, run twice, is the joined state of two runs."""
         if not self._calls or self._metric.dist_sync_on_step:
             return False
         try:

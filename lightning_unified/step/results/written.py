@@ -118,7 +118,7 @@ def differing(one: Written, other: Written) -> set[str]:
 
 
 def drawn_unequally(whole: Written, runs: Sequence[Written]) -> list[str]:
-    """Return the paths of host generators that parts left in another state than the whole rows did.
+    """Return the paths of host generators that parts left in another state than the whole did.
 
     Host generators are those of Python and NumPy.
     """
@@ -151,7 +151,7 @@ def _kept(value: Any) -> Any:
 
 
 class WrittenOverMicroBatches:
-    """Starts every micro-batch from the state before the batch, and merges the micro-batches' writes.
+    """Starts every micro-batch from the state before the batch, and merges the writes.
 
     Args:
         watch: Records the state that the step may write; used for nothing else.

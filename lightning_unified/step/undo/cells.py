@@ -1,4 +1,4 @@
-"""Cells: attributes, containers, closures and globals whose contents can be restored."""
+"""Cells: restorable contents of attributes, containers, closures and globals."""
 
 import functools
 import operator
@@ -23,7 +23,9 @@ __all__ = [
     "path_text",
 ]
 
-LARGEST = 100_000  # entries of the largest container that is copied; of a larger one only the length, and a list's last entry
+LARGEST = (
+    100_000  # entries of the largest container that is copied; of a larger one only the length, and a list's last entry
+)
 
 Path = tuple[Any, ...]  # where a value was found: (path of its container, its name there, style of writing the name)
 
@@ -37,7 +39,7 @@ def path_text(path: Path) -> str:
 
 
 class Cell:
-    """A container of values whose contents can be copied and restored.
+    """A container of values, with a way to copy and restore its contents.
 
     Args:
         target: The container itself; it keeps its identity.

@@ -84,7 +84,7 @@ def _changed_cells(noted: Noted) -> Iterator[Change]:
 
 
 def _is_of_metric(noted: Noted, path: Path | None) -> bool:
-    """Return whether `path` lies in a torchmetrics object, whose state `results.metrics` merges."""
+    """Return whether `path` lies in a torchmetrics object; `results.metrics` merges its state."""
     while path is not None:
         if path_text(path) in noted.metric_paths:
             return True

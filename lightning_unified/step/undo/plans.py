@@ -86,7 +86,7 @@ class _Stack:
             self._room = torch.empty((len(self.tensors), *first.shape), dtype=first.dtype, device=first.device)
 
     def fits(self) -> bool:
-        """Return whether the buffer still fits: the dtype of all tensors, and the shape of the first.
+        """Return whether the buffer fits the dtype of all tensors and the shape of the first.
 
         `copy` finds other shapes: `torch.stack` raises, and the tensors are cloned.
         """
@@ -146,9 +146,9 @@ class Plan:
         tensors.append(entry.tensor)
 
     def stack(self, entry: FoundTensor) -> bool:
-        """Plan a copy of `entry` in one stack with tensors of its kind; return whether that is possible.
+        """Plan a copy of `entry` in one stack with tensors of its kind, if possible.
 
-        It is possible for a small, contiguous tensor of torch's own classes.
+        It is possible for a small, contiguous tensor of torch's own classes. The return value says whether the copy is planned.
         """
         tensor = entry.tensor
         is_own = type(tensor) is Tensor or type(tensor) is nn.Parameter

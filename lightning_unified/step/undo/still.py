@@ -155,7 +155,7 @@ class StillCells:
         return True
 
     def _arrange(self) -> None:
-        """Separate dicts that are checked by version number from cells that are compared every time."""
+        """Separate dicts checked by version number from cells compared every time."""
         self._pairs = [pair for pair in self._cells if self._has_version(pair[0].target)]
         others = [pair for pair in self._cells if not self._has_version(pair[0].target)]
         empty = [one for one in self._empty if self._has_version(one)]

@@ -37,7 +37,7 @@ class Checksum:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return two integers that change if entries of `tensor` do, without waiting for its device.
+    """Return two integers that change with the entries of `tensor`, without waiting for its device.
 
     The first is the sum of all bits, eight bytes at a time. It is exact, because integers wrap around. The second weighs some entries by
     their position, because a sum stays equal when two entries swap places.
@@ -51,7 +51,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as a flat tensor of integers, the widest that its size allows."""
+    """Return the bits of `tensor` as a flat tensor of the widest integers that its size allows."""
     flat = tensor.contiguous().view(-1)
     width = 8
     while (flat.numel() * flat.element_size()) % width or (flat.storage_offset() * flat.element_size()) % width:
@@ -123,7 +123,7 @@ class TensorKeeper:
         return NotedTensors(plans, {**self._checksums, **fresh})
 
     def learn(self, noted: "NotedTensors") -> None:
-        """Record which large tensors a successful step changed, and drop copies that are not needed."""
+        """Record which large tensors a successful step changed, and drop needless copies."""
         changed = noted.moved()
         if self._successes == 0:
             changed |= noted.copies_that_differ()
@@ -143,7 +143,7 @@ class TensorKeeper:
         self._plan, self._rooms, self._moving_rooms = None, Rooms(), Rooms()
 
     def _refresh(self, noted: "NotedTensors") -> set[tuple[int, Any]]:
-        """Take new checksums of tensors without a copy, and return the slots with unnoticed changes.
+        """Take new checksums of tensors without a copy, and return slots with unnoticed changes.
 
         A change is unnoticed if the checksum differs and the version counter has not moved.
         """
@@ -208,7 +208,7 @@ class NotedTensors:
         return [pair for plan in self.plans for pair in plan.pairs()]
 
     def moved(self) -> set[tuple[int, Any]]:
-        """Return the slots of tensors without a copy whose version counters have moved."""
+        """Return the slots of tensors without a copy that have a moved version counter."""
         now = map(_version_of, self.held)
         return {entry.slot for entry, old, new in zip(self.held, self._versions, now, strict=True) if old != new}
 

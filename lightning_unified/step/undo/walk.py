@@ -105,7 +105,10 @@ class Walk:
         return self._finish()
 
     def module(self, module: nn.Module, path: Path) -> "Walk":
-        """Visit the attributes and tensors of `module`; add its submodules to `found.modules` without visiting them."""
+        """Visit the attributes and tensors of `module`.
+
+        Submodules are added to `found.modules` and not visited.
+        """
         is_metric = isinstance(module, Metric)
         skip = _OF_METRICS if is_metric else _OF_MODULES
         self._add(MappingCell(vars(module), path, style="attribute", skip=skip), 0, is_metric=is_metric)

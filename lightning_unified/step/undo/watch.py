@@ -105,7 +105,10 @@ class StateWatch:
         return Walk(trained=self._trained, known=self._known).cells(self._found.deferred).found
 
     def _scan(self) -> StillCells:
-        """Walk through everything, and separate cells copied once from cells copied before every step."""
+        """Walk through everything, and find the cells that are copied before every step.
+
+        All other cells are copied once.
+        """
         roots = self._roots()
         self._trained, self._modules = roots.trained, {}
         self._metrics = {}
