@@ -47,8 +47,8 @@ class EncoderCheck:
     """Compares outputs and parameter gradients of a few rows, whole and in unequal chunks.
 
     Random noise is off. The check covers the first call of each kind: which arguments are split, their types, train or eval mode, with or
-    without gradients. It covers one call of each kind again in the chunked steps 2, 4, 8, 16, … It runs as many rows as a chunk has, at
-    least two units and at most six.
+    without gradients. It repeats for one call of each kind in the chunked steps 2, 4, 8, 16 and so on. It runs as many rows as a chunk
+    has, at least two units and at most six.
 
     Args:
         device: The device whose random generator is restored, and whose cached memory is released.

@@ -1,1 +1,1 @@
-"""Results of micro-batches, merged into those of the whole batch."""
+"""Merge the results of micro-batches into the results of the whole batch."""

@@ -1,8 +1,8 @@
 """Merge rules: found by comparing whole and split values, kept while they fit.
 
 A value is anything that a step returns, logs or keeps: a tensor, an array, a number. `MergeTable` starts with every rule that fits the
-first check, and drops those that a later check refutes. The first fitting rule is often wrong: a count fits a mean where all parts have
-one row, and an F1 score may fit a mean by chance.
+first check, and drops those that a later check refutes. The first fitting rule is often wrong. A count fits a mean where all parts
+have one row, and an F1 score may fit a mean by chance.
 """
 
 import math
@@ -247,7 +247,7 @@ class MergeTable:
     def reject(self, path: str) -> None:
         """Record that no rule merges the values at `path`.
 
-        An example are values that only some of the runs have.
+        One example is a value that only some of the runs have.
         """
         if path not in self.given:
             self._fits[path] = frozenset()

@@ -252,7 +252,7 @@ class _Twin:
             del attributes["forward"]
 
     def finish(self) -> None:
-        """Give the metric its step value, if it was called."""
+        """Set the step value of the metric, if it was called."""
         if self._twin is not None:
             self._metric._forward_cache = self._twin.compute()
 

@@ -1,4 +1,4 @@
-"""Loggers that write nothing, for runs of a step that are undone."""
+"""Silence loggers while a step runs that will be undone."""
 
 from types import TracebackType
 from typing import Any, Self

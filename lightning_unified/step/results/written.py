@@ -14,8 +14,9 @@ are merged by a rule that the exactness check has found:
 | a dict or set that the step creates | `self.cache = {}` | entry by entry |
 | the merged tails that micro-batches append | `self.outputs.append(loss)` | a rule for each entry |
 
-Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them: states of the
-module's own random generators, which advance with every draw, and values that two equal runs write differently, such as times.
+Where no rule fits, the batch cannot be split exactly. Two kinds of writes stay as the micro-batches leave them. One is the
+state of the module's own random generators, which advance with every draw. The other is a value that two equal runs write
+differently, such as a time.
 """
 
 import random

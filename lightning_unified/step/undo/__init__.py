@@ -1,19 +1,19 @@
 """Undo: record the state that a step may change, and restore it after a failure or a trial.
 
 A step that ran out of memory is repeated with smaller micro-batches. The repeated step must start from the same state as the
-first one. Nothing tells in advance which objects a step changes, so everything it can reach is recorded before it runs:
+first one. The step may change any object that it can reach, so all of them are recorded before it runs:
 
 1. *Roots*: the module, the user's callbacks, optimizer options, schedulers, and the variables that the step's methods name (`roots`).
-2. *Walk*: from the roots through submodules, containers and plain objects, to *cells* and tensors. A cell is anything with contents
+2. *Walk*: from the roots through submodules, containers and plain objects, to *cells* and tensors. A cell is an object with contents
    that can be replaced, such as an attribute dict, a list or a closure variable (`walk`, `kinds`, `cells`).
-3. *Record*: cells keep a shallow copy of their contents, small tensors are copied, large ones are guarded by version counter and
+3. *Record*: cells get a shallow copy of their contents. Small tensors are copied. Large ones are guarded by version counter and
    checksum (`watch`, `states`, `tensors`, `plans`). Cells that did not change since the last step keep their copy (`still`).
-4. *Restore*: cells get their contents back, copied tensors are written back in place. Every object keeps its identity (`watch`).
+4. *Restore*: cells get their contents back. Copied tensors are written back in place. Every object keeps its identity (`watch`).
 
 Restored are:
 
-- attributes of the LightningModule and its submodules, of the user's callbacks, and of plain objects that these hold; the dicts,
-  lists, sets and deques among them, and nested ones;
+- attributes of the LightningModule and its submodules, of the user's callbacks, and of plain objects that these hold;
+- dicts, lists, sets and deques in these attributes, and nested ones;
 - buffers, plain tensors, frozen parameters and NumPy arrays that were written in place;
 - torchmetrics objects, wherever they are held;
 - generators: `random.Random`, `numpy.random.Generator` and `RandomState`, `torch.Generator`; iterators over sequences, `itertools`;
@@ -25,8 +25,8 @@ model.
 
 Not restored are:
 
-- trained parameters that a step exchanges for other objects;
-- state that only functions reach which the step calls, and attributes of classes;
+- trained parameters that a step replaces by other objects;
+- state that is reachable only through functions that the step calls, and attributes of classes;
 - objects of Lightning, torch and the standard library;
 - Python generators, iterators over files, files, sockets, and other processes' memory;
 - values inside the entries of containers with more than 1,000 entries; the entries themselves are restored.

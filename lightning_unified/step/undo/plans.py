@@ -167,7 +167,10 @@ class Plan:
         return True
 
     def keep(self, rooms: Rooms) -> None:
-        """Reserve memory that every copy reuses; tensors of rare kinds get buffers of their own."""
+        """Reserve memory that every copy reuses.
+
+        Tensors of rare kinds get buffers of their own, and one call copies all of the same dtype and device.
+        """
         self._is_kept = True
         for stack in self._stacks:
             if len(stack.entries) < _FEW:

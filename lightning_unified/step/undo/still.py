@@ -14,7 +14,9 @@ from lightning_unified.step.undo.cells import Cell, MappingCell, are_same
 __all__ = ["DictVersions", "StillCells", "holds"]
 
 _WORD = 8
-_OFFSET = object.__basicsize__ + _WORD  # of the number in a dict: after the object's head and the count of entries
+_OFFSET = (
+    object.__basicsize__ + _WORD
+)  # of the version number in a dict: it follows the object's header and the count of entries
 
 
 class DictVersions:
@@ -60,7 +62,7 @@ class DictVersions:
 
     @property
     def are_kept(self) -> bool:
-        """Whether versions were kept."""
+        """Whether `keep` has kept versions."""
         return self._memory is not None and bool(self._kept)
 
     def keep(self) -> None:
@@ -176,11 +178,11 @@ class StillCells:
         return holds(cell.copy(), noted)
 
     def changed(self) -> list[Cell]:
-        """Return the cells whose contents differ from their copies."""
+        """Return the cells with contents that differ from their copies."""
         return [cell for cell, _ in self.moved()]
 
     def moved(self) -> list[tuple[Cell, Any]]:
-        """Return the cells whose contents differ from their copies, each with its copy."""
+        """Return the cells with contents that differ from their copies, each with its copy."""
         return [(cell, noted) for cell, noted in self._cells if not holds(cell.copy(), noted)]
 
     def restore(self) -> None:

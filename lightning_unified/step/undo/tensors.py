@@ -37,10 +37,12 @@ class Checksum:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return two integers that change with the entries of `tensor`, without waiting for its device.
+    """Return two integers that change with the entries of `tensor`.
 
-    The first is the sum of all bits, eight bytes at a time. It is exact, because integers wrap around. The second weighs some entries by
-    their position, because a sum stays equal when two entries swap places.
+    The call does not wait for the tensor's device.
+
+    The first integer is the sum of all bits, eight bytes at a time. It is exact, because integers wrap around. The second weighs some
+    entries by their position, because a sum stays equal when two entries swap places.
     """
     with torch.no_grad():
         words = _words(tensor.detach())
@@ -84,8 +86,8 @@ class TensorKeeper:
     an earlier step changed. Before the first step, all buffers are copied, and other large tensors while there is room.
 
     Other large tensors are compared by version counter and by checksum, because `tensor.data.mul_()` and fused kernels move no counter.
-    A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8, … A tensor without a copy that
-    a failed step changed cannot be restored: the run stops with an error that names the tensor.
+    A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8 and so on. A failed step may
+    change a tensor without a copy. Such a tensor cannot be restored: the run stops with an error that names it.
 
     One record is valid at a time: the next `note` writes over its copies.
     """

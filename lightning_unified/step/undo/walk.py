@@ -18,7 +18,7 @@ _DEEPEST = 12  # levels of nested containers and objects that a walk visits
 _WIDEST = (
     1000  # entries of the largest container whose entries are visited; of a longer one only the entries are recorded
 )
-_MANY = 64  # more tensors in one container are not copied: such a list gathers results, and no step writes them again
+_MANY = 64  # in a container with more tensors, none is copied: it gathers results, and no step writes these again
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_METRICS = _OF_MODULES | {"_defaults", "_persistent", "_reductions", "_update_signature", "update", "compute"}

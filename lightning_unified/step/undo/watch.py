@@ -26,9 +26,9 @@ _SMALL_ARRAY = 1 << 16  # bytes
 class StateWatch:
     """Records the state that a step may change, from the same roots before every step.
 
-    A first scan finds all of it. Most objects, such as modules' attribute dicts, rarely exchange what they hold. They are copied once, and
-    before each step only compared by identity. Objects that changed once, and objects that hold tensors, are copied before every step,
-    together with everything that they lead to.
+    A first scan finds all of it. Most cells, such as modules' attribute dicts, rarely change their contents. They are copied once; before
+    each step the watch compares their contents by identity. Cells that changed once, and cells that hold tensors, are copied before
+    every step, together with everything that they lead to.
 
     Args:
         roots: Returns the roots; called at every scan.
