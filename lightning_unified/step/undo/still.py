@@ -14,9 +14,7 @@ from lightning_unified.step.undo.cells import Cell, MappingCell, are_same
 __all__ = ["DictVersions", "StillCells", "holds"]
 
 _WORD = 8
-_OFFSET = (
-    object.__basicsize__ + _WORD
-)  # of the version number in a dict: it follows the object's header and the count of entries
+_OFFSET = object.__basicsize__ + _WORD  # of a dict's version number: after the header and the count of entries
 
 
 class DictVersions:

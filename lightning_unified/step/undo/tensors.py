@@ -74,9 +74,8 @@ def differing(pairs: Mapping[Name, tuple[Tensor, Tensor]]) -> list[Name]:
     return found
 
 
-_ROOM = (
-    256 * MIB
-)  # judgement: most bytes of large tensors that are copied; buffers before the first step are not counted
+# judgement: most bytes of large tensors that are copied; buffers before the first step are not counted
+_ROOM = 256 * MIB
 
 
 class TensorKeeper:
@@ -86,8 +85,10 @@ class TensorKeeper:
     an earlier step changed. Before the first step, all buffers are copied, and other large tensors while there is room.
 
     Other large tensors are compared by version counter and by checksum, because `tensor.data.mul_()` and fused kernels move no counter.
-    A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8 and so on. A failed step may
-    change a tensor without a copy. Such a tensor cannot be restored: the run stops with an error that names it.
+    A checksum reads the whole tensor, so checksums are taken only after the successful steps 1, 2, 4, 8 and so on. Once a tensor has
+    changed without moving its counter, each note takes its checksum, unless it is copied.
+
+    A failed step may change a tensor without a copy. Such a tensor cannot be restored: the run stops with an error that names it.
 
     One record is valid at a time: the next `note` writes over its copies.
     """

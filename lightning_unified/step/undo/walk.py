@@ -15,9 +15,7 @@ from lightning_unified.step.undo.kinds import Kind, kind_of
 __all__ = ["Found", "FoundTensor", "Walk"]
 
 _DEEPEST = 12  # levels of nested containers and objects that a walk visits
-_WIDEST = (
-    1000  # entries of the largest container whose entries are visited; of a longer one only the entries are recorded
-)
+_WIDEST = 1000  # a container with more entries: its entries are recorded and not visited
 _MANY = 64  # in a container with more tensors, none is copied: it gathers results, and no step writes these again
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
