@@ -1,9 +1,9 @@
-"""The micro-batch size in use, learnt from the sizes that ran and the sizes that ran out of memory.
+"""The micro-batch size in use, learnt from sizes that ran and sizes that ran out of memory.
 
-A size that failed rules out itself and all larger ones, for rows as long or longer. A size that ran is known good for rows as short or
-shorter. Between the two lies the next size to try: half of the one that failed, and, after enough batches without trouble, one
-micro-batch fewer. So a size that failed never runs again without new evidence: a quarter more memory than it failed in. Pressure
-also lowers the size, without evidence against it, and gives it back step by step.
+A size that failed rules out itself and all larger ones, for rows as long or longer. A size that ran is known good for
+rows as short or shorter. The next size to try lies between the two: half of the one that failed and, after enough
+batches without trouble, one micro-batch fewer. A size that failed runs again only with new evidence: a quarter more
+memory than it failed in. Pressure also lowers the size, without evidence against it, and the size returns step by step.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,13 @@ class MicroBatchSize:
     """The largest number of rows that run at once, for each shape of batch.
 
     Args:
-        asked: Rows, never exceeded; `"auto"` starts from the whole batch.
+        asked: The largest number of rows allowed; `"auto"` starts from the whole batch.
 
     Attributes:
-        limit: The largest size whatever the evidence says: as asked, or less under pressure; None for the whole batch.
+        limit: The largest size allowed, beside the evidence: the size asked for, or less under pressure; None for the
+            whole batch.
         unit: Rows that stay together.
-        least: Rows that every micro-batch has at least.
+        least: The least number of rows in every micro-batch.
     """
 
     def __init__(self, asked: int | str) -> None:
@@ -111,12 +112,12 @@ class MicroBatchSize:
         return any(elements >= shape.elements and known >= rows for elements, known in self._proven)
 
     def plan(self, shape: BatchShape, *, rows: int, refused: int, room_bytes: int | None) -> None:
-        """Begin with a size of `rows`, where a plan predicts that `refused` rows do not fit, as if both had been tried."""
+        """Record a plan's prediction as if both were tried: `rows` rows fit, `refused` rows do not."""
         self._failures.append(Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes))
         self._proven.append((shape.elements, rows))
 
     def failed(self, shape: BatchShape, *, room_bytes: int | None) -> bool:
-        """Record that the size in use for such a batch does not fit; return False if it was the smallest possible."""
+        """Record that the size in use does not fit; return False if it was the smallest possible."""
         rows = self.micro_batch_size(shape)
         failure = Failure(elements=shape.elements, rows=rows, room_bytes=room_bytes)
         self._failures = [
@@ -158,14 +159,16 @@ class MicroBatchSize:
 
     @property
     def is_due(self) -> bool:
-        """Whether sizes that failed may be worth another look: after each `patience` batches without trouble."""
+        """Whether to try failed sizes again: after each `patience` batches without trouble."""
         return bool(self._failures) and self._calm > 0 and self._calm % self._patience == 0
 
     def forgive(self, room_bytes: int | None) -> bool:
-        """Drop failures that happened with a quarter less memory than there is now; return whether there were any.
+        """Drop failures that had too little memory at the time; return whether there were any.
+
+        A failure is dropped if there is now a quarter more memory than when it happened.
 
         Args:
-            room_bytes: Bytes that the process could hold altogether now; None if unknown.
+            room_bytes: Bytes that the process could hold in total now; None if unknown.
         """
         if room_bytes is None:
             return False
@@ -197,7 +200,10 @@ class MicroBatchSize:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict()`. A size that the user has asked for since then stays the largest."""
+        """Restore `state_dict()`.
+
+        If the user has asked for a size since then, it stays the largest.
+        """
         limits = [limit for limit in (state["limit"], self._asked) if limit is not None]
         self.limit = min(limits, default=None)
         self._failures = [Failure(**failure) for failure in state["failures"]]
