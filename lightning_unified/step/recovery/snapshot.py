@@ -19,7 +19,7 @@ __all__ = ["HeldGradients", "StepSnapshot"]
 
 
 class StepSnapshot:
-    """The state that a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
+    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
 
     Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
@@ -150,11 +150,11 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _forget_unscaled(trainer: L.Trainer) -> None:
-    """Let the gradient scaler begin the step again: it refuses a second `unscale_` before `update`.
+    """Let the gradient scaler begin the step again.
 
-    A fused optimizer gets the scale as an attribute, which the scaler removes after the step. The scaler multiplies the
-    next scale with an attribute that it finds there. An attribute left by a failed step would thus divide the next
-    gradients twice (torch 2.13, grad_scaler.py).
+    The scaler refuses a second `unscale_` before `update`. A fused optimizer gets the scale as an attribute, which the
+    scaler removes after the step. The scaler multiplies the next scale with an attribute that it finds there. An
+    attribute left by a failed step would thus divide the next gradients twice (torch 2.13, grad_scaler.py).
     """
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:

@@ -197,7 +197,7 @@ def draws_or_mixes(child: nn.Module) -> bool:
 
 
 def owns_dropout(child: nn.Module) -> bool:
-    """Return whether `child` draws or mixes, or applies its dropout layer's rate by its own mode.
+    """Return whether `child` draws or mixes, or applies a dropout layer's rate by its own mode.
 
     The attention of transformers' BERT does: its kernel gets the layer's `p` if the attention itself is in train mode.
     The mode of other modules may change more than dropout. So use this only for gradients that are random with

@@ -18,7 +18,9 @@ _version = operator.attrgetter("_version")
 
 
 class WeightsWatch:
-    """Detects whether a failed `optimizer.step()` had begun to write, without a copy of the weights.
+    """Detects whether a failed `optimizer.step()` had begun to write, without copying weights.
+
+    Only a few of the smallest parameters are copied, and only for some fused kernels.
 
     Every in-place write moves a tensor's version counter. If none moved, the failed step changed nothing. It can be
     repeated once the optimizer state that it began to create is dropped. Torch's optimizers create a group's state
@@ -56,7 +58,7 @@ class WeightsWatch:
 
 
 class WeightsCopy:
-    """A copy of weights and optimizer state from before `optimizer.step()`, to restore after it.
+    """A copy of weights and optimizer state before `optimizer.step()`, to restore after it.
 
     At every step it costs the bytes of the weights and of the optimizer state once more, and the time to copy them.
 
