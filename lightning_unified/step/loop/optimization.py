@@ -80,7 +80,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._batch_idx = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: Lightning's own state. The next fit makes a new loop from the strategy."""
+        """Return the state for another process: Lightning's own state, the policy and the window.
+
+        The next fit makes a new loop from the strategy.
+        """
         kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
         return {name: value for name, value in vars(self).items() if name in kept}
 
@@ -100,7 +103,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
-        """Run the batch; repeat it in smaller micro-batches while memory runs out and a smaller size is left."""
+        """Run the batch; if memory runs out, repeat it in smaller micro-batches while any are left."""
         self._batch_idx = batch_idx
         if _draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
@@ -145,7 +148,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
         while True:
-            # recorded before each attempt: the policy may have changed the module, or had it free memory
+            # recorded before each attempt: the policy may have changed the module, or made it free memory
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             continues = batch_idx % self.trainer.accumulate_grad_batches != 0
             self._gradients = HeldGradients(optimizer, within_window=continues)
@@ -166,7 +169,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return outputs
 
     def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the outputs and None, or None and why memory ran out."""
+        """Return the outputs and None, or None and the reason why memory ran out."""
         return caught(run)
 
     def _snapshot(self) -> StepSnapshot:
@@ -244,15 +247,15 @@ class UnifiedOptimization(_AutomaticOptimization):
         return self._zeroing
 
     def has_terms(self) -> bool:
-        """Return whether the batch counts in its window at all."""
+        """Return whether the batch has loss terms that count in its window."""
         return self._window is None or self._window.factor > 0
 
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
         """Run the hooks after a batch's last backward pass, on the window's gradients so far.
 
         Args:
-            loss: What was differentiated last; None if nothing was.
-            optimizer: Whose gradients they are.
+            loss: The loss of the last backward pass; None if there was none.
+            optimizer: The optimizer of the gradients.
         """
         if loss is not None or self._closes_window:
             self._phase = "backward"
@@ -265,7 +268,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_gradients(self, optimizer: Optimizer) -> None:
-        """Turn the summed gradients into the optimizer's, after the window's last backward pass."""
+        """Turn the summed gradients into those of the optimizer, after the window's last backward."""
         if self._window is not None and self._closes_window:
             self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -275,7 +278,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         return not self.trainer.fit_loop._should_accumulate()
 
     def before_weights(self, optimizer: Optimizer) -> None:
-        """Record weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
+        """Record weights and optimizer state before they are written.
+
+        If an optimizer runs its closure again, its first record is kept, because it has written already.
+        """
         if self._policy.options.recover and self._closes_window:
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
@@ -283,5 +289,9 @@ class UnifiedOptimization(_AutomaticOptimization):
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
-    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    """Return whether `kwargs` are the arguments of `training_step(dataloader_iter)`.
+
+    Source:
+        training_epoch_loop.py (Lightning 2.6.6).
+    """
     return "any" in kwargs and len(kwargs) == 1

@@ -55,7 +55,10 @@ class DistributedPolicy(MemoryPolicy):
 
     @property
     def digest(self) -> int:
-        """A number computed from this rank's sizes; 0 if its batches run whole as they split inexactly."""
+        """A number computed from this rank's sizes; 0 if its batches run whole.
+
+        They run whole if they do not split exactly.
+        """
         return 0 if self.splits.refusal is not None else zlib.crc32(repr(self._found()).encode()) or 1
 
     def compare(self, words: Sequence[Word]) -> None:
@@ -160,7 +163,7 @@ def most_careful(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rules_out(one: Failure, other: Failure) -> bool:
-    """Return whether `one` rules out every size that `other` does, so that `other` is redundant.
+    """Return whether `one` rules out all sizes that `other` does, so that `other` is redundant.
 
     Of two failures with equal rows and entries, the one with more memory rules out the other.
     """

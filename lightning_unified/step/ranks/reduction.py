@@ -21,7 +21,7 @@ _SCRATCH = 16 * MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
-    """The tensors of one collective: one large tensor in place, or small ones in scratch memory."""
+    """The tensors of one collective: a large tensor in place, or small ones in scratch memory."""
 
     members: tuple[int, ...]
     views: tuple[Tensor, ...] = ()
