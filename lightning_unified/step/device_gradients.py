@@ -39,7 +39,7 @@ class DeviceGradientCheck:
     large backward passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. All changes
     are undone. The check costs a step on the device and one on the CPU, and meanwhile 8 bytes of memory a parameter. If
     that memory is missing, or the module does not run on a CPU, nothing is compared and the run says so once. The run
-    continues whatever the result.
+    continues with any result.
 
     Args:
         trainer: A Trainer in `fit`.

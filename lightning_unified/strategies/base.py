@@ -45,9 +45,10 @@ _MANUAL = (
 
 
 class UnifiedBase(RunInterface, MicroBatchBackward):
-    """Makes the Lightning strategy that follows it among the bases train inside a memory budget.
+    """Makes the Lightning strategy after it in the bases train inside a memory budget.
 
-    A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this class.
+    A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this
+    class.
     """
 
     def _use(self, policy: MemoryPolicy) -> None:

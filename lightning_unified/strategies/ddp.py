@@ -31,7 +31,7 @@ __all__ = ["UnifiedDDPStrategy"]
 
 
 class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
-    """Trains a copy of any LightningModule on each of several devices or processes, as `ddp` does.
+    """Trains a copy of any LightningModule on each of several devices or processes, like `ddp`.
 
     Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after
     the last backward pass of the window. The result is that of `strategy="ddp"` with whole batches. Ranks meet before and after every
@@ -268,7 +268,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
 
 def _refuse_collectives(module: L.LightningModule, *, is_synced: bool, recover: bool) -> None:
-    """Raise `ConfigurationError` if a layer or metric of `module` waits for other ranks within a step.
+    """Raise `ConfigurationError` if a layer or metric waits for other ranks within a step.
 
     Args:
         module: The module to train.

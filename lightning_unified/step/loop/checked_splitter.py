@@ -1,4 +1,4 @@
-"""Choose how a batch runs: whole, or in micro-batches that the exactness check approved."""
+"""The decision how a batch runs: whole, or in micro-batches that the check approved."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

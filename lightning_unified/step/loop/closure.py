@@ -28,7 +28,10 @@ class ClosureHooks(Protocol):
     _skip_backward: bool
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+
+        None if the batch does not open an accumulation window.
+        """
 
     def has_terms(self) -> bool:
         """Return whether the batch has a loss term, and so a gradient."""
@@ -46,7 +49,7 @@ class ClosureHooks(Protocol):
 
 
 class MicroBatchClosure(Closure):
-    """Lightning's closure over several micro-batches: step and backward for each, zero_grad once."""
+    """Lightning's closure for several micro-batches: step and backward for each, one zero_grad."""
 
     def __init__(
         self,

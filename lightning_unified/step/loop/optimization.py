@@ -1,12 +1,15 @@
-"""The seam with Lightning: its automatic optimization, run in micro-batches and repeated after an out-of-memory error.
+"""The seam with Lightning: its automatic optimization, with micro-batches and recovery.
 
-This is the one file that touches `_AutomaticOptimization`, a private class in lightning/pytorch/loops/optimization/automatic.py (read in
-2.6.6); tests/step/test_seam.py pins its shape. Deviations from Lightning's loop:
+This is the one file that touches `_AutomaticOptimization`, a private class in
+lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/test_seam.py pins its shape. Deviations
+from Lightning's loop:
 
 1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
-2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy that split inside
-   Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's outputs only.
-3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss terms.
+2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy
+   that split inside Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's
+   outputs only.
+3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss
+   terms.
 """
 
 from collections import OrderedDict
@@ -55,10 +58,10 @@ _HALF_UPDATED = (
 
 
 class UnifiedOptimization(_AutomaticOptimization):
-    """Runs one optimization step: splits the batch, and repeats the step smaller after an out-of-memory error.
+    """Runs one optimization step: splits the batch, and repeats the step if memory runs out.
 
     Args:
-        trainer: The Trainer whose batches are run.
+        trainer: The Trainer of the fit.
         policy: Decides the micro-batch sizes and the reaction when memory runs out.
         planner: Plans for a batch before it runs; None where nothing is predicted.
     """
@@ -224,7 +227,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _fits(self, rows: int) -> bool | None:
-        """Return whether a micro-batch of `rows` rows is predicted to fit; None where nothing is predicted."""
+        """Return whether `rows` rows are predicted to fit at once; None where nothing is predicted."""
         return None if self._planner is None else self._planner.fits(rows)
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
@@ -240,7 +243,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         return scaled
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+
+        None if the batch does not open an accumulation window.
+        """
         self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
         if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
             self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())

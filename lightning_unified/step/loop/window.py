@@ -1,4 +1,4 @@
-"""Accumulation windows whose gradient is the mean over all their loss terms."""
+"""Accumulation windows with a gradient that is the mean over all their loss terms."""
 
 from collections.abc import Iterable
 

@@ -13,7 +13,7 @@ __all__ = ["BatchRules"]
 
 
 class BatchRules:
-    """Calls `configure_micro_batches` once a stage and fit, and makes a splitter from its rules.
+    """Calls `configure_micro_batches` once a stage and fit; makes a splitter from the rules.
 
     A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`, as in Lightning's `setup(stage)`.
 

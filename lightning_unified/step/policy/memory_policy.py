@@ -1,4 +1,4 @@
-"""The memory policy of a run: an object for each decision, and the reaction to lack of memory."""
+"""The memory policy of a run: an object for each decision, and out-of-memory reactions."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ _EVALUATIONS = {"validation": "validate", "test": "test", "predict": "predict"} 
 
 
 class MemoryPolicy:
-    """Reacts when memory runs out in a step, and holds the objects of all other decisions on it.
+    """Reacts when memory runs out in a step; its objects make all other decisions about memory.
 
     Args:
         options: The memory options that the user chose.
@@ -219,7 +219,10 @@ class MemoryPolicy:
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:
-    """Return the cache care of the watch's device. A simulated device's counters are read through the watch."""
+    """Return the cache care of the watch's device.
+
+    A simulated device's counters are read through the watch.
+    """
     if watch.machine is None:
         return CacheCare()
     return CacheCare(

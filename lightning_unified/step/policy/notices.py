@@ -71,7 +71,7 @@ class Notices:
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
     def say_unsplit(self, why: str, *, option: str, asked: int | None) -> None:
-        """Note once in the events why batches are not split, and warn where the user asked for a size.
+        """Note once in the events why batches are not split; warn if the user asked for a size.
 
         Args:
             why: A sentence on the batches.

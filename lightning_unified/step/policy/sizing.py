@@ -69,7 +69,7 @@ class MicroBatchSizing:
         self.before_failure: dict[str, Any] | None = None
 
     def begin(self, module: L.LightningModule, *, unit: int, precision: str) -> None:
-        """Begin a fit or an evaluation of `module` with the sizes that an earlier run saved, if there are any.
+        """Begin a fit or an evaluation of `module`, with sizes saved by an earlier run, if any.
 
         Args:
             module: The module.
@@ -127,7 +127,7 @@ class MicroBatchSizing:
                 shrunk = self._halve(shape, has_failed=has_failed)
                 rows = self.training.micro_batch_size(shape)
                 outcome = f"micro-batches of {rows} rows from here on" if shrunk else "nothing left to shrink"
-        except SplitError:  # memory has not run out: a batch that does not split exactly goes on whole
+        except SplitError:  # memory has not run out: a batch that does not split exactly stays whole
             outcome = _UNSPLITTABLE
         if shrunk:
             self.changed_by = f"smaller: {reason}"
@@ -167,8 +167,8 @@ class MicroBatchSizing:
     def recompute_everything(self, why: str) -> bool:
         """Recompute all activations from here on; return whether this changed anything.
 
-        It changes nothing if the user decided on recomputation. Otherwise sizes are found anew, because a step needs
-        less memory.
+        It changes nothing if the user decided on recomputation. Otherwise the search for sizes starts over, because a
+        step needs less memory.
         """
         done = self._checkpointing.more(why)
         if done:

@@ -1,4 +1,4 @@
-"""Meetings of ranks over their own sockets: all go on, or all stop."""
+"""Meetings of ranks over their own sockets: all ranks continue, or all stop."""
 
 import struct
 import time
@@ -23,7 +23,10 @@ _RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; the mask of a
 
 
 class Point(IntEnum):
-    """The points of a run at which ranks meet; different points mean that ranks took different paths."""
+    """The points of a run at which ranks meet.
+
+    If ranks meet at different points, they took different paths.
+    """
 
     ENVIRONMENT = 1
     MODULE = 2

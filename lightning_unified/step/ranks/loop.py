@@ -45,7 +45,7 @@ class DistributedOptimization(UnifiedOptimization):
     accumulation window. A rank may split its batch into more micro-batches than another.
 
     Args:
-        trainer: The Trainer whose batches are run.
+        trainer: The Trainer of the fit.
         policy: Chooses the micro-batch sizes, and reacts when memory runs out.
         ranks: All ranks of the run.
         replicas: The ranks' copies of the module.

@@ -86,7 +86,7 @@ class BudgetWatch:
         vars(self).update(state, _elsewhere=_sources_of(state["machine"]))
 
     def prepare(self, device: torch.device) -> None:
-        """Write the allocator's settings before the device is queried, because a query creates the allocator."""
+        """Write the allocator's settings; call it before any query, which creates the allocator."""
         device = device if self.machine is None else torch.device(self.machine.device)
         if device.type != "cpu" and (self.written is None or device.type != self.device.type):
             self.written = prepare_allocators(self.spec, **self._elsewhere)

@@ -26,7 +26,7 @@ class Failure:
     Attributes:
         elements: Entries of the batch's tensors per row: a measure of how long or wide its rows were.
         rows: The micro-batch size.
-        room_bytes: Bytes that the process could hold altogether at that time; None if unknown.
+        room_bytes: Bytes that the process could hold in total at that time; None if unknown.
     """
 
     elements: int
@@ -90,7 +90,7 @@ class MicroBatchSize:
         return split_rows(shape.rows, micro_batch_size=self._allowed(shape), unit=self.unit, least=self.least)
 
     def micro_batch_size(self, shape: BatchShape) -> int:
-        """Return the rows of the largest micro-batch of such a batch, whether or not it can be split."""
+        """Return the rows of the largest micro-batch of such a batch, even if it cannot be split."""
         if shape.rows <= self._allowed(shape):
             return shape.rows
         units = -(-shape.rows // self.unit)
@@ -107,7 +107,7 @@ class MicroBatchSize:
         return bool(self._failures or self._proven)
 
     def is_proven(self, shape: BatchShape) -> bool:
-        """Return whether the size in use for such a batch has run before, with rows as long or longer."""
+        """Return whether the size in use has run before, with rows as long or longer."""
         rows = self.micro_batch_size(shape)
         return any(elements >= shape.elements and known >= rows for elements, known in self._proven)
 
@@ -190,7 +190,7 @@ class MicroBatchSize:
         self._proven = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values from which another run goes on with the same sizes."""
+        """Return plain values from which another run continues with the same sizes."""
         return {
             "limit": self.limit if self.limit != self._asked else None,
             "failures": [asdict(failure) for failure in self._failures],
@@ -211,7 +211,10 @@ class MicroBatchSize:
         self._calm, self._patience = state["calm"], state["patience"]
 
     def _allowed(self, shape: BatchShape) -> int:
-        """Return the micro-batch size for rows as long as this batch's; it may exceed the batch's rows."""
+        """Return the micro-batch size for rows as long as this batch's.
+
+        It may exceed the batch's rows.
+        """
         cap = shape.rows if self.limit is None else self._whole_units(self.limit)
         if not self._failures:
             return cap

@@ -19,7 +19,10 @@ log = logging.getLogger("lightning_unified")
 
 
 def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
-    """Return the conditions that sizes hold for: module, precision, recomputation, device, budget."""
+    """Return the conditions of sizes: module, precision, recomputation, device, budget.
+
+    Saved sizes hold only under equal conditions.
+    """
     reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,

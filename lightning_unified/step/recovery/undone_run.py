@@ -39,7 +39,7 @@ class Undone:
         trainer: A Trainer in `fit`.
         in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Give `owns_dropout`
             if the gradient is random all the same.
-        batch: The batch whose parts the steps inside receive; None if they receive copies.
+        batch: The batch that the steps inside receive parts of; None if they receive copies.
         state: A watch that earlier blocks used for the same Trainer; None for a new one.
 
     Raises:

@@ -157,10 +157,11 @@ class _Books:
 
 
 def _counts_in_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether a step of `group` moves the version of a tensor before a kernel writes its weights.
+    """Return whether a step of `group` moves a tensor's version before a kernel writes weights.
 
     Source:
-        torch/optim/adam.py, adagrad.py (torch 2.11, 2.13): `_foreach_add_(device_state_steps, 1)`, then the fused kernel.
+        torch/optim/adam.py, adagrad.py (torch 2.11, 2.13): `_foreach_add_(device_state_steps, 1)`, then the fused
+            kernel.
     """
     return type(optimizer) in (Adam, AdamW, Adagrad) and all(
         isinstance(optimizer.state.get(parameter, {}).get("step"), Tensor) for parameter in group["params"]
