@@ -71,9 +71,8 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     """
 
     strategy_name = "unified_ddp"
-    gradients_are_alike = (
-        True  # on all ranks when the optimizer reads them: decisions from gradients alone need no agreement
-    )
+    # All ranks have the same gradients when the optimizer reads them: decisions from gradients alone need no agreement.
+    gradients_are_alike = True
 
     def __init__(
         self,

@@ -78,9 +78,8 @@ class DistributedOptimization(UnifiedOptimization):
             self._logs.forget()
             with self._logs.recording(results):
                 outputs = super().run(optimizer, batch_idx, kwargs)
-            if (
-                self._next is Point.AFTER_WEIGHTS and self._closes_window
-            ):  # steps are not repeated, so no attempt has met here
+            # without recovery, no attempt has met here
+            if self._next is Point.AFTER_WEIGHTS and self._closes_window:
                 self._meet(Point.AFTER_WEIGHTS, then=Point.GRADIENTS)
             self._logs.flush(results)
             if self._broadcast_buffers and self._closes_window:

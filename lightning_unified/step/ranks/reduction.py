@@ -193,9 +193,8 @@ class Replicas:
         return _Bucket(members=tuple(members), views=tuple(views), flat=flat)
 
     def _send(self, flat: Tensor) -> None:
-        self._ranks.broadcast(
-            flat.view(torch.uint8), source=0
-        )  # as bytes, because not every backend supports every dtype
+        # as bytes, because not every backend supports every dtype
+        self._ranks.broadcast(flat.view(torch.uint8), source=0)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -36,9 +36,8 @@ log = logging.getLogger("lightning_unified")
 
 _NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the last reported one
 _WATCH_EVERY = 8  # a CPU's peak is read after each of the first 8 batches, then after every 8th
-_NO_TENSORS = (
-    1.01  # judgement: a process may exceed its budget by a hundredth, for memory beside tensors, before a batch shrinks
-)
+# Judgement: a process may exceed its budget by a hundredth, for memory beside tensors, before a batch shrinks.
+_NO_TENSORS = 1.01
 _NEW_CAP = 0.05  # the allocator gets a new cap when it is a twentieth higher or lower
 
 

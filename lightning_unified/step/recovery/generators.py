@@ -98,10 +98,7 @@ def _memory_of_numpy(generator: Any) -> list[Callable[[], Any]]:
         return []
     own = _view(id(generator) + _HEADER, type(generator).__basicsize__ - _HEADER)
     struct = _view(twister.ctypes.state_address, _MT19937)
-    return [
-        lambda: own.raw,
-        lambda: (twister, struct.raw)[1],
-    ]  # the function that reads the twister's memory keeps it alive
+    return [lambda: own.raw, lambda: (twister, struct.raw)[1]]  # the second function keeps the twister alive
 
 
 def _view(address: int, size: int) -> Any:
