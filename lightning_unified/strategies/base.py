@@ -45,7 +45,7 @@ _MANUAL = (
 
 
 class UnifiedBase(RunInterface, MicroBatchBackward):
-    """Makes the Lightning strategy after it in the bases train inside a memory budget.
+    """Adds a memory budget to the Lightning strategy that follows it among the base classes.
 
     A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this
     class.

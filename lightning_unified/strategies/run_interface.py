@@ -17,7 +17,7 @@ __all__ = ["RunInterface"]
 
 
 class RunInterface(Strategy):
-    """The public properties and methods of a unified strategy, beside Lightning's hooks."""
+    """The public properties and methods of a unified strategy, except Lightning's hooks."""
 
     policy: MemoryPolicy
     first_step: FirstStep | None

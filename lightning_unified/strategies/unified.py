@@ -18,7 +18,7 @@ __all__ = ["UnifiedStrategy"]
 
 
 class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
-    """Trains a LightningModule on one device inside a memory budget, with whole-batch gradients.
+    """Trains any LightningModule on one device in a memory budget, with whole-batch gradients.
 
     The optimizer sees the loader's batch. A batch that does not fit, or exceeds `micro_batch_size`, runs as micro-batches. Their losses
     are weighted so that gradients, logs and outputs are those of the whole batch. If memory runs out inside a step, the strategy undoes

@@ -15,7 +15,7 @@ __all__ = ["MicroBatchBackward"]
 
 
 class MicroBatchBackward(Strategy):
-    """Splits `Strategy.backward` into each micro-batch's backward pass and the hooks after all."""
+    """Splits `Strategy.backward`: micro-batches' backward passes, then the hooks after them."""
 
     policy: MemoryPolicy
 

@@ -221,7 +221,7 @@ class SplitBatch:
         Args:
             index: The number of the micro-batch.
             in_window: Whether there are gradients of earlier batches of an accumulation window. Otherwise Lightning
-                zeroes all gradients after the whole batch's step, even those that the step itself made.
+                zeroes all gradients after the whole batch's step, even if the step itself changed them.
 
         Raises:
             SplitError: If the step changes gradients of earlier batches.

@@ -37,7 +37,7 @@ class KeptMemory:
 
     @property
     def may_be_recorded(self) -> bool:
-        """Whether calls of the module are, or may come to be, replayed from CUDA graphs."""
+        """Whether calls of the module are, or may later be, replayed from CUDA graphs."""
         return self._module is not None and may_be_recorded(self._module)
 
     def give_back(self, *, for_good: bool = False) -> None:

@@ -41,7 +41,7 @@ class MicroBatchSize:
         asked: The largest number of rows allowed; `"auto"` starts from the whole batch.
 
     Attributes:
-        limit: The largest size allowed, beside the evidence: the size asked for, or less under pressure; None for the
+        limit: The largest size allowed, even if a larger one ran: as asked, or less under pressure; None for the
             whole batch.
         unit: Rows that stay together.
         least: The least number of rows in every micro-batch.

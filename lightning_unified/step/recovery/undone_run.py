@@ -37,8 +37,8 @@ class Undone:
 
     Args:
         trainer: A Trainer in `fit`.
-        in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Give `owns_dropout`
-            if the gradient is random all the same.
+        in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Use `owns_dropout`
+            if the gradient is still random.
         batch: The batch that the steps inside receive parts of; None if they receive copies.
         state: A watch that earlier blocks used for the same Trainer; None for a new one.
 
