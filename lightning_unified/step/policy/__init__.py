@@ -1,4 +1,4 @@
-"""The memory policy: how batches are split, and the reactions to little or no memory.
+"""The memory policy: how batches are split, and reactions if memory is short or runs out.
 
 | module | answers |
 |---|---|

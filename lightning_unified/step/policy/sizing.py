@@ -167,8 +167,8 @@ class MicroBatchSizing:
     def recompute_everything(self, why: str) -> bool:
         """Recompute all activations from here on; return whether this changed anything.
 
-        It changes nothing if the user decided on recomputation. Otherwise the search for sizes starts over, because a
-        step needs less memory.
+        It changes nothing if the user decided on recomputation, or if all are recomputed already. Otherwise the search
+        for sizes starts over, because a step needs less memory.
         """
         done = self._checkpointing.more(why)
         if done:

@@ -55,9 +55,9 @@ class DistributedPolicy(MemoryPolicy):
 
     @property
     def digest(self) -> int:
-        """A number computed from this rank's sizes; 0 if its batches run whole.
+        """A number computed from this rank's sizes; 0 after a refusal to split.
 
-        They run whole if they do not split exactly.
+        After a refusal, batches run whole because they do not split exactly.
         """
         return 0 if self.splits.refusal is not None else zlib.crc32(repr(self._found()).encode()) or 1
 

@@ -163,7 +163,7 @@ def gradient_of_step(
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    stride = parameter.numel() // _ENTRIES | 1  # odd, so that samples of a matrix of even width come from all columns
+    stride = parameter.numel() // _ENTRIES | 1  # odd: an even stride would skip columns of a matrix of even width
     if parameter.grad is None:
         return parameter.detach().new_zeros(-(-parameter.numel() // stride))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
