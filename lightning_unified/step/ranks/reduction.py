@@ -32,7 +32,7 @@ class Replicas:
     """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
     It replaces `DistributedDataParallel`, which starts to reduce in the middle of the backward pass. There, a rank that
-    runs out of memory leaves the others waiting. It also keeps a second copy of all gradients in its buckets. Here a
+    runs out of memory leaves the others waiting. DDP also keeps a second copy of all gradients in its buckets. Here a
     reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
     beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
     collective and raises afterwards.

@@ -84,8 +84,8 @@ class _Books:
     """The contents of an optimizer's state and groups, by name, and the tensors it may write.
 
     Many optimizers count steps in plain numbers, in the state or in the group (`group["k"] += 1`). They increment these
-    before they write the first weight. One object serves an optimizer as long as that exists. It records only entries
-    that have changed, because it runs before every step and there are as many states as parameters.
+    before they write the first weight. One object serves an optimizer as long as that exists. It records the
+    state again only if that has changed, because it runs before every step and there are as many states as parameters.
 
     Args:
         optimizer: The optimizer to record; not referenced afterwards, so that it can be freed.
