@@ -25,8 +25,8 @@ __all__ = ["DeviceGradientCheck"]
 log = logging.getLogger("lightning_unified")
 
 _SLICES = 8  # slices of a micro-batch that the CPU runs one by one: an eighth of the activations at a time
-# Judgement: far above the rounding of formats (5e-3 at most in the tests' modules, bfloat16 on a CPU), far below the factor of 1,000
-# and more by which pytorch issue 177116 has gradients wrong.
+# Judgement: far above the rounding of formats (at most 5e-3 in the tests' modules, with bfloat16 on a CPU), and far below the errors
+# of pytorch issue 177116, where gradients are wrong by a factor of 1,000 and more.
 _LIMIT, _LIMIT_HALF = 1e-2, 0.2
 _RANDOM = "its step draws random numbers, which differ from device to device"
 _NOT_EXACT = "its batches are not known to split exactly, so the CPU cannot run them in slices"
@@ -35,14 +35,15 @@ _NOT_EXACT = "its batches are not known to split exactly, so the CPU cannot run 
 class DeviceGradientCheck:
     """Compares the gradient of one micro-batch with the CPU's, once for each micro-batch size.
 
-    The device runs the micro-batch as training does, at its full size and precision, for the faults known show in large backward
-    passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. What both change is put back. Costs a
-    step on the device and one on the CPU, and 8 bytes a parameter of memory for as long as it takes; where that is not to be had, or
-    the module does not run on a CPU, nothing is compared and that is said once. The run goes on whatever is found.
+    The device runs the micro-batch as training does, at its full size and precision, because the known faults show in
+    large backward passes only. The CPU runs it in float32, in up to eight slices, on copies of the weights. All changes
+    are undone. The check costs a step on the device and one on the CPU, and meanwhile 8 bytes of memory a parameter. If
+    that memory is missing, or the module does not run on a CPU, nothing is compared and the run says so once. The run
+    continues with any result.
 
     Args:
-        trainer: In `fit`.
-        policy: Knows the sizes, by what parts are weighted, and where events go.
+        trainer: A Trainer in `fit`.
+        policy: Holds the sizes, the weights of micro-batches, and the events.
         step: Runs `training_step` as the loop does.
     """
 
@@ -64,10 +65,12 @@ class DeviceGradientCheck:
         self._in_eval = draws_or_mixes
 
     def compare(self, kwargs: "OrderedDict[str, Any]", *, is_split: bool) -> None:
-        """Compare the gradients of the batch's first micro-batch, if none of its size has been compared; warn where they differ.
+        """Compare the gradients of the batch's first micro-batch; warn if they differ.
+
+        Each size of micro-batch is compared once.
 
         Args:
-            kwargs: Of `training_step`, the whole batch first.
+            kwargs: The arguments of `training_step`, the whole batch first.
             is_split: Whether the batch runs in micro-batches.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
@@ -118,9 +121,9 @@ class DeviceGradientCheck:
                 self._in_eval = owns_dropout
                 found = self._undone(kwargs, rows, of=of)
             return found
-        except Exception as error:  # whatever a module does that a CPU, or a copy of its weights, is not good for
+        except Exception as error:  # a module may do anything that fails on a CPU or with copied weights
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        release_cached_memory(self._device)  # past the `except` block, whose traceback held the frames
+        release_cached_memory(self._device)  # after the `except` block, whose traceback held the frames
         return f"the step fails there ({why})"
 
     def _undone(self, kwargs: "OrderedDict[str, Any]", rows: int, *, of: int) -> float | str:
@@ -153,7 +156,7 @@ class DeviceGradientCheck:
         if not gradients.any() or not gradients.isfinite().all():
             return "the gradient on the CPU is zero or not finite"
         distance = float((ours - gradients).norm() / gradients.norm())
-        return distance if distance == distance else float("inf")  # noqa: PLR0124  # NaN is far
+        return distance if distance == distance else float("inf")  # noqa: PLR0124  # NaN counts as infinitely far
 
     def _gradient(self, kwargs: "OrderedDict[str, Any]", key: str, batch: Any, parameters: Sequence[Tensor]) -> Tensor:
         return gradient_of_step(
@@ -162,7 +165,10 @@ class DeviceGradientCheck:
 
 
 def _bytes_of_copies(module: nn.Module) -> int:
-    """Return the bytes of float32 copies of the module's parameters and buffers, and of the gradients of those trained."""
+    """Return the bytes of float32 copies of parameters and buffers, and of the gradients.
+
+    Only trained parameters have gradients.
+    """
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
 

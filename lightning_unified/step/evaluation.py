@@ -27,13 +27,13 @@ _STAGES = {"validation": "validate", "test": "test", "predict": "predict"}
 class EvaluationSteps:
     """Runs evaluation steps so that their logs and outputs are those of the whole batch.
 
-    How results of micro-batches become the whole batch's is found out before the first split batch of a stage; see
-    `exactness.evaluation`. Predictions for which that is not certain are refused.
+    Before the first split batch of a stage, a check finds how micro-batches' results merge; see `exactness.evaluation`.
+    Predictions whose merging is uncertain are refused.
 
     Args:
-        trainer: Whose evaluations these are.
-        policy: How to split, and what to do when memory runs out.
-        foresight: What plans for a batch of validation before it runs; None where nothing is predicted.
+        trainer: The Trainer that evaluates.
+        policy: Chooses the micro-batch sizes, and reacts when memory runs out.
+        planner: Plans for a validation batch before it runs; None where nothing is predicted.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -54,7 +54,7 @@ class EvaluationSteps:
             phase: `"validation"`, `"test"` or `"predict"`.
 
         Raises:
-            OutOfMemoryError: If the smallest part does not fit.
+            OutOfMemoryError: If the smallest micro-batch does not fit.
         """
         batch, *rest = args
         shape = self._shape(batch, rest, phase=phase)
@@ -132,7 +132,10 @@ class EvaluationSteps:
         table: MergeTable,
         paths: Sequence[str],
     ) -> None:
-        """Check a batch whose step gave something that no check has seen; say what no rule merges."""
+        """Check a batch whose step gave unknown values, and note those that no rule merges.
+
+        A value is unknown if no check has seen it.
+        """
         if self._policy.batches.checks(_STAGES[phase]):
             check.learn(step, batch, **self._extent(shape))
             for path in paths:
@@ -171,7 +174,10 @@ class EvaluationSteps:
         return rows if check.rule.count is None else Weighting(check.rule, parts, sizes).parts
 
     def _shape(self, batch: Any, rest: list[Any], *, phase: str, is_needed: bool = False) -> BatchShape | None:
-        """Return the size of `batch`; a rule that counts its rows is called only where the batch may have to be split."""
+        """Return the shape of `batch`; None if it has none or none is needed.
+
+        A rule that counts rows is called only if the batch may have to be split.
+        """
         counts = self._policy.batches.of(_STAGES[phase]).rows.count is not None
         if counts and not is_needed and self._policy.evaluation_sizes.runs_whole:
             return None
@@ -179,5 +185,8 @@ class EvaluationSteps:
 
 
 def _loader_of(rest: list[Any]) -> int:
-    """Return the index of a batch's loader, which Lightning gives after the batch's own where there are several loaders."""
+    """Return the index of a batch's loader, 0 if there is only one.
+
+    With several loaders, Lightning passes it after the batch's own index.
+    """
     return rest[1] if len(rest) > 1 else 0

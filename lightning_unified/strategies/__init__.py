@@ -1,4 +1,4 @@
-"""Floor 4: the strategies, and their registration by name."""
+"""The strategies that a Trainer takes: `unified` and `unified_ddp`."""
 
 from lightning_unified.strategies.ddp import UnifiedDDPStrategy
 from lightning_unified.strategies.unified import UnifiedStrategy

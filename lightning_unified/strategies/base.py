@@ -1,4 +1,7 @@
-"""The base of the unified strategies: Lightning's hooks, each of which calls the memory policy, the precision gate or the seam."""
+"""The base of the unified strategies: Lightning's hooks, connected to the memory policy.
+
+Hooks call the memory policy, the precision gate, or the optimization loop that replaces Lightning's.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,9 +45,10 @@ _MANUAL = (
 
 
 class UnifiedBase(RunInterface, MicroBatchBackward):
-    """Makes the Lightning strategy that follows it among the bases train inside a memory budget.
+    """Adds a memory budget to the Lightning strategy that follows it among the base classes.
 
-    A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this class.
+    A strategy calls `_use(policy)` before `super().__init__`, because Lightning's constructors set properties of this
+    class.
     """
 
     def _use(self, policy: MemoryPolicy) -> None:
@@ -55,13 +59,19 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: options and events. The next fit makes the objects of a fit."""
+        """Return the state for another process: options and events.
+
+        The next fit makes the objects of a fit.
+        """
         state = {name: value for name, value in super().__getstate__().items() if name != "_evaluations"}
         return {**state, "first_step": None, "_status": RunStatus(None)}
 
     @override
     def __repr__(self) -> str:
-        """Name the Trainer as the only caller. Fabric shows this text when it refuses a Trainer's strategy."""
+        """Name the Trainer as the only caller.
+
+        Fabric shows this text when it refuses a Trainer's strategy.
+        """
         return f"<{type(self).__name__}: for lightning.Trainer(strategy=…) only, because it splits and repeats the Trainer's steps>"
 
     @property
@@ -76,11 +86,14 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """The Trainer's plugin, or `AtomicCheckpointIO`. A plugin that wraps another one and has none wraps `AtomicCheckpointIO`."""
+        """The Trainer's plugin, or `AtomicCheckpointIO`.
+
+        A plugin that wraps another one and has none wraps `AtomicCheckpointIO`.
+        """
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # the setter keeps one that is there
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # the setter keeps an existing one
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -88,7 +101,10 @@ class UnifiedBase(RunInterface, MicroBatchBackward):
         self._checkpoint_io = io
 
     def _resolve_precision(self) -> None:
-        """Replace the plugin that the Trainer made from its flag by the gate's. The device is known."""
+        """Replace the precision plugin that the Trainer made from its flag by the precision gate's.
+
+        Call it once the device is known.
+        """
         self.policy.watch.prepare(self.root_device)  # before the gate reads the device's capabilities
         given, asked, here = self._precision_plugin, str(self.policy.options.precision), self.root_device
         machine = self.simulated

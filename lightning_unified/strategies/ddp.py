@@ -31,7 +31,7 @@ __all__ = ["UnifiedDDPStrategy"]
 
 
 class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
-    """Trains a copy of any LightningModule on each of several devices or processes, as `ddp` does.
+    """Trains a copy of any LightningModule on each of several devices or processes, like `ddp`.
 
     Each rank runs its own batch inside its own memory budget, in as many micro-batches as it needs. Gradients are averaged once, after
     the last backward pass of the window. The result is that of `strategy="ddp"` with whole batches. Ranks meet before and after every
@@ -71,9 +71,8 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
     """
 
     strategy_name = "unified_ddp"
-    gradients_are_alike = (
-        True  # on all ranks when the optimizer sees them: decisions from gradients alone need no agreement
-    )
+    # All ranks have the same gradients when the optimizer reads them: decisions from gradients alone need no agreement.
+    gradients_are_alike = True
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.precision_choice is None:  # in a process of its own now, which may ask the device
+        if self.precision_choice is None:  # this is now a process of its own, which may query the device
             self._resolve_precision()
         self.policy.watch.sharers = self.num_processes if self.root_device.type == "cpu" else 1
         super().setup_environment()
@@ -227,17 +226,23 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return super().batch_to_device(batch, device, dataloader_idx)
-        with self.ranks.reporting_errors():  # the others will be where the step meets first
+        with self.ranks.reporting_errors():  # the other ranks wait at the step's first meeting
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def shrink(self, reason: str) -> bool:
-        """Halve the micro-batch of all ranks from the next batch on, if it can be done on any; all of them call it together."""
+        """Halve the micro-batch of all ranks from the next batch on; return whether any rank could.
+
+        All ranks call it together.
+        """
         return self._on_any(super().shrink(reason))
 
     @override
     def grow(self, reason: str) -> bool:
-        """Take back one halving by `shrink` on all ranks; all of them call it together. Return whether there was one on any."""
+        """Undo one halving by `shrink` on all ranks; return whether there was one on any.
+
+        All ranks call it together.
+        """
         return self._on_any(super().grow(reason))
 
     def _on_any(self, mine: bool) -> bool:
@@ -262,7 +267,7 @@ class UnifiedDDPStrategy(UnifiedBase, DDPStrategy):
 
 
 def _refuse_collectives(module: L.LightningModule, *, is_synced: bool, recover: bool) -> None:
-    """Raise `ConfigurationError` if a layer or metric of `module` waits for other ranks within a step.
+    """Raise `ConfigurationError` if a layer or metric waits for other ranks within a step.
 
     Args:
         module: The module to train.
@@ -295,7 +300,11 @@ def _refuse_sharded(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _replicas_of(module: L.LightningModule, ranks: Ranks) -> Replicas:
-    """Return the ranks' copies of `module` with the first rank's weights; raise if the ranks built different modules."""
+    """Return the ranks' copies of `module` with the first rank's weights.
+
+    Raises:
+        ConfigurationError: If the ranks built different modules.
+    """
     replicas = Replicas(module, ranks)
     words = ranks.meet(Point.MODULE, digest=zlib.crc32(replicas.description.encode()))
     other = next((word.rank for word in words if word.digest != words[0].digest), None)

@@ -1,4 +1,4 @@
-"""What callbacks, modules and users read from a unified strategy, and what they may ask of it."""
+"""The public interface of a unified strategy for callbacks, modules and users."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ __all__ = ["RunInterface"]
 
 
 class RunInterface(Strategy):
-    """The public properties and methods of a unified strategy, beside Lightning's hooks."""
+    """The public properties and methods of a unified strategy, except Lightning's hooks."""
 
     policy: MemoryPolicy
     first_step: FirstStep | None
@@ -55,7 +55,10 @@ class RunInterface(Strategy):
         )
 
     def run_figures(self) -> RunFigures:
-        """Return what `lightning-unified watch` shows of this run. It reads counters only and never waits for the device."""
+        """Return the figures of this run that `lightning-unified watch` shows.
+
+        It reads counters only and never waits for the device.
+        """
         module, reading, peak = self.lightning_module, self.reading(), self.measured_peak()
         assert module is not None
         root = str(module.trainer.default_root_dir)
@@ -83,7 +86,10 @@ class RunInterface(Strategy):
         return self.policy.watch.measured_peak()
 
     def shrink(self, reason: str) -> bool:
-        """Halve the micro-batch from the next batch on, as `MicroBatchSizing.shrink` says; return whether it could be done."""
+        """Halve the micro-batch from the next batch on; return whether it could be done.
+
+        See `MicroBatchSizing.shrink`.
+        """
         return self.policy.sizing.shrink(reason)
 
     def grow(self, reason: str) -> bool:
@@ -92,10 +98,11 @@ class RunInterface(Strategy):
 
     @property
     def spare_bytes(self) -> int | None:
-        """Bytes of the budget beside the planned steps, which the module may keep from one step to the next.
+        """Bytes of the budget beside the planned steps, which the module may keep between steps.
 
-        A module that keeps memory reports it as `kept_bytes` and frees it in `give_back()`. The strategy calls that before it plans
-        a step, and when memory is short; afterwards nothing is spare any more. None if steps are neither planned nor repeated.
+        A module that keeps memory reports it as `kept_bytes` and frees it in `give_back()`. The strategy calls that
+        before it plans a step, and when memory is short. Once memory was short, `spare_bytes` is 0. None if steps are
+        neither planned nor repeated.
         """
         if self.policy.kept.is_refused:
             return 0
@@ -118,7 +125,10 @@ class RunInterface(Strategy):
 
     @property
     def budget(self) -> Budget | None:
-        """The bytes this run may use; None before `fit`. A `leave` budget changes as other programs come and go."""
+        """The bytes this run may use; None before `fit`.
+
+        A `leave` budget changes as other programs come and go.
+        """
         return self.policy.watch.budget
 
     @property
@@ -148,5 +158,5 @@ class RunInterface(Strategy):
 
     @property
     def events(self) -> list[str]:
-        """What happened to the run's memory, as sentences."""
+        """The memory events of the run, as sentences."""
         return self.policy.events

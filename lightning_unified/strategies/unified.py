@@ -18,7 +18,7 @@ __all__ = ["UnifiedStrategy"]
 
 
 class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
-    """Trains any LightningModule on one device inside a memory budget, with whole-batch gradients.
+    """Trains any LightningModule on one device in a memory budget, with whole-batch gradients.
 
     The optimizer sees the loader's batch. A batch that does not fit, or exceeds `micro_batch_size`, runs as micro-batches. Their losses
     are weighted so that gradients, logs and outputs are those of the whole batch. If memory runs out inside a step, the strategy undoes
@@ -56,14 +56,14 @@ class UnifiedStrategy(UnifiedBase, SingleDeviceStrategy):
             it writes. Costs their bytes once more, and time.
         micro_batches: Rules for splitting batches, for a module you do not own. They replace all that the module's
             `configure_micro_batches` returns. Worker processes get them only if they can be pickled.
-        batch_norm: What to do when a batch must be split and the module has BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
+        batch_norm: The reaction when a batch must be split and the module has BatchNorm in train mode: `"refuse"`, or `"micro"` to accept
             statistics of each micro-batch. `MicroBatchRules(batch_norm=…)` takes precedence.
         check_split: Whether the exactness check compares rows run whole and split: before the first split batch, again at growing
             intervals, and before the update of a batch that differs in kind. It finds how losses are weighted and how results
             merge, and refuses a module that does not split exactly. `MicroBatchRules(check=…)` takes precedence; see docs/splitting.md.
         evaluation_micro_batch_size: The largest number of rows run at once in validation, test and predict, or `"auto"`: the whole
             batch, and less once memory runs out in one. Figures logged and returned are those of the whole batch.
-        window_mean: What the gradient of an accumulation window is a mean over: its `"batches"`, as in Lightning, or the loss
+        window_mean: The gradient of an accumulation window is a mean over its `"batches"`, as in Lightning, or over the loss
             `"terms"` in them (rows, or scored tokens). With `"terms"` a window trains as one batch of all its rows would, the last
             window too.
         remember: File for the sizes found, such as `runs/mine/sizes.json`. A resumed run, or another run in a directory beside it with

@@ -1,4 +1,7 @@
-"""The training step: Lightning's automatic optimization, run in micro-batches and repeated after an out-of-memory error."""
+"""The training step: Lightning's automatic optimization in micro-batches, with recovery.
+
+A step that runs out of memory is undone and repeated.
+"""
 
 from lightning_unified.step.loop.optimization import UnifiedOptimization
 

@@ -15,15 +15,15 @@ __all__ = ["MicroBatchBackward"]
 
 
 class MicroBatchBackward(Strategy):
-    """Splits `Strategy.backward` in two: each micro-batch's backward pass, and the hooks after the last."""
+    """Splits `Strategy.backward`: micro-batches' backward passes, then the hooks after them."""
 
     policy: MemoryPolicy
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, share: float | None) -> Tensor:
         """Run one micro-batch's backward pass, without the hooks that follow the batch's last.
 
-        `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss, so that its mean, as they log it, is the
-        batch's. Its gradient is multiplied by the loss's `share` of the batch.
+        `on_before_backward` and `LightningModule.backward` get the micro-batch's own loss. If they log it, the mean of
+        the logs is the batch's loss. The gradient is multiplied by the loss's `share` of the batch.
         """
         assert self.lightning_module is not None
         self.policy.caches.sample()
@@ -36,13 +36,13 @@ class MicroBatchBackward(Strategy):
         return scaled
 
     def after_backward(self, loss: Tensor) -> None:
-        """Run the hooks after a batch's last backward pass, which see its whole gradient."""
+        """Run the hooks after a batch's last backward pass, when its gradient is complete."""
         assert self.lightning_module is not None
         self.post_backward(self.precision_plugin.post_backward(loss, self.lightning_module))
 
 
 class _Share(torch.autograd.Function):
-    """The loss itself, with a gradient that counts by a share."""
+    """The identity of a loss, whose gradient is multiplied by a share."""
 
     @staticmethod
     @override

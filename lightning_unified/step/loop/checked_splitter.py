@@ -1,4 +1,4 @@
-"""How the batch of a step runs: whole, or as micro-batches that the exactness check has approved."""
+"""The decision how a batch runs: whole, or in micro-batches that the check approved."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +26,13 @@ __all__ = ["CheckedSplitter"]
 
 
 class CheckedSplitter:
-    """Splits training batches as the policy says, after the exactness check has compared whole and split rows.
+    """Splits training batches by the policy, once the exactness check has approved the split.
 
     Args:
         trainer: The Trainer of the fit.
         policy: The micro-batch sizes and the permission to split.
         step: Runs `training_step` with given arguments, as the loop does.
-        fits: `fits(rows)` returns whether so many rows are predicted to fit at once; None where nothing is predicted.
+        fits: `fits(rows)` returns whether `rows` rows are predicted to fit at once; None where nothing is predicted.
         metrics: Returns the module's torchmetrics objects, by path.
     """
 
@@ -55,7 +55,7 @@ class CheckedSplitter:
     def split(
         self, kwargs: "OrderedDict[str, Any]", whole: Callable[[], ClosureResult], *, batch_idx: int
     ) -> WholeBatch | SplitBatch:
-        """Return the batch as it is to run: whole if it fits or has no countable rows, else in micro-batches.
+        """Return the batch as it will run: whole if it fits or has no countable rows, else split.
 
         Args:
             kwargs: The arguments of `training_step`, the batch first.
@@ -105,14 +105,17 @@ class CheckedSplitter:
         )
 
     def _require_exact(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, *, batch_idx: int) -> None:
-        """Find the loss weights and merge rules of the batch; raise `SplitError` if no rule is exact."""
+        """Find the batch's loss weights and merge rules; raise `SplitError` if no rule is exact."""
         if self._is_checked:
             self._policy.splits.record(self.check.verdict(kwargs, **self._extent(shape), batch_idx=batch_idx))
 
     def _learn_more(
         self, kwargs: "OrderedDict[str, Any]", shape: BatchShape, table: MergeTable, paths: Sequence[str]
     ) -> None:
-        """Check a batch, before its update, whose step returned or logged a value that no check has seen."""
+        """Check a batch whose step returned or logged an unknown value, before its update.
+
+        A value is unknown if no check has seen it.
+        """
         if self._is_checked:
             verdict: Verdict = self.check.learn_more(kwargs, table, paths, **self._extent(shape))
             self._policy.splits.record(verdict)
@@ -122,7 +125,7 @@ class CheckedSplitter:
         return {"rows": shape.rows, "unit": sizes.unit, "micro_batch_size": sizes.micro_batch_size(shape)}
 
     def loss_terms(self, kwargs: "OrderedDict[str, Any]", shape: BatchShape | None, *, batch_idx: int) -> float:
-        """Return the number of loss terms of a batch, for a gradient that is a mean over an accumulation window's terms.
+        """Return the number of loss terms of a batch, for the mean over a window's terms.
 
         Raises:
             ConfigurationError: If the loss is a sum and the rules do not count its terms.

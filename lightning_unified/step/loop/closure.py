@@ -28,7 +28,10 @@ class ClosureHooks(Protocol):
     _skip_backward: bool
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+
+        None if the batch does not open an accumulation window.
+        """
 
     def has_terms(self) -> bool:
         """Return whether the batch has a loss term, and so a gradient."""
@@ -46,7 +49,7 @@ class ClosureHooks(Protocol):
 
 
 class MicroBatchClosure(Closure):
-    """Lightning's closure over several micro-batches: step and backward for each, zero_grad once."""
+    """Lightning's closure for several micro-batches: step and backward for each, one zero_grad."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class ZeroGrad:
     """Zeroes gradients after the step of the first micro-batch, before its backward pass.
 
     Args:
-        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
+        zero_grad: Lightning's function: calls `on_before_zero_grad`, then `optimizer_zero_grad`.
     """
 
     def __init__(self, zero_grad: Callable[[], None]) -> None:
@@ -115,12 +118,13 @@ class ZeroGrad:
 class LateZeroGrad(ZeroGrad):
     """Zeroes gradients after the last micro-batch's step, for users with `on_before_zero_grad`.
 
-    Otherwise a momentum teacher that the hook moves would differ between the first micro-batch and the others. The hook finds the
-    gradients of the step before, as in a whole batch; until then they are set aside, at the price of their bytes.
+    Otherwise a momentum teacher that the hook updates would differ between the first micro-batch and the others. As
+    with a whole batch, the hook finds the gradients of the step before. Until then these gradients are set aside, which
+    costs their bytes.
 
     Args:
-        zero_grad: Lightning's: `on_before_zero_grad`, then `optimizer_zero_grad`.
-        parameters: Whose gradients are set aside.
+        zero_grad: Lightning's function: calls `on_before_zero_grad`, then `optimizer_zero_grad`.
+        parameters: The parameters whose gradients are set aside.
     """
 
     def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:
@@ -159,11 +163,14 @@ def overrides(trainer: L.Trainer, hook: str) -> bool:
 
 def _has_own(user: Any, hook: str, base: type) -> bool:
     is_in_class = getattr(type(user), hook) is not getattr(base, hook) and not is_ours(type(user))
-    return is_in_class or hook in vars(user)  # as of LambdaCallback
+    return is_in_class or hook in vars(user)  # as LambdaCallback has
 
 
 def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:
-    """Return what is in a gradient after a backward pass that finds `left` there."""
+    """Return the gradient after a backward pass that adds `made` to `left`.
+
+    None if both are None.
+    """
     if left is None or made is None:
         return made if left is None else left
     return left + made

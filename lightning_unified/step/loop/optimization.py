@@ -1,12 +1,15 @@
-"""The seam with Lightning: its automatic optimization, run in micro-batches and repeated after an out-of-memory error.
+"""The seam with Lightning: its automatic optimization, with micro-batches and recovery.
 
-This is the one file that touches `_AutomaticOptimization`, a private class in lightning/pytorch/loops/optimization/automatic.py (read in
-2.6.6); tests/step/test_seam.py pins its shape. Deviations from Lightning's loop:
+This is the one file that touches `_AutomaticOptimization`, a private class in
+lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/test_seam.py pins its shape. Deviations
+from Lightning's loop:
 
 1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
-2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy that split inside
-   Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's outputs only.
-3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss terms.
+2. The closure (`closure`) runs `training_step` and `backward` once a micro-batch, and merges their results. A strategy
+   that split inside Lightning's own hooks would get the weights right, but callbacks would see the first micro-batch's
+   outputs only.
+3. Checkpoints of the loop also hold the micro-batch sizes, the findings of the exactness check, and the window's loss
+   terms.
 """
 
 from collections import OrderedDict
@@ -55,10 +58,10 @@ _HALF_UPDATED = (
 
 
 class UnifiedOptimization(_AutomaticOptimization):
-    """Runs one optimization step: splits the batch, and repeats the step smaller after an out-of-memory error.
+    """Runs one optimization step: splits the batch, and repeats the step if memory runs out.
 
     Args:
-        trainer: The Trainer whose batches are run.
+        trainer: The Trainer of the fit.
         policy: Decides the micro-batch sizes and the reaction when memory runs out.
         planner: Plans for a batch before it runs; None where nothing is predicted.
     """
@@ -80,7 +83,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._batch_idx = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: Lightning's own state. The next fit makes a new loop from the strategy."""
+        """Return the state for another process: Lightning's own state, the policy and the window.
+
+        The next fit makes a new loop from the strategy.
+        """
         kept = {*vars(_AutomaticOptimization(self.trainer)), "_policy", "_window"}
         return {name: value for name, value in vars(self).items() if name in kept}
 
@@ -100,7 +106,7 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
-        """Run the batch; repeat it in smaller micro-batches while memory runs out and a smaller size is left."""
+        """Run the batch; if memory runs out, repeat it in smaller micro-batches while any are left."""
         self._batch_idx = batch_idx
         if _draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
@@ -145,7 +151,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     ) -> dict[str, Any]:
         key, attempt = next(iter(kwargs)), 0
         while True:
-            # recorded before each attempt: the policy may have changed the module, or had it free memory
+            # recorded before each attempt: the policy may have changed the module, or made it free memory
             snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
             continues = batch_idx % self.trainer.accumulate_grad_batches != 0
             self._gradients = HeldGradients(optimizer, within_window=continues)
@@ -166,7 +172,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return outputs
 
     def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the outputs and None, or None and why memory ran out."""
+        """Return the outputs and None, or None and the reason why memory ran out."""
         return caught(run)
 
     def _snapshot(self) -> StepSnapshot:
@@ -221,7 +227,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _fits(self, rows: int) -> bool | None:
-        """Return whether a micro-batch of `rows` rows is predicted to fit; None where nothing is predicted."""
+        """Return whether `rows` rows are predicted to fit at once; None where nothing is predicted."""
         return None if self._planner is None else self._planner.fits(rows)
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
@@ -237,22 +243,25 @@ class UnifiedOptimization(_AutomaticOptimization):
         return scaled
 
     def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches; None within a window."""
+        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+
+        None if the batch does not open an accumulation window.
+        """
         self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
         if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
             self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
         return self._zeroing
 
     def has_terms(self) -> bool:
-        """Return whether the batch counts in its window at all."""
+        """Return whether the batch has loss terms that count in its window."""
         return self._window is None or self._window.factor > 0
 
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
         """Run the hooks after a batch's last backward pass, on the window's gradients so far.
 
         Args:
-            loss: What was differentiated last; None if nothing was.
-            optimizer: Whose gradients they are.
+            loss: The loss of the last backward pass; None if there was none.
+            optimizer: The optimizer of the gradients.
         """
         if loss is not None or self._closes_window:
             self._phase = "backward"
@@ -265,7 +274,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_gradients(self, optimizer: Optimizer) -> None:
-        """Turn the summed gradients into the optimizer's, after the window's last backward pass."""
+        """Turn the summed gradients into those of the optimizer, after the window's last backward."""
         if self._window is not None and self._closes_window:
             self._window.divide(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -275,7 +284,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         return not self.trainer.fit_loop._should_accumulate()
 
     def before_weights(self, optimizer: Optimizer) -> None:
-        """Record weights and optimizer state before they are written; an optimizer that runs its closure again has written already."""
+        """Record weights and optimizer state before they are written.
+
+        If an optimizer runs its closure again, its first record is kept, because it has written already.
+        """
         if self._policy.options.recover and self._closes_window:
             if self._weights is None:
                 self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
@@ -283,5 +295,9 @@ class UnifiedOptimization(_AutomaticOptimization):
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:
-    """Return whether these are the arguments of `training_step(dataloader_iter)` (training_epoch_loop.py, Lightning 2.6.6)."""
+    """Return whether `kwargs` are the arguments of `training_step(dataloader_iter)`.
+
+    Source:
+        training_epoch_loop.py (Lightning 2.6.6).
+    """
     return "any" in kwargs and len(kwargs) == 1

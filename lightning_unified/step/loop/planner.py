@@ -11,7 +11,10 @@ __all__ = ["StepPlanner"]
 
 
 class StepPlanner(Protocol):
-    """Plans for a batch before it runs. The step declares the interface, because `step` must not import `planner`."""
+    """Plans for a batch before it runs.
+
+    The step declares the interface, because `step` must not import `planner`.
+    """
 
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         """Plan for `batch` if its kind is new; `step` runs `training_step` on a batch."""
@@ -20,7 +23,7 @@ class StepPlanner(Protocol):
         """Plan for a validation batch within the fit if its kind is new."""
 
     def fits(self, rows: int) -> bool | None:
-        """Return whether `rows` rows of the current batch are predicted to fit; None where nothing is predicted."""
+        """Return whether `rows` rows of the batch are predicted to fit; None without a prediction."""
 
     def batch_done(self) -> None:
         """Learn from a batch that has run."""

@@ -34,21 +34,21 @@ class WholeBatch:
         self._step = step
 
     def begin(self) -> None:
-        """Nothing is gathered over parts."""
+        """Do nothing: a whole batch has nothing to merge."""
 
     def step(self, _index: int, *, in_window: bool) -> ClosureResult:  # noqa: ARG002  # Lightning's own order
         """Run `training_step`."""
         return self._step()
 
     def recording(self) -> AbstractContextManager[None]:
-        """Leave `self.log` alone."""
+        """Leave `self.log` unchanged."""
         return nullcontext()
 
     def end_micro_batch(self) -> None:
-        """Leave what the step has written."""
+        """Do nothing: state that the step wrote is already the batch's."""
 
     def settle(self) -> None:
-        """Leave what the step has written."""
+        """Do nothing: state that the step wrote is already the batch's."""
 
     def share(self, _index: int) -> float | None:
         """Return None: the loss is the batch's own."""
@@ -64,11 +64,12 @@ class SplitResults:
 
     Args:
         tables: The rules.
-        results: Where Lightning gathers what is logged; None where nothing can be.
+        results: Lightning's collection of logged values; None where nothing can be logged.
         metrics: The module's torchmetrics objects, by path.
-        state: The watch over what the step may write; None where nothing is checked, so that no rule can be known.
-        ignored: Where paths begin that are written once a micro-batch, as the user has accepted.
-        learn: `learn(table, paths)` has the batch checked, because its step gave something new at paths that this table lacks.
+        state: The watch over state that the step may write; None where nothing is checked, so that no rule can be
+            known.
+        ignored: Prefixes of paths that the user allows a split batch to write once a micro-batch.
+        learn: `learn(table, paths)` checks the batch, because its step gave values at paths that `table` lacks.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SplitResults:
         self.begin()
 
     def begin(self) -> None:
-        """Start afresh; some optimizers run their closure, and so the batch, several times a step."""
+        """Start over: some optimizers run their closure, and so the batch, several times a step."""
         self._logs, self._is_settled = LogRecorder(), False
         self._metrics = MetricsOverMicroBatches(self._all_metrics, self._tables.metrics, self._tables.joins)
         self._written: WrittenOverMicroBatches | None = None
@@ -98,7 +99,7 @@ class SplitResults:
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
-        """Gather what micro-batch `index` logs and counts inside the block."""
+        """Record the logs and metric updates of micro-batch `index` inside the block."""
         self._logs.next_micro_batch(index)
         if self._written is not None:
             self._written.begin_micro_batch()
@@ -106,7 +107,7 @@ class SplitResults:
             yield
 
     def end_micro_batch(self) -> None:
-        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
+        """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""
         if self._written is not None:
             self._written.end_micro_batch()
 
@@ -114,7 +115,7 @@ class SplitResults:
         """Write the merged state, metrics and logs once; later calls do nothing.
 
         Args:
-            parts: What the micro-batches weigh.
+            parts: The weights of the micro-batches.
         """
         if self._is_settled:
             return
@@ -131,15 +132,15 @@ class SplitResults:
             self._logs.flush(self._results, lambda key, call: self._whole_log(key, call, parts), by_steps=by_steps)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Hold back what is logged inside the block."""
+        """Hold back the values that are logged inside the block."""
         return self._logs.recording(self._results)
 
     def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
-        """Return what the whole batch's step would have returned, log what it would have logged, and join metrics.
+        """Return the whole batch's output, write its logs, and merge metrics.
 
         Args:
-            values: What each micro-batch returned.
-            parts: What the micro-batches weigh.
+            values: The outputs of the micro-batches.
+            parts: The weights of the micro-batches.
         """
         tables = self._tables
         if new := list(unknown_paths(tables.outputs, values)):
@@ -149,7 +150,7 @@ class SplitResults:
         return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:
-        """Return whether a value was logged, by the step itself, that no check has seen."""
+        """Return whether the step itself logged a value that no check has seen."""
         is_value = isinstance(call.values[0], Tensor)
         return is_value and key[0].endswith("_step") and not self._tables.logs.knows(path_of_log(key))
 
@@ -189,10 +190,11 @@ class SplitBatch:
     """A batch that runs as micro-batches.
 
     Args:
-        steps: One for each micro-batch; runs `training_step` on it.
-        weighting: What they weigh.
-        merging: Puts their results together.
-        parameters: Of the module; a step that computes gradients of its own must leave those of earlier micro-batches alone.
+        steps: One function for each micro-batch, which runs `training_step` on it.
+        weighting: The weights of the micro-batches.
+        merging: Merges their results.
+        parameters: The module's parameters. A step that computes gradients of its own must not change those of earlier
+            micro-batches.
     """
 
     def __init__(
@@ -208,16 +210,18 @@ class SplitBatch:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
     def begin(self) -> None:
-        """Start afresh."""
+        """Start over."""
         self._merging.begin()
 
     def step(self, index: int, *, in_window: bool) -> ClosureResult:
-        """Run `training_step` on one micro-batch; without a loss term in it there is no loss, and no backward.
+        """Run `training_step` on one micro-batch.
+
+        A micro-batch without a loss term has no loss, and so no backward pass.
 
         Args:
-            index: Of the micro-batch.
-            in_window: Whether there are gradients of earlier batches of an accumulation window. Otherwise Lightning zeroes gradients
-                after the whole batch's step, whatever the step itself did to them.
+            index: The number of the micro-batch.
+            in_window: Whether there are gradients of earlier batches of an accumulation window. Otherwise Lightning
+                zeroes all gradients after the whole batch's step, even if the step itself changed them.
 
         Raises:
             SplitError: If the step changes gradients of earlier batches.
@@ -231,7 +235,7 @@ class SplitBatch:
 
     @contextmanager
     def _gradients_aside(self, index: int, *, in_window: bool) -> Iterator[None]:
-        """Keep a step that runs backward or `zero_grad` itself from the gradients of earlier micro-batches."""
+        """Protect earlier gradients from a step that runs backward or `zero_grad` itself."""
         held = [parameter.grad for parameter in self._parameters]
         if index == 0:
             versions = [None if gradient is None else gradient._version for gradient in held]
@@ -252,11 +256,11 @@ class SplitBatch:
                 parameter.grad = gradient
 
     def recording(self) -> AbstractContextManager[None]:
-        """Hold back what is logged inside the block."""
+        """Hold back the values that are logged inside the block."""
         return self._merging.recording()
 
     def end_micro_batch(self) -> None:
-        """Record what a micro-batch's step has written, before the hooks that run once a batch."""
+        """Record the state that a micro-batch's step wrote, before the hooks that run once a batch."""
         self._merging.end_micro_batch()
 
     def settle(self) -> None:
@@ -264,7 +268,7 @@ class SplitBatch:
         self._merging.settle(self._weighting.parts)
 
     def share(self, index: int) -> float | None:
-        """Return the factor of the micro-batch's loss; None if the loss is its share of the batch's already."""
+        """Return the factor of the micro-batch's loss; None if the loss is already its share."""
         return self._weighting.share(index)
 
     def join(self, outputs: Sequence[ClosureResult]) -> ClosureResult:
@@ -274,14 +278,20 @@ class SplitBatch:
 
 
 def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None) -> bool:
-    """Return whether a gradient is what it was; it may have moved to other memory, as gradients of recorded CUDA graphs do."""
+    """Return whether a gradient is unchanged.
+
+    It may have moved to other memory, as gradients of recorded CUDA graphs do.
+    """
     if before is None or now is None:
         return before is now
     return before._version == version and (before is now or torch.equal(before, now))
 
 
 class _Fallback:
-    """Puts values together for which no rule is known: entries of rows one after another, figures averaged, of anything else the last."""
+    """Merges values for which no rule is known.
+
+    Entries with rows are concatenated, and numbers are averaged. Of all other values the last is returned.
+    """
 
     def __init__(self, parts: MicroBatchWeights) -> None:
         self._parts = parts
@@ -294,7 +304,7 @@ class _Fallback:
 
 
 def _as_reduced(call: Logged, values: list[Tensor], parts: MicroBatchWeights) -> Any:
-    """Return a logged value for which no rule is known, as its `reduce_fx` reduces steps."""
+    """Merge a logged value without a rule as its `reduce_fx` reduces steps."""
     reduce_fx = call.options.get("reduce_fx", "mean")
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     rule = {"sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}.get(how, "mean")

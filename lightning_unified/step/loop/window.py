@@ -1,4 +1,4 @@
-"""Accumulation windows whose gradient is the mean over all their loss terms."""
+"""Accumulation windows with a gradient that is the mean over all their loss terms."""
 
 from collections.abc import Iterable
 
@@ -11,10 +11,10 @@ __all__ = ["WindowTerms"]
 class WindowTerms:
     """The numbers of loss terms in the batches of the window so far.
 
-    Lightning divides every batch's loss by `accumulate_grad_batches`, so that a batch with few scored tokens counts as much as one
-    with many, and the last window of an epoch, which may be shorter, is divided by too much (Lightning issues 19987, 20350). Here
-    each batch's gradient counts by its terms, in units of the first batch's so that scaled losses stay in their range, and the
-    window's sum is divided once by all of them, before anything clips or writes.
+    Lightning divides every batch's loss by `accumulate_grad_batches`. So a batch with few scored tokens counts as much
+    as one with many. The last window of an epoch may be shorter, and is divided by too much (Lightning issues 19987,
+    20350). Here each batch's gradient counts by its terms, in units of the first batch's terms, so that scaled losses
+    stay in their range. The window's sum is divided once by all its terms, before anything clips or writes.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class WindowTerms:
 
     @property
     def terms(self) -> float:
-        """The loss terms in the window so far, this batch's among them."""
+        """The loss terms in the window so far, including this batch's."""
         return sum(self._before) + self._now
 
     def divide(self, parameters: Iterable[Tensor], *, total: float | None = None) -> None:
-        """Divide the summed gradients into the window's mean; called once, after its last backward pass.
+        """Divide the summed gradients into the window's mean, once, after its last backward pass.
 
         Args:
-            parameters: Whose gradients they are.
-            total: Over how many terms the mean is, where that is not the window's own number.
+            parameters: The parameters of the gradients.
+            total: The number of terms of the mean; by default the window's own.
         """
         total = self.terms if total is None else total
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

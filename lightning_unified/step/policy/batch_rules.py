@@ -13,16 +13,17 @@ __all__ = ["BatchRules"]
 
 
 class BatchRules:
-    """Calls the module's `configure_micro_batches` once a stage and a fit, and makes one splitter from its answer.
+    """Calls `configure_micro_batches` once a stage and fit; makes a splitter from the rules.
 
     A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`, as in Lightning's `setup(stage)`.
 
     Args:
         given: Rules that the user gave to the strategy. They replace the module's own.
-        check_split: Whether the exactness check runs where the rules do not say.
+        check_split: Whether the exactness check runs where the rules leave it open.
 
     Attributes:
-        known_roles: Roles of the batches' entries by stage, found by an earlier run; a dry run gets those of the real run.
+        known_roles: Roles of the batches' entries by stage, found by an earlier run; a dry run gets those of the real
+            run.
     """
 
     def __init__(self, given: MicroBatchRules | None, *, check_split: bool) -> None:
@@ -32,7 +33,10 @@ class BatchRules:
         self.begin(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process: the given rules if they can be pickled, and nothing of the module."""
+        """Return the state for another process, without the module.
+
+        The given rules are included if they can be pickled.
+        """
         given = self.given if can_be_pickled(self.given) else LEFT_BEHIND
         return {**vars(self), "given": given, "_module": None, "_rules": {}, "_splitters": {}}
 
@@ -58,7 +62,10 @@ class BatchRules:
         return self._check_split if own is None else own
 
     def splitter(self, stage: str) -> BatchSplitter:
-        """Return the splitter for batches of `stage`. All callers share it, so that they agree on a batch's rows."""
+        """Return the splitter for batches of `stage`.
+
+        All callers share it, so that they agree on a batch's rows.
+        """
         assert self._module is not None
         if stage not in self._splitters:
             roles = self.known_roles.get(stage)

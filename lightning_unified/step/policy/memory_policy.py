@@ -1,4 +1,4 @@
-"""The memory policy of a run: one object for each question that memory raises, and the reaction when memory runs out."""
+"""The memory policy of a run: an object for each decision, and out-of-memory reactions."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -32,11 +32,11 @@ _EVALUATIONS = {"validation": "validate", "test": "test", "predict": "predict"} 
 
 
 class MemoryPolicy:
-    """Reacts when memory runs out in a step, and holds the objects that decide everything else about memory.
+    """Reacts when memory runs out in a step; its objects make all other decisions about memory.
 
     Args:
-        options: What the user asked for.
-        watch: The budget and how much of it is used.
+        options: The memory options that the user chose.
+        watch: The budget and its use.
 
     Attributes:
         batches: The rules and splitters of the batches.
@@ -47,8 +47,8 @@ class MemoryPolicy:
         recomputation: Which activations are recomputed. `"auto"` recomputes all once no smaller size is left.
         applied_options: The optimizer kernel and the rows of a chunked loss.
         recoveries: How many steps were repeated.
-        most_chunks: Chunks of an encoder's call that a dry run executes; None for all of them.
-        events: What happened to the run's memory, as sentences.
+        most_chunks: The largest number of chunks of an encoder's call that a dry run executes; None for all of them.
+        events: The memory events of the run, as sentences.
         notices: Writes texts to the log and the events once.
     """
 
@@ -98,7 +98,7 @@ class MemoryPolicy:
         return self.sizing.evaluation
 
     def check_budget(self, module: L.LightningModule, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `BudgetError` if the budget cannot hold `module` and its optimizer state, before any activation."""
+        """Raise `BudgetError` if the budget cannot hold `module`, gradients and optimizer state."""
         self._module, self._optimizers = module, list(optimizers)
         refuse_small_budget(self.watch, module, self._optimizers)
 
@@ -114,11 +114,11 @@ class MemoryPolicy:
         self.sizing.begin(module, unit=self.batches.of("fit").unit, precision=precision)
 
     def retried(self, call: Callable[[], T], *, phase: str) -> T:
-        """Return the result of `call`, and call it again after an out-of-memory error. It must change nothing that needs undoing.
+        """Return the result of `call`; call it again after an out-of-memory error.
 
         Args:
-            call: What runs.
-            phase: What to name it in events and errors: `"batch"` or `"weights"`.
+            call: The function to run. It must change nothing that needs undoing.
+            phase: Its name in events and errors: `"batch"` or `"weights"`.
         """
         if not self.options.recover:
             return call()
@@ -136,14 +136,15 @@ class MemoryPolicy:
         """Free memory and choose a smaller size for the batch that failed.
 
         Args:
-            phase: Where memory ran out: `"forward"`, `"backward"`, `"optimizer step"`, `"prepare"`, `"validation"`, ….
-            reason: The allocator's words.
-            shape: Of the batch; None for a batch that cannot be split.
-            attempt: How often it has failed, from 1 on.
+            phase: The phase in which memory ran out: `"forward"`, `"backward"`, `"optimizer step"`, `"prepare"`,
+                `"validation"`, ….
+            reason: The text of the allocator's error.
+            shape: The batch's shape; None for a batch that cannot be split.
+            attempt: The number of failures of this batch, from 1 on.
             batch: The batch, for the error message.
 
         Raises:
-            OutOfMemoryError: If nothing smaller is left to try and it has failed with cleared caches too.
+            OutOfMemoryError: If nothing smaller is left to try and the batch has failed with cleared caches too.
         """
         self.kept.give_back(for_good=phase != "prepare")  # memory to keep is made there
         self.watch.release()
@@ -170,7 +171,11 @@ class MemoryPolicy:
         self.sizing.save()
 
     def _react(self, sizes: MicroBatchSize, *, phase: str, shape: BatchShape | None, attempt: int) -> tuple[bool, bool]:
-        """Shrink the size or recompute activations; return whether the size shrank, and whether activations are now recomputed."""
+        """Shrink the size or recompute activations.
+
+        Returns:
+            Whether the size shrank, and whether activations are now recomputed.
+        """
         trains, why = phase in ("forward", "backward"), "because memory ran out"
         can_split = phase not in _EVALUATIONS or self.batches.of(_EVALUATIONS[phase]).splittable
         if self.splits.verdict is None and trains and self.sizing.before_failure is None:
@@ -196,7 +201,11 @@ class MemoryPolicy:
         )
 
     def batch_done(self, shape: BatchShape | None) -> None:
-        """Record a batch that ran: clear caches where needed, follow the budget, and shrink if the peak is above it."""
+        """Record a batch that ran, and adapt caches, budget and size.
+
+        Caches are cleared if needed, and a `leave` budget is resolved again. If the batch's peak is above the budget,
+        the micro-batch size shrinks.
+        """
         if not self.kept.may_be_recorded:
             self.events.extend(self.caches.batch_done(self.watch.bytes))
         if (followed := self.watch.follow()) is not None:
@@ -210,7 +219,10 @@ class MemoryPolicy:
 
 
 def _caches_of(watch: BudgetWatch) -> CacheCare:
-    """Return the cache care of the watch's device. A simulated device's counters are read through the watch."""
+    """Return the cache care of the watch's device.
+
+    A simulated device's counters are read through the watch.
+    """
     if watch.machine is None:
         return CacheCare()
     return CacheCare(

@@ -1,4 +1,4 @@
-"""What a run tells its user once: warnings and notes on split batches."""
+"""Warnings and notes on split batches that a run writes once."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ class Notices:
         """Warn once of each value that no rule merges.
 
         Args:
-            names: Of the values, as logged or returned.
+            names: The names of the values, as logged or returned.
             phase: `"training"`, `"validation"`, `"test"` or `"predict"`.
         """
         for name in names:
@@ -49,10 +49,10 @@ class Notices:
             )
 
     def say_drawn(self, names: Iterable[str], *, phase: str) -> None:
-        """Warn once that an evaluation draws random numbers for each micro-batch, which change its results.
+        """Warn once that random draws for each micro-batch change an evaluation's results.
 
         Args:
-            names: Of the values it logs.
+            names: The names of the values that the evaluation logs.
             phase: `"validation"`, `"test"` or `"predict"`.
         """
         logged = ", ".join(repr(name) for name in sorted(names))
@@ -71,7 +71,7 @@ class Notices:
         self.say(f"{happens} once for each micro-batch where a batch is split. {instead}")
 
     def say_unsplit(self, why: str, *, option: str, asked: int | None) -> None:
-        """Note once in the events why batches are not split, and warn where the user asked for a size.
+        """Note once in the events why batches are not split; warn if the user asked for a size.
 
         Args:
             why: A sentence on the batches.

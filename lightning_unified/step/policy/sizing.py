@@ -69,7 +69,7 @@ class MicroBatchSizing:
         self.before_failure: dict[str, Any] | None = None
 
     def begin(self, module: L.LightningModule, *, unit: int, precision: str) -> None:
-        """Begin a fit or an evaluation of `module` with the sizes that an earlier run saved, if there are any.
+        """Begin a fit or an evaluation of `module`, with sizes saved by an earlier run, if any.
 
         Args:
             module: The module.
@@ -96,7 +96,7 @@ class MicroBatchSizing:
 
     @property
     def reason(self) -> str:
-        """Why the micro-batch size is what it is, for `Plan.reasons`."""
+        """Why the micro-batch size has its value, for `Plan.reasons`."""
         reason = "the whole batch" if self.training.asked is None else "as asked"
         return f"{reason}, then {self.changed_by}" if self.changed_by else reason
 
@@ -127,7 +127,7 @@ class MicroBatchSizing:
                 shrunk = self._halve(shape, has_failed=has_failed)
                 rows = self.training.micro_batch_size(shape)
                 outcome = f"micro-batches of {rows} rows from here on" if shrunk else "nothing left to shrink"
-        except SplitError:  # memory has not run out: a batch that does not split exactly goes on whole
+        except SplitError:  # memory has not run out: a batch that does not split exactly stays whole
             outcome = _UNSPLITTABLE
         if shrunk:
             self.changed_by = f"smaller: {reason}"
@@ -149,7 +149,10 @@ class MicroBatchSizing:
         return shrunk
 
     def grow(self, reason: str) -> bool:
-        """Undo one halving by `shrink`; return whether there was one. A size that ran out of memory stays refused."""
+        """Undo one halving by `shrink`; return whether there was one.
+
+        A size that ran out of memory stays refused.
+        """
         grown = self.largest is not None and self.training.relax(self.largest)
         if grown:
             self._report_growth(reason)
@@ -162,9 +165,10 @@ class MicroBatchSizing:
         log.info("%s", self._events[-1])
 
     def recompute_everything(self, why: str) -> bool:
-        """Recompute all activations from here on, if the user left that open; return whether this changed anything.
+        """Recompute all activations from here on; return whether this changed anything.
 
-        Sizes are then found anew, because a step needs less memory.
+        It changes nothing if the user decided on recomputation, or if all are recomputed already. Otherwise the search
+        for sizes starts over, because a step needs less memory.
         """
         done = self._checkpointing.more(why)
         if done:
@@ -172,10 +176,11 @@ class MicroBatchSizing:
         return done
 
     def goes_whole(self, refusal: SplitError) -> bool:
-        """Return whether a batch that does not split exactly runs whole, and go back to the sizes from before.
+        """Return whether a batch that does not split exactly runs whole; restore the sizes if so.
 
-        It does if only the budget's watch made it smaller, or if it now needs less because activations are recomputed. A run
-        that has split batches already stops, because some of them may have been inexact.
+        It runs whole if only the budget's watch made its micro-batches smaller. It also does if recomputing activations
+        makes it need less memory. A run that has split batches already stops, because some of them may have been
+        inexact.
         """
         if self._splits.verdict is not None:
             return False
@@ -203,7 +208,7 @@ class MicroBatchSizing:
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Take the sizes of another run, if it ran the same module in the same memory."""
+        """Load the sizes of another run, if it ran the same module in the same memory."""
         if state is None or state["fingerprint"] != self._fingerprint:
             return
         if state.get("recomputes"):

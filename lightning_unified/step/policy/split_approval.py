@@ -1,4 +1,4 @@
-"""Whether a batch may be split, and by which weights: the declared rules and the verdict of the exactness check."""
+"""The permission to split a batch, and the weights: declared rules and the check's verdict."""
 
 import logging
 from typing import Any, Literal
@@ -18,17 +18,17 @@ log = logging.getLogger("lightning_unified")
 
 
 class SplitApproval:
-    """Allows or refuses to split training batches, and says how their micro-batches are weighted.
+    """Allows or refuses to split training batches, and chooses the weights of micro-batches.
 
     Args:
         batches: The rules of the batches.
-        notices: Receives what the user should know about split batches.
+        notices: Receives notes on split batches for the user.
         watch: Clears the device's caches after a check.
-        batch_norm: Whether BatchNorm in train mode refuses the split, unless the rules say: `"refuse"` or `"micro"`.
+        batch_norm: Whether BatchNorm in train mode refuses the split, unless the rules decide: `"refuse"` or `"micro"`.
         events: The run's events.
 
     Attributes:
-        verdict: What the exactness check found last; None before the first check.
+        verdict: The last verdict of the exactness check; None before the first check.
         refusal: Why batches run whole from now on; None where they may be split.
     """
 
@@ -46,7 +46,7 @@ class SplitApproval:
         self.begin(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, without the module and what was found about it."""
+        """Return the state for another process, without the module and findings about it."""
         return {**vars(self), "_module": None, "verdict": None, "refusal": None}
 
     def begin(self, module: L.LightningModule | None) -> None:
@@ -56,11 +56,11 @@ class SplitApproval:
         self.refusal: SplitError | None = None
 
     def require(self, rows: int, *, micro_batch_size: int) -> None:
-        """Raise `SplitError` if a batch cannot be split exactly, as the rules say or a check has shown.
+        """Raise `SplitError` if a batch cannot be split exactly, by the rules or by a check.
 
         Args:
-            rows: Rows of the batch.
-            micro_batch_size: Rows that its micro-batches would have.
+            rows: The rows of the batch.
+            micro_batch_size: The rows that its micro-batches would have.
         """
         module = self._module
         assert module is not None
@@ -89,10 +89,10 @@ class SplitApproval:
         return False
 
     def record(self, verdict: Verdict) -> None:
-        """Keep the verdict of an exactness check, and tell the user what differs from the whole batch.
+        """Keep the verdict of an exactness check; note for the user how results will differ.
 
-        The caches that the check filled are cleared: a GPU's first step would otherwise be laid out around them, which took up
-        to a tenth more memory.
+        The caches that the check filled are cleared. Otherwise a GPU's first step would be laid out around them, which
+        took up to a tenth more memory.
         """
         before = self.verdict
         if verdict is before:

@@ -1,4 +1,4 @@
-"""Meetings of ranks over their own sockets: all go on, or all stop."""
+"""Meetings of ranks over their own sockets: all ranks continue, or all stop."""
 
 import struct
 import time
@@ -23,7 +23,10 @@ _RECORD = struct.Struct("<BBId")  # point, outcome, digest, terms; the mask of a
 
 
 class Point(IntEnum):
-    """The points of a run at which ranks meet; different points mean that ranks took different paths."""
+    """The points of a run at which ranks meet.
+
+    If ranks meet at different points, they took different paths.
+    """
 
     ENVIRONMENT = 1
     MODULE = 2
@@ -76,8 +79,8 @@ class Word:
 class Ranks:
     """The ranks of a run, which meet at fixed points. All ranks create this object together.
 
-    Meetings run over a separate group of sockets (gloo). They need no device memory, do not wait for the device's pending work, and cannot
-    be confused with a collective of the module.
+    Meetings run over a separate group of sockets (gloo). They need no device memory, do not wait for the device's
+    pending work, and cannot be confused with a collective of the module.
 
     Args:
         timeout: How long a rank waits for the others at a meeting; None for torch's own.
@@ -85,7 +88,7 @@ class Ranks:
     Attributes:
         rank: The number of this rank.
         size: The number of ranks.
-        are_apart: Whether ranks are in the section of a step that each runs, and may repeat, by itself.
+        are_apart: Whether ranks are in a section of the step that each rank runs, and may repeat, by itself.
         is_over: Whether all ranks stop; no further meeting is possible.
     """
 
@@ -115,7 +118,7 @@ class Ranks:
         """Wait for all ranks, and return the record of each, in rank order.
 
         Raises:
-            RankError: If another rank failed, is gone, or came to another point.
+            RankError: If another rank failed, is gone, or reached another point.
         """
         record = _RECORD.pack(point, outcome, digest, terms) + absent.to_bytes(self._mask_bytes, "little")
         self._table.zero_()
@@ -148,7 +151,7 @@ class Ranks:
             dist.broadcast(tensor, source, group=self._group if tensor.device.type == "cpu" else None)
 
     def average(self, tensor: Tensor) -> None:
-        """Sum the ranks' `tensor` in place. Each rank divides its own by the number of ranks before."""
+        """Sum the ranks' `tensor` in place; each rank has divided its own by the number of ranks."""
         with self._losses_named():
             dist.all_reduce(tensor)
 
@@ -224,7 +227,10 @@ class Ranks:
             ) from error
 
     def _missing(self) -> list[int]:
-        """Return the ranks that do not answer within some seconds over the store, beside the failed sockets."""
+        """Return the ranks that do not answer over the store within a few seconds.
+
+        The store works where the sockets of the meetings have failed.
+        """
         dist.destroy_process_group(self._group)  # closes the sockets, so that ranks that still wait there fail too
         deadline = time.monotonic() + _ROLL_CALL_S
         missing = [rank for rank in range(self.size) if rank != self.rank]

@@ -1,17 +1,17 @@
 """The training step of several ranks: no collective starts before all ranks can join it.
 
-A rank that ran out of memory cannot take part in the reduction that the others have begun, and they would wait for it for ever. So
-everything that may fail and be repeated lies between two meetings of the ranks, and holds no collective:
+A rank that ran out of memory cannot take part in the reduction that the others have begun, and they would wait for it forever. So
+everything that may fail and be repeated lies between two meetings of the ranks, and contains no collective:
 
     forward and backward of every micro-batch    each rank for itself
-    GRADIENTS                                    has every rank its gradients? if not, all step back and repeat the batch
-    gradients averaged, hooks                    collectives that every rank takes part in, whatever happens to it
-    BEFORE_WEIGHTS                               did that go well everywhere? if not, all step back and repeat the batch
+    GRADIENTS                                    does every rank have its gradients? if not, all undo and repeat the batch
+    gradients averaged, hooks                    collectives that every rank joins, even one that runs out of memory
+    BEFORE_WEIGHTS                               did that succeed everywhere? if not, all undo and repeat the batch
     clipping and the optimizer's step            each rank for itself
-    AFTER_WEIGHTS                                a rank whose step failed takes weights and state from one whose step went well
-    logs written, first rank's buffers           what the step has logged was held back, for `sync_dist=True` is a collective
+    AFTER_WEIGHTS                                a rank whose step failed copies weights and state from one that succeeded
+    logs written, first rank's buffers           the step's logs were held back, because `sync_dist=True` is a collective
 
-Any other error is told at the next meeting, so that all ranks end.
+A rank reports any other error at the next meeting, so that all ranks end.
 """
 
 from collections import OrderedDict
@@ -45,11 +45,11 @@ class DistributedOptimization(UnifiedOptimization):
     accumulation window. A rank may split its batch into more micro-batches than another.
 
     Args:
-        trainer: The Trainer whose batches are run.
-        policy: How to split and what to do when memory runs out.
-        ranks: All of them.
-        replicas: The module's copies.
-        broadcast_buffers: Whether all ranks take the first one's buffers after each optimizer step.
+        trainer: The Trainer of the fit.
+        policy: Chooses the micro-batch sizes, and reacts when memory runs out.
+        ranks: All ranks of the run.
+        replicas: The ranks' copies of the module.
+        broadcast_buffers: Whether all ranks copy the first rank's buffers after each optimizer step.
         planner: Plans for a batch before it runs, with the other ranks; None where nothing is predicted.
     """
 
@@ -78,7 +78,8 @@ class DistributedOptimization(UnifiedOptimization):
             self._logs.forget()
             with self._logs.recording(results):
                 outputs = super().run(optimizer, batch_idx, kwargs)
-            if self._next is Point.AFTER_WEIGHTS and self._closes_window:  # nothing is repeated, and no attempt has met
+            # without recovery, no attempt has met here
+            if self._next is Point.AFTER_WEIGHTS and self._closes_window:
                 self._meet(Point.AFTER_WEIGHTS, then=Point.GRADIENTS)
             self._logs.flush(results)
             if self._broadcast_buffers and self._closes_window:
@@ -139,7 +140,7 @@ class DistributedOptimization(UnifiedOptimization):
         """Meet the others at `point`; the next meeting is at `then`.
 
         Raises:
-            MemoryError: If one did, so that this rank, too, takes its step back.
+            MemoryError: If another rank ran out of memory, so that this rank undoes its step too.
         """
         words = self._ranks.meet(point, **figures)
         short = [word for word in words if word.outcome is not Outcome.WELL]
@@ -182,7 +183,7 @@ class DistributedOptimization(UnifiedOptimization):
         return (outputs if reason is None else self._finish_resynced(well[0], reason)), None
 
     def _finish_resynced(self, source: int, reason: str) -> dict[str, Any]:
-        """Finish the step after a resync, as if the optimizer step had gone well on this rank."""
+        """Finish the step after a resync, as if the optimizer step had succeeded on this rank."""
         self._distributed_policy.report_resync(source, reason)
         _forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()

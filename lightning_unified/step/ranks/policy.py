@@ -1,4 +1,7 @@
-"""The memory policy of several ranks: each reacts as a single process does, and all use the most careful rank's sizes."""
+"""The memory policy of several ranks, which all use the sizes of the most careful rank.
+
+Each rank reacts to its own memory as a single process does.
+"""
 
 import logging
 import zlib
@@ -20,17 +23,18 @@ _TOGETHER = ("forward", "backward", "optimizer step")
 
 
 class DistributedPolicy(MemoryPolicy):
-    """The memory policy of one of several ranks: keeps its sizes equal to those of the other ranks.
+    """The memory policy of one of several ranks: keeps its sizes equal to those of the others.
 
-    A rank learns from its own batches, as a single process does. With every batch it sends one number that stands for its sizes.
-    Where these numbers differ, the ranks exchange their findings after the batch, and all go on with the most careful ones: the union
-    of the sizes that failed, the smallest limit under pressure, the fewest batches without trouble, and recomputation if one rank
-    turned it on. So a size grows again when every rank has the memory for it. Each rank runs and repeats evaluations by itself. Their
-    sizes are exchanged with those of the next training batch.
+    A rank learns from its own batches, as a single process does. With every batch it sends a digest of its sizes. If
+    digests differ, the ranks exchange their findings after the batch, and all continue with the most careful ones.
+    These are the union of the sizes that failed, the smallest limit under pressure, and the fewest batches without
+    trouble. Recomputation is on if one rank turned it on. So a size grows again once every rank has the memory for it.
+    Each rank runs and repeats evaluations by itself. Their sizes are exchanged with those of the next training batch.
 
     Attributes:
         ranks: All ranks, once their processes are connected.
-        elsewhere: Which other ranks ran out of memory in the attempt that failed, as a sentence; None if this rank did.
+        elsewhere: Names the other ranks that ran out of memory in the failed attempt, as a sentence; None if this rank
+            did.
     """
 
     ranks: Ranks
@@ -51,7 +55,10 @@ class DistributedPolicy(MemoryPolicy):
 
     @property
     def digest(self) -> int:
-        """A number that stands for this rank's sizes; 0 where its batches run whole because they do not split exactly."""
+        """A number computed from this rank's sizes; 0 after a refusal to split.
+
+        After a refusal, batches run whole because they do not split exactly.
+        """
         return 0 if self.splits.refusal is not None else zlib.crc32(repr(self._found()).encode()) or 1
 
     def compare(self, words: Sequence[Word]) -> None:
@@ -65,11 +72,14 @@ class DistributedPolicy(MemoryPolicy):
             self.join_sizes()
 
     def join_sizes(self) -> None:
-        """Go on with the most careful rank's sizes. All ranks call it together, when none has run out of memory."""
+        """Continue with the most careful rank's sizes.
+
+        All ranks call it together, when none has run out of memory.
+        """
         before = self.sizes.state_dict()
         self._join()
         if self.splits.verdict is None and self.sizing.before_overrun is None and self.sizes.state_dict() != before:
-            self.sizing.before_overrun = before  # a batch that does not split exactly may go on whole
+            self.sizing.before_overrun = before  # a batch that does not split exactly may run whole
 
     @override
     def out_of_memory(
@@ -93,7 +103,7 @@ class DistributedPolicy(MemoryPolicy):
         sizing.changed_by = f"smaller: {elsewhere}"
 
     def report_resync(self, source: int, reason: str) -> None:
-        """Record that this rank's optimizer step failed and that it took weights and state from rank `source`."""
+        """Record that this rank's optimizer step failed and that it copied rank `source`'s state."""
         self._report_repeat(
             f"out of memory in optimizer step ({reason}); weights and optimizer state are taken from rank {source}"
         )
@@ -107,14 +117,17 @@ class DistributedPolicy(MemoryPolicy):
         return {kind: value for kind, value in self.sizing.state_dict().items() if kind != "fingerprint"}
 
     def _join(self) -> None:
-        """Take the sizes of the most careful rank. All ranks call it after the same batch or the same failed attempt."""
+        """Load the sizes of the most careful rank.
+
+        All ranks call it after the same batch or the same failed attempt.
+        """
         self._differ = False
         found = self.ranks.exchange(Point.SIZES, self._found())
         if any(each["recomputes"] for each in found) and not self.recomputation.everything:
             self.sizing.recompute_everything("as memory ran out on another rank")
         if self.splits.refusal is not None:
             return
-        # sizes found without recomputation say nothing of a step with it
+        # sizes found without recomputation do not hold for a step with it
         found = [each for each in found if each["recomputes"] == self.recomputation.everything]
         self.sizes.load_state_dict(most_careful([each["training"] for each in found]))
         self.evaluation_sizes.load_state_dict(most_careful([each["evaluation"] for each in found]))
@@ -150,7 +163,10 @@ def most_careful(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rules_out(one: Failure, other: Failure) -> bool:
-    """Return whether `one` says as much as `other`; of two that are equal but for the memory there was, the one with more of it does."""
+    """Return whether `one` rules out all sizes that `other` does, so that `other` is redundant.
+
+    Of two failures with equal rows and entries, the one with more memory rules out the other.
+    """
     if (one.elements, one.rows) == (other.elements, other.rows):
         return other.room_bytes is not None and (one.room_bytes is None or one.room_bytes > other.room_bytes)
     return one.elements <= other.elements and one.rows <= other.rows

@@ -21,7 +21,7 @@ _SCRATCH = 16 * MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
-    """What goes into one collective: one large tensor where it lies, or several small ones through the scratch memory."""
+    """The tensors of one collective: a large tensor in place, or small ones in scratch memory."""
 
     members: tuple[int, ...]
     views: tuple[Tensor, ...] = ()
@@ -31,54 +31,63 @@ class _Bucket:
 class Replicas:
     """The ranks' copies of one module: equal parameters and buffers, averaged gradients.
 
-    In place of `DistributedDataParallel`: that one starts to reduce in the middle of the backward pass, where a rank that runs out
-    of memory leaves the others waiting, and keeps a second copy of all gradients in its buckets. Here a reduction begins when every
-    rank has its gradients, and needs a scratch memory of at most 16 MiB, allocated beforehand. A rank that runs out of memory
-    all the same, in copying to that memory or back, takes part in every collective and says so afterwards.
+    It replaces `DistributedDataParallel`, which starts to reduce in the middle of the backward pass. There, a rank that
+    runs out of memory leaves the others waiting. DDP also keeps a second copy of all gradients in its buckets. Here a
+    reduction begins when every rank has its gradients. It needs a scratch memory of at most 16 MiB, allocated
+    beforehand. A rank may still run out of memory while it copies to or from that memory. It then takes part in every
+    collective and raises afterwards.
 
     Args:
-        module: Whose copies they are, on its device.
-        ranks: Those that have one.
+        module: The module, on its device.
+        ranks: The ranks that have a copy of it.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._parameters = [(name, value) for name, value in module.named_parameters() if name not in ignored]
-        # the very tensors, as there: one that a module replaces while it runs may be of another size on each rank
+        # the present tensors, as in DDP: a module may later replace one by another of a different size on each rank
         self._buffers = [(name, value) for name, value in module.named_buffers() if name not in ignored]
         held = [value for _, value in (*self._parameters, *self._buffers)]
         small = sum(_bytes(value) for value in held if _bytes(value) < _LARGE)
         device = held[0].device if held else torch.device("cpu")
-        room = min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # in units that every dtype divides
+        room = min(max(_LARGE, -(-small // 16) * 16), _SCRATCH)  # a multiple of 16, which every dtype's size divides
         self._scratch = torch.zeros(room, dtype=torch.uint8, device=device)
         self._plans: dict[object, list[_Bucket]] = {}
 
     @property
     def scratch_bytes(self) -> int:
-        """Device bytes of a reduction beside the gradients, reserved from the start."""
+        """Device bytes that a reduction needs beside the gradients, reserved from the start."""
         return self._scratch.numel()
 
     @property
     def description(self) -> str:
-        """Names, shapes, strides and types of all parameters and buffers: the same on all ranks, or they are no copies of one module."""
+        """Names, shapes, strides and types of all parameters and buffers, one a line.
+
+        It is equal on all ranks if they built the same module.
+        """
         held = (*self._parameters, *self._buffers)
         return "\n".join(f"{name} {tuple(value.shape)} {value.stride()} {value.dtype}" for name, value in held)
 
     def copy_from_first(self, *, with_parameters: bool = False) -> None:
-        """Write the first rank's buffers, and its parameters if asked for, into those of all ranks, which are alike otherwise.
+        """Write the first rank's buffers, and its parameters if requested, into those of all ranks.
+
+        The ranks' tensors have equal shapes and types.
 
         Raises:
             torch.OutOfMemoryError: If copying needed memory that this rank did not have; all collectives are over then.
         """
         if with_parameters:
             self._ranks.expect(parameters=len(self._parameters))
-            self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so have one now
+            self._ranks.average(self._scratch)  # backends allocate memory at their first reduction, so run one now
             self._each([value.detach() for _, value in self._parameters], self._send, scale=None, like="parameters")
         self._each([value for _, value in self._buffers], self._send, scale=None, like="buffers")
 
     def absent(self) -> int:
-        """Return which parameters have no gradient, a bit each, and make every gradient one that can be reduced where it lies.
+        """Return a mask of the parameters without a gradient, a bit each.
+
+        Large gradients whose memory is ordered differently from their parameter's are copied first, so that they can be
+        reduced in place.
 
         Raises:
             ConfigurationError: If a gradient is sparse.
@@ -98,15 +107,22 @@ class Replicas:
         return mask
 
     def fill(self, absent: int) -> None:
-        """Give a gradient of zeros to each parameter that has none here and, not being in the mask `absent`, has one on another rank."""
+        """Give a gradient of zeros to each parameter that has one on another rank only.
+
+        Args:
+            absent: The mask of parameters without a gradient on any rank.
+        """
         for index, (_, parameter) in enumerate(self._parameters):
             if parameter.grad is None and not absent >> index & 1:
                 parameter.grad = torch.zeros_like(parameter)
 
     def average_gradients(self, absent: int) -> None:
-        """Make the gradients of all ranks their mean, but for parameters in the mask `absent`, which have none on any rank.
+        """Replace the gradients of all ranks by their mean.
 
-        As `DistributedDataParallel` does it: divided on each rank, then added up.
+        As in `DistributedDataParallel`, each rank divides its gradients, and then they are summed.
+
+        Args:
+            absent: The mask of parameters without a gradient on any rank, which are left out.
 
         Raises:
             torch.OutOfMemoryError: If copying needed memory that this rank did not have; all collectives are over then.
@@ -121,13 +137,13 @@ class Replicas:
     def _each(
         self, tensors: Sequence[Tensor], collective: Callable[[Tensor], None], *, scale: float | None, like: object
     ) -> None:
-        """Run `collective` over all `tensors`, whatever happens to this rank on the way.
+        """Run `collective` over all `tensors`, even if this rank runs out of memory meanwhile.
 
         Args:
             tensors: The same ones on all ranks.
             collective: Called with pieces of memory.
-            scale: By what each number is multiplied before.
-            like: Names the shapes and types of `tensors`, so that they are merged but once.
+            scale: The factor that each number is multiplied by first; None for none.
+            like: A key for the shapes and types of `tensors`, so that buckets are planned once.
         """
         shortages = []
 
@@ -177,7 +193,8 @@ class Replicas:
         return _Bucket(members=tuple(members), views=tuple(views), flat=flat)
 
     def _send(self, flat: Tensor) -> None:
-        self._ranks.broadcast(flat.view(torch.uint8), source=0)  # as bytes, for not every backend knows every dtype
+        # as bytes, because not every backend supports every dtype
+        self._ranks.broadcast(flat.view(torch.uint8), source=0)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -189,7 +206,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def flat_memory(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor without gaps as one row, in whatever order its dimensions lie there.
+    """Return the memory of a tensor without gaps as one row, in the order of its strides.
 
     Raises:
         ConfigurationError: If there are gaps, or entries that share memory.
@@ -204,5 +221,5 @@ def flat_memory(tensor: Tensor) -> Tensor:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Return the strides, which say in what order entries lie in memory, of dimensions that have an order."""
+    """Return the strides of dimensions above size 1: the order of entries in memory."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

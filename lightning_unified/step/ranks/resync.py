@@ -30,21 +30,21 @@ class _Blank:
 
 
 def resync(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: int, lacks: bool) -> None:
-    """Give every rank the weights, the optimizer state and the loss scale of rank `source`, after a step that went well there.
+    """Copy weights, optimizer state and loss scale from rank `source` to every rank.
 
-    All ranks call it. Whatever a failed step left, even weights half written, is gone afterwards. What the others have is written
-    over with the same bits.
+    All ranks call it after an optimizer step that succeeded on `source`. It overwrites everything a failed step left,
+    even half-written weights. Ranks whose step succeeded receive the same bits that they have.
 
     Args:
-        optimizer: The one that stepped.
-        precision: Whose scaler, if any, stepped with it.
-        ranks: All of them.
-        source: The rank to take from.
+        optimizer: The optimizer that stepped.
+        precision: The precision plugin, whose scaler, if any, stepped with it.
+        ranks: All ranks of the run.
+        source: The rank to copy from.
         lacks: Whether this rank's step failed.
 
     Raises:
-        OutOfMemoryError: If a rank that lacks optimizer state finds no memory for it.
-        RankError: On the others, then.
+        OutOfMemoryError: On a rank that has no memory for missing optimizer state.
+        RankError: On the other ranks in that case.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors: list[Tensor] = []
@@ -52,7 +52,7 @@ def resync(optimizer: Optimizer, precision: Precision, ranks: Ranks, *, source: 
     if ranks.rank == source:
         packed = pickle.dumps(_mapped(_books(optimizer, parameters, precision), partial(_blanked, tensors)))
     ranks.meet(Point.RESYNC)
-    books = pickle.loads(ranks.broadcast_object(packed, source=source))  # noqa: S301  of our own making
+    books = pickle.loads(ranks.broadcast_object(packed, source=source))  # noqa: S301  another rank of this run pickled it
     if ranks.rank != source:
         mine = _books(optimizer, parameters, precision)
         books, reason = caught(partial(_filled, books, mine, parameters[0].device, tensors))
@@ -80,7 +80,10 @@ def _raise_if_short(words: list[Word], ranks: Ranks, *, source: int) -> None:
 
 
 def _books(optimizer: Optimizer, parameters: list[Tensor], precision: Precision) -> dict[str, Any]:
-    """Return what a step may have changed besides weights; `get`, for looking must not create state."""
+    """Return the state besides weights that a step may have changed.
+
+    States are read from the optimizer's existing entries, so that reading creates none.
+    """
     numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
     return {
         "state": {
@@ -105,7 +108,10 @@ def _write_books(optimizer: Optimizer, parameters: list[Tensor], precision: Prec
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with every tensor in its dicts, lists and tuples changed, in their order."""
+    """Return `value` with `change` applied to each tensor in its dicts, lists and tuples.
+
+    Tensors are changed in their order.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -122,7 +128,7 @@ def _blanked(tensors: list[Tensor], tensor: Tensor) -> _Blank:
 
 
 def _filled(value: Any, mine: Any, device: torch.device, tensors: list[Tensor]) -> Any:
-    """Return `value` with a tensor in place of each blank: the one that this rank has there, if it fits, else a new one."""
+    """Return `value` with a tensor for each blank: this rank's own if it fits, else a new one."""
     if isinstance(value, _Blank):
         tensors.append(mine if _fits(mine, value) else _made(value, device))
         return tensors[-1]

@@ -1,4 +1,4 @@
-"""The budget of a run: resolve it, cap the allocator, and compare it with the use."""
+"""The budget of a run: resolve it, cap the allocator, compare it with the memory in use."""
 
 import logging
 from collections.abc import Sequence
@@ -35,11 +35,10 @@ __all__ = ["BudgetWatch", "refuse_small_budget"]
 log = logging.getLogger("lightning_unified")
 
 _NEW_PEAK = 1.1  # a peak is reported again when it is a tenth higher than the last reported one
-_WATCH_EVERY = 8  # batches between two looks at the peak on a CPU, after as many looks at the first ones
-_NO_TENSORS = (
-    1.01  # judgement: a process may exceed its budget by a hundredth beside tensors before a batch is made smaller
-)
-_NEW_CAP = 0.05  # a cap is handed over anew when it is a twentieth higher or lower
+_WATCH_EVERY = 8  # a CPU's peak is read after each of the first 8 batches, then after every 8th
+# Judgement: a process may exceed its budget by a hundredth, for memory beside tensors, before a batch shrinks.
+_NO_TENSORS = 1.01
+_NEW_CAP = 0.05  # the allocator gets a new cap when it is a twentieth higher or lower
 
 
 class BudgetWatch:
@@ -47,15 +46,16 @@ class BudgetWatch:
 
     Args:
         spec: The budget as written: `"auto"`, `"28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
-        machine: A simulated machine, whose pool it then is while the CPU does the work.
+        machine: A simulated machine. The budget is then one of its pool, while the CPU does the work.
 
     Attributes:
-        device: The device whose pool it is.
-        budget: The bytes the spec comes to; None before `resolve`. A `leave` budget becomes another one while a run goes on.
-        written: What was written for the allocator to read when it is made; None on a CPU.
-        cap: What was done to hold the allocator to the budget.
-        sharers: Processes of this run that draw on the same pool, each on an equal part of the budget.
-        driver_bytes: What Metal holds for the process beside the allocator's heaps; the allocator counts it against its cap. 0 elsewhere.
+        device: The device whose pool the budget is taken from.
+        budget: The resolved budget; None before `resolve`. A `leave` budget changes during a run.
+        written: The settings written before the allocator exists, which it reads when it is created; None on a CPU.
+        cap: How the allocator is held to the budget.
+        sharers: Processes of this run that use the same pool; each gets an equal share of the budget.
+        driver_bytes: Bytes that Metal holds for the process beside the allocator's heaps. The allocator counts them
+            against its cap. 0 elsewhere.
     """
 
     def __init__(self, spec: str | int, machine: SimulatedMachine | None = None) -> None:
@@ -77,25 +77,27 @@ class BudgetWatch:
         self._files = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process; it counts nothing on a simulated machine and follows no other program."""
+        """Return the state for another process, without simulated counters and the follower."""
         return {**vars(self), "_elsewhere": None, "_on_machine": ExitStack(), "_follower": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state over; a simulated machine is the copy's own."""
+        """Restore the state; the copy reads its own simulated machine."""
         vars(self).update(state, _elsewhere=_sources_of(state["machine"]))
 
     def prepare(self, device: torch.device) -> None:
-        """Write the allocator's settings before the device is queried, because a query creates the allocator."""
+        """Write the allocator's settings; call it before any query, which creates the allocator."""
         device = device if self.machine is None else torch.device(self.machine.device)
         if device.type != "cpu" and (self.written is None or device.type != self.device.type):
             self.written = prepare_allocators(self.spec, **self._elsewhere)
         self.device = device
 
     def resolve(self) -> None:
-        """Find the budget in bytes, and cap the allocator; before anything is allocated on the device.
+        """Resolve the budget in bytes, and cap the allocator.
+
+        Call it before any allocation on the device.
 
         Raises:
-            BudgetError: If the pool cannot give what was asked for.
+            BudgetError: If the pool cannot give the requested bytes.
         """
         reading = self.reading()
         self.budget = divide_budget(resolve_budget(self.spec, reading), reading, sharers=self.sharers)
@@ -108,13 +110,13 @@ class BudgetWatch:
             log.warning("The cap of %s stands, but %s.", format_bytes(self.cap.bytes), self.named(self.cap.warning))
 
     def enter(self, module: torch.nn.Module) -> None:
-        """Count on the simulated machine, if there is one, what `module` has and what is made until `leave`."""
+        """Count `module`'s tensors, and all made until `leave`, on the simulated machine, if any."""
         self.leave()
         if self.machine is not None:
             self._on_machine.enter_context(self.machine.active(holding=[*module.parameters(), *module.buffers()]))
 
     def leave(self) -> None:
-        """Give the simulated device up; its peak stays known."""
+        """Leave the simulated machine; its peak stays known."""
         self._on_machine.close()
         if self.machine is not None:
             self.machine.forget()
@@ -124,11 +126,11 @@ class BudgetWatch:
         release_cached_memory(self.device, **self._elsewhere)
 
     def named(self, reason: str) -> str:
-        """Return `reason`, and before it the simulated machine that it is true of."""
+        """Return `reason`, with the name of the simulated machine before it, if there is one."""
         return reason if self.machine is None else f"simulated {self.machine.profile.name}: {reason}"
 
     def begin(self) -> None:
-        """Count the peak from here on, and follow other programs if the budget does."""
+        """Start counting the peak, and follow other programs if the budget is a `leave` budget."""
         reset_peak(self.device, **self._elsewhere)
         self._files = self._resident_files()
         self._follower = None if self.budget is None else BudgetFollower(self.budget)
@@ -138,12 +140,15 @@ class BudgetWatch:
 
     @property
     def counts_process(self) -> bool:
-        """Whether the pool's counters are of the whole process, as on a CPU, and not of tensors alone."""
+        """Whether the pool's counters cover the whole process, as on a CPU, not only tensors."""
         return self.device.type == "cpu"
 
     @property
     def mmap_threshold(self) -> int | None:
-        """The bytes from which the C library was told to map blocks one by one; None where it was not, and where tensors are elsewhere."""
+        """The block size in bytes from which the C library maps each block separately.
+
+        None if the user set no such size, or if tensors are not in host memory.
+        """
         return mmap_threshold(self._sources) if self.counts_process else None
 
     @property
@@ -152,9 +157,10 @@ class BudgetWatch:
 
     @property
     def fresh_code_bytes(self) -> int:
-        """Resident bytes of files, of code that ran for the first time above all, that came in since `begin`; 0 but on a CPU.
+        """Resident bytes of files that came in since `begin`; 0 except on a CPU.
 
-        They are not held against the budget, though the counters have them: the system drops them when it is short.
+        Most of them are code that ran for the first time. The counters include them, but the budget does not: the
+        system drops them when memory is short.
         """
         return max(self._resident_files() - self._files, 0)
 
@@ -172,24 +178,25 @@ class BudgetWatch:
         return read(self.device, **self._elsewhere)
 
     def room(self) -> int | None:
-        """Return the bytes that the process could hold altogether now within its budget; None if unknown."""
+        """Return the bytes that the process can hold in total within its budget; None if unknown."""
         now = self.reading()
         if now.available.bytes is None:
             return None
         return min(self.bytes, now.available.bytes + (now.allocated.bytes or 0))
 
     def measured_peak(self) -> Figure:
-        """Return the highest use of this fit so far, in bytes, and which counter says so."""
+        """Return the highest use of this fit so far, in bytes, and the counter it comes from."""
         now = read_peak(self.device, **self._elsewhere)
         if now.bytes is None or self._earlier_peak is None or now.bytes >= self._earlier_peak:
             return now
         return Figure(self._earlier_peak, now.source)
 
     def follow(self) -> str | None:
-        """Between two batches: resolve a `leave` budget anew, if it is time to; return in words how it changed.
+        """Resolve a `leave` budget again if it is due; return its change in words.
 
-        The cap follows, but never below what the run has just held: it would fail where it could be made smaller. Once it is
-        smaller, the cap comes down after it. What a lower budget sets free goes back to the system at once.
+        Call it between two batches. The cap follows the budget, but never below the memory that the run has just held.
+        Otherwise a step would fail where a smaller micro-batch would do. Once the run holds less, the cap comes down
+        too. Memory that a lower budget frees goes back to the system at once.
         """
         follower = self._follower
         if follower is None or not follower.due:
@@ -214,10 +221,11 @@ class BudgetWatch:
             self.cap = cap_allocator(self.device, replace(self.budget, bytes=count), **self._elsewhere)
 
     def overrun(self) -> str | None:
-        """After a batch: return in words by how much its peak is above the budget, once for each new peak.
+        """Return in words by how much the peak exceeds the budget, once for each new peak.
 
-        On a CPU, whose allocator has no cap, and whenever a budget that follows other programs was read anew; else the allocator
-        raises before it gets there. Of a process a hundredth more is let pass.
+        Call it after a batch. It reads the peak on a CPU, whose allocator has no cap, and after a `leave` budget was
+        resolved again. In all other cases the allocator raises before the budget is exceeded. On a CPU, the process may
+        exceed the budget by a hundredth.
         """
         self._batches += 1
         is_time = self._batches <= _WATCH_EVERY or self._batches % _WATCH_EVERY == 0
@@ -234,20 +242,22 @@ class BudgetWatch:
         return f"peak {format_bytes(peak)} above the budget of {format_bytes(self.bytes)}"
 
     def count_anew(self) -> None:
-        """Let the peak show what a smaller size needs, where the counter can be set back."""
+        """Reset the peak, where the counter allows it, so that it shows the need of a smaller size."""
         if reset_peak(self.device, **self._elsewhere):
             self._told = 0
 
 
 def _sources_of(machine: SimulatedMachine | None) -> dict[str, Sources]:
-    """Return where hardware is read, as keyword arguments: nothing for the machine this runs on."""
+    """Return the sources of hardware readings as keyword arguments; empty for the real machine."""
     return {} if machine is None else {"sources": machine.sources}
 
 
 def refuse_small_budget(
     watch: BudgetWatch, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Raise `BudgetError` if the budget cannot hold weights, gradients and optimizer state, before any activation.
+    """Raise `BudgetError` if the budget cannot hold weights, gradients and optimizer state.
+
+    Activations are not counted.
 
     Args:
         watch: The budget; nothing is refused before it is resolved.

@@ -17,23 +17,23 @@ __all__ = ["CacheCare", "shapes_of"]
 
 log = logging.getLogger("lightning_unified")
 
-_EVERY_S = 1.0  # between two looks: counters are cheap, and still not free
-_LEAVES = 64  # tensors of a batch that are looked at
+_EVERY_S = 1.0  # seconds between two readings of the counters, which are cheap but not free
+_LEAVES = 64  # tensors of a batch whose shapes are read
 
 
 class CacheCare:
-    """Looks at the counters after a batch, at most every second; never waits for the device unless it clears.
+    """Reads the counters after a batch, at most once a second; clears caches if it pays off.
 
-    On a CPU there is nothing to clear, and nothing is looked at.
+    Only clearing waits for the device. On a CPU there is nothing to clear, and no counter is read.
 
     Args:
-        clock: Seconds, of a clock that only goes forward.
-        read: Gives what the pool of a device says now.
-        live: Gives the live bytes of a device whose backend counts no peak; cheap enough for every micro-batch.
+        clock: Returns the seconds of a monotonic clock.
+        read: Returns the counters of a device's pool.
+        live: Returns the live bytes of a device whose backend counts no peak; cheap enough for every micro-batch.
         release: Clears the caches of a device.
 
     Attributes:
-        pressed: Whether the system warns that memory is short; who watches that says so here.
+        pressed: Whether the system warns that memory is short; set by the code that watches the system.
         clears: How often caches were cleared.
     """
 
@@ -61,12 +61,15 @@ class CacheCare:
         self.clears = 0
 
     def batch_began(self, batch: Any) -> None:
-        """A training batch is on the device, and its step begins."""
+        """Record the shapes and the start time of a training batch on the device."""
         if self._device.type != "cpu":
             self._shape, self._began = shapes_of(batch), self._clock()
 
     def sample(self) -> None:
-        """Look at what is live where memory is highest, before a backward pass, if the backend counts no peak."""
+        """Record the live bytes before a backward pass, if the backend counts no peak.
+
+        Memory is highest there.
+        """
         if not self._counts_peak:
             self._seen = max(self._seen, self._live(self._device) or 0)
 
@@ -104,7 +107,7 @@ class CacheCare:
 
 
 def shapes_of(batch: Any) -> tuple[torch.Size, ...]:
-    """Return the shapes of a batch's tensors, of the first 64 where there are more."""
+    """Return the shapes of a batch's first 64 tensors."""
     return tuple(tensor.shape for tensor in islice(tensors_in(batch), _LEAVES))
 
 

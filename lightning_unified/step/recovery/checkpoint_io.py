@@ -28,21 +28,22 @@ PARTIAL = ".partial"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Save and load with `torch.save` and `torch.load`; a reader sees the old file or the new one, never a part of one.
+    """Saves with `torch.save` so that a reader sees the old file or the new one, never a part.
 
-    Lightning's own IO serialises the whole checkpoint into memory and then copies that again to write it, twice the size of
-    the model and optimizer state in a pool that may have no room for it. Here tensors go to the file one after another.
+    Lightning's own IO serialises the whole checkpoint into memory, then copies it again to write it. That takes twice
+    the size of model and optimizer state, in a pool that may have no room for it. Here tensors go to the file one after
+    another.
 
     Paths that are not local (`s3://…`) are left to Lightning's IO.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`; if memory runs out, once more after caches are cleared.
+        """Write `checkpoint` to `path`; if memory runs out, clear caches and write once more.
 
         Raises:
-            TypeError: If `storage_options` is given, which a file has none of.
-            CheckpointError: If it could not be written; a file that was at `path` before is still there.
+            TypeError: If `storage_options` is given for a local file, which has none.
+            CheckpointError: If the file could not be written; an earlier file at `path` is still there.
         """
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -69,7 +70,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return the checkpoint at `path`.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If there is no such file.
             CheckpointError: If the file is damaged, or holds objects that torch only loads from a trusted source.
         """
         try:
@@ -92,7 +93,7 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
     """Wait until `io` has finished writing: `AsyncCheckpointIO` writes in a thread.
 
     Raises:
-        BaseException: What the thread failed with.
+        BaseException: The error of the thread, if it failed.
     """
     while isinstance(io, _WrappingCheckpointIO):
         if isinstance(io, AsyncCheckpointIO):
@@ -101,9 +102,9 @@ def wait_for_writers(io: CheckpointIO | None) -> None:
 
 
 def share(source: Path, target: Path) -> None:
-    """Give `target` the content of `source` by a hard link, or by a copy where links do not exist.
+    """Give `target` the content of `source` by a hard link, or by a copy where links fail.
 
-    `source` must not be written in place afterwards; everything in this module replaces names and never does.
+    Do not write `source` in place afterwards: the content is shared. This module only replaces names.
 
     Raises:
         OSError: If neither a link nor a copy could be made; an earlier `target` is still there.
@@ -116,7 +117,7 @@ def share(source: Path, target: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Give the finished file or folder `partial` its final name, in place of what bears it now."""
+    """Rename the finished file or folder `partial` to `target`; replace an earlier `target`."""
     if partial.is_file():
         _flush(partial, os.O_RDONLY)
     if target.is_dir() and not target.is_symlink():
@@ -126,19 +127,22 @@ def publish(partial: Path, target: Path) -> None:
         shutil.rmtree(old)
     else:
         partial.replace(target)
-    if hasattr(os, "O_DIRECTORY"):  # systems without it cannot open a folder, and need not
+    if hasattr(os, "O_DIRECTORY"):  # systems without this flag cannot open a folder, and need not flush it
         _flush(target.parent, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Delete what writers that were killed in `folder` left behind; no other process may be writing there."""
+    """Delete the partial files that killed writers left in `folder`.
+
+    No other process may be writing there.
+    """
     for path in folder.glob(f".*{PARTIAL}"):
         remove(path)
 
 
 @contextmanager
 def _written_beside(target: Path) -> Iterator[Path]:
-    """Give a path to write to; it becomes `target` when the block ends well and goes when it does not."""
+    """Yield a path to write; rename it to `target` if the block succeeds, else delete it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}{PARTIAL}")
     remove(partial)
@@ -170,7 +174,10 @@ def _failures_named(target: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error behind `error`: torch's zip writer reports a full disk as one of its own checks."""
+    """Return the operating system's error behind `error`; None if there is none.
+
+    Torch's zip writer reports a full disk as a failure of one of its own checks.
+    """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -201,7 +208,10 @@ def remove(path: Path) -> None:
 
 
 def _flush(path: Path, flags: int) -> None:
-    """Wait until `path` is on the disk: without it a power cut may leave a new name with no content, or undo the rename."""
+    """Wait until `path` is on the disk.
+
+    Otherwise a power cut may leave a new name without content, or undo the rename.
+    """
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)

@@ -11,19 +11,19 @@ import torch
 
 __all__ = ["GeneratorWatch"]
 
-_HEADER = object.__basicsize__  # bytes that CPython puts before an object's own: its count of references, its type
+_HEADER = object.__basicsize__  # bytes of CPython's object header: reference count and type
 _MT19937 = 4 * 624 + 4  # bytes; numpy/random/src/mt19937/mt19937.h: uint32_t key[624]; int pos
 
 
 class GeneratorWatch:
-    """The states of torch's generators (of the host and of `device`) and of Python's and numpy's global ones.
+    """Records the states of torch's, Python's and NumPy's global random generators.
 
-    Python and numpy tell their state number by number, which takes them longer than all else that is noted before a step, and few
-    steps draw from them. So each is asked only when the memory that its state is kept in is not, byte for byte, what it was
-    when it was asked last: same bytes are the same state.
+    Torch's generators are those of the host and of `device`. Python and NumPy return their state number by number. That
+    takes longer than everything else recorded before a step, and few steps draw from them. So a state is fetched again
+    only if the memory that holds it has changed since the last fetch: equal bytes are an equal state.
 
     Args:
-        device: The one that trains.
+        device: The device that trains.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class GeneratorWatch:
         self._python, self._numpy = _Told(), _Told()
 
     def note(self) -> dict[str, Any]:
-        """Return every state as it is now."""
+        """Return the present state of every generator."""
         states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
             "python": self._python.state(random.getstate, _memory_of_python),
@@ -45,7 +45,7 @@ class GeneratorWatch:
         return states
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Give every generator the state that was noted."""
+        """Restore the recorded state of every generator."""
         torch.set_rng_state(states["torch"])
         random.setstate(states["python"])
         if "numpy" in states:
@@ -65,7 +65,7 @@ class _Told:
         self._memory: list[Any] | None = None
 
     def state(self, tell: Any, memory_of: Callable[[Any], list[Callable[[], Any]]]) -> Any:
-        """Return the state that `tell`, a method of the generator, gives now; it is called only if that is not known."""
+        """Return the generator's state; call `tell`, its method, only if its memory has changed."""
         if self._memory is None or self._read() != self._memory:
             self._parts = memory_of(tell.__self__)
             before = self._read()
@@ -78,22 +78,27 @@ class _Told:
 
 
 def _memory_of_python(generator: Any) -> list[Callable[[], Any]]:
-    """Return what reads the twister, which CPython keeps in the object itself, and a normal deviate that waits, an attribute."""
+    """Return functions that read the memory of the state of Python's generator.
+
+    CPython keeps the Mersenne twister in the object itself, and a pending normal deviate in an attribute.
+    """
     own = _view(id(generator) + _HEADER, _random.Random.__basicsize__ - _HEADER)
     return [lambda: own.raw, lambda: generator.gauss_next]
 
 
 def _memory_of_numpy(generator: Any) -> list[Callable[[], Any]]:
-    """Return what reads the fields of the object and the struct of its Mersenne twister; nothing for another kind of bit generator.
+    """Return functions that read the memory of the state of NumPy's generator.
 
-    The fields hold a normal deviate that waits, and where the bit generator is, so that another one shows there.
+    They read the object's fields and the struct of its Mersenne twister. The fields hold a pending normal deviate and
+    the address of the bit generator, so that a replaced bit generator is noticed. For another kind of bit generator the
+    list is empty.
     """
     twister = generator._bit_generator
     if type(twister).__name__ != "MT19937":
         return []
     own = _view(id(generator) + _HEADER, type(generator).__basicsize__ - _HEADER)
     struct = _view(twister.ctypes.state_address, _MT19937)
-    return [lambda: own.raw, lambda: (twister, struct.raw)[1]]  # the twister is kept alive with what reads its memory
+    return [lambda: own.raw, lambda: (twister, struct.raw)[1]]  # the second function keeps the twister alive
 
 
 def _view(address: int, size: int) -> Any:

@@ -10,10 +10,12 @@ __all__ = ["KeptMemory"]
 
 
 class KeptMemory:
-    """Reads a module's `kept_bytes` and calls its `give_back()`; a module without them keeps nothing.
+    """Reads a module's `kept_bytes` and calls its `give_back()`.
+
+    A module without them keeps nothing.
 
     Attributes:
-        is_refused: Whether memory was short in this run, so that nothing more is to be kept.
+        is_refused: Whether memory was short in this run, so that the module should keep nothing more.
     """
 
     def __init__(self) -> None:
@@ -30,16 +32,18 @@ class KeptMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are kept now."""
+        """Bytes that the module keeps now."""
         return int(getattr(self._module, "kept_bytes", 0))
 
     @property
     def may_be_recorded(self) -> bool:
-        """Whether calls of the module are replayed, or may come to be."""
+        """Whether calls of the module are, or may later be, replayed from CUDA graphs."""
         return self._module is not None and may_be_recorded(self._module)
 
     def give_back(self, *, for_good: bool = False) -> None:
-        """Free all kept memory; where memory was short, also the CUDA-graph recordings of the module's calls.
+        """Free all memory that the module keeps.
+
+        Where memory was short, also release the CUDA-graph recordings of the module's calls.
 
         Args:
             for_good: Whether memory was short.

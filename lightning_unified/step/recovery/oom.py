@@ -17,8 +17,8 @@ from lightning_unified.units import GIB, KIB, MIB
 
 __all__ = ["caught", "insist", "is_out_of_memory", "release_cached_memory", "requested_bytes"]
 
-# One row a text, with its source. Each names the library or the allocator that raises it: a sentence of the user's about memory is none of
-# them. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first and the CPU allocator's.
+# One text a row, with its source. Each text names the library or the allocator that raises it, so a user's own sentence about memory does
+# not match. Lightning 2.6.6's own `is_oom_error` knows only CUDA's first text and the CPU allocator's.
 _TEXTS = (
     r"\b(?:CUDA|HIP|XPU|NPU|HPU|MLU|MUSA|PrivateUse1|MPS backend|C10) out of memory\b",  # the caching allocators; c10/util/Exception
     r"\b(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",  # c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
@@ -37,9 +37,9 @@ _TEXTS = (
     r"\bnot enough memory: you tried to allocate \d",  # the same file, Windows
     r"\bstd::bad_alloc\b",
     r"\b(?:unable|failed) to \w+ .*Cannot allocate memory \(12\)",  # aten/src/ATen/MapAllocator.cpp: mmap and shared memory
-    r"\[Errno 12\] Cannot allocate memory\b",  # an OSError of Python's in the words of another error, as a loader's worker's
+    r"\[Errno 12\] Cannot allocate memory\b",  # the text of Python's OSError inside another error, such as a loader worker's
     r"\bDFTI ERROR: Not enough memory to allocate\b|\bSPARSE_STATUS_ALLOC_FAILED\b",  # oneMKL
-    r"\bcould not create a memory(?: object)?(?:[.,;]|$)",  # oneDNN, when its scratchpad cannot be had
+    r"\bcould not create a memory(?: object)?(?:[.,;]|$)",  # oneDNN, if it cannot allocate its scratchpad
     r"\bRESOURCE_EXHAUSTED: .*(?:memory|alloc|hbm)",  # XLA: xla/pjrt, xla/service; gRPC uses the same word for quotas
     r"\bAttempting to (?:reserve|allocate) [\d.]+[KMG]i?B? at the bottom of memory\b",  # XLA on TPU
     r"\bPT_DEVMEM\b.*\bAllocation failed\b",  # habana_frameworks
@@ -50,10 +50,10 @@ _OUT_OF_MEMORY = re.compile("|".join(_TEXTS), re.IGNORECASE | re.MULTILINE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is an out-of-memory error of any backend, after which a step is repeated.
+    """Return whether `error` is an out-of-memory error of any backend.
 
-    A `RuntimeError` counts by its text, which must be one that an allocator or a library is known to raise. The errors of this
-    package do not count: they are final.
+    A step is repeated after such an error. A `RuntimeError` counts by its text, which must be one that an allocator or
+    a library is known to raise. The errors of this package do not count: they are final.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
@@ -74,10 +74,12 @@ T = TypeVar("T")
 
 
 def caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what `call` returns and None; or None and in words why memory ran out, with the error and its frames gone.
+    """Return the result of `call` and None, or None and the reason why memory ran out.
+
+    The error and its frames are gone on return.
 
     Raises:
-        BaseException: Whatever `call` raises that is not about memory, untouched.
+        BaseException: Any error of `call` that is not about memory, unchanged.
     """
     try:
         return call(), None
@@ -93,16 +95,16 @@ _ATTEMPTS = 3  # judgement: memory of other programs or threads may be free at t
 def insist(call: Callable[[], T], *, device: torch.device) -> T:
     """Return the result of `call`; clear caches and call it again if memory runs out.
 
-    For what must not fail because it is small: notes before a step and their return after it.
+    For small allocations that must not fail: recording state before a step, and restoring it afterwards.
 
     Args:
-        call: What may be called several times; the last error comes through.
-        device: Whose caches are cleared.
+        call: Runs up to three times; the error of its last run is raised.
+        device: The device whose caches are cleared.
     """
     for _ in range(_ATTEMPTS - 1):
         result, memory_ran_out = caught(call)
         if memory_ran_out is None:
-            return result  # pyright: ignore[reportReturnType]  # None only if `call` gives it
+            return result  # pyright: ignore[reportReturnType]  # None only if `call` returns None
         release_cached_memory(device)
     return call()
 
@@ -112,21 +114,24 @@ _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": KIB, "MB": MIB, 
 
 
 def requested_bytes(reason: str) -> int | None:
-    """Return the bytes that the allocation which failed asked for; None where the text does not say.
+    """Return the bytes that the failed allocation requested; None if the text does not say.
 
     Source:
-        c10/cuda/CUDACachingAllocator.cpp ("Tried to allocate 2.00 GiB"), aten/src/ATen/mps/MPSAllocator.mm (the same words), c10/core/impl/
-        alloc_cpu.cpp ("you tried to allocate 64 bytes").
+        c10/cuda/CUDACachingAllocator.cpp ("Tried to allocate 2.00 GiB"), aten/src/ATen/mps/MPSAllocator.mm (the same
+            words), c10/core/impl/alloc_cpu.cpp ("you tried to allocate 64 bytes").
     """
     found = _REQUESTED.search(reason)
     return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
 
 
 def release_cached_memory(device: torch.device, *, sources: Sources | None = None) -> None:
-    """Give back what allocators keep for reuse on `device`, of a simulated machine where `sources` are one's, and on the host.
+    """Release the memory that allocators keep for reuse, on `device` and on the host.
 
-    Call it outside any `except` block: a traceback holds the frames, and the frames hold the tensors (pytorch issues 18853, 27600).
-    On MPS this is `torch.mps.empty_cache`, which also drops compiled graphs; `torch.accelerator.empty_cache` would not.
+    With the `sources` of a simulated machine, the device is the simulated one.
+
+    Call it outside any `except` block: a traceback holds the frames, and the frames hold the tensors (pytorch issues
+    18853, 27600). On MPS this calls `torch.mps.empty_cache`, which also drops compiled graphs;
+    `torch.accelerator.empty_cache` would not.
     """
     gc.collect()
     if device.type != "cpu":
@@ -136,7 +141,7 @@ def release_cached_memory(device: torch.device, *, sources: Sources | None = Non
 
 
 def _trim_heap() -> None:
-    """Hand glibc's free pages back to the system; other C libraries have no such call and lose nothing."""
+    """Return glibc's free pages to the system; other C libraries have no such call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,9 +1,9 @@
-"""The micro-batch size in use, learnt from the sizes that ran and the sizes that ran out of memory.
+"""The micro-batch size in use, learnt from sizes that ran and sizes that ran out of memory.
 
-A size that failed rules out itself and all larger ones, for rows as long or longer. A size that ran is known good for rows as short or
-shorter. Between the two lies the next size to try: half of the one that failed, and, after enough batches without trouble, one
-micro-batch fewer. So a size that failed never runs again without new evidence: a quarter more memory than it failed in. Pressure
-also lowers the size, without evidence against it, and gives it back step by step.
+A size that failed rules out itself and all larger ones, for rows as long or longer. A size that ran is known good for
+rows as short or shorter. The next size to try lies between the two: half of the one that failed and, after enough
+batches without trouble, one micro-batch fewer. A size that failed runs again only with new evidence: a quarter more
+memory than it failed in. Pressure also lowers the size, without evidence against it, and the size returns step by step.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Failure:
     Attributes:
         elements: Entries of the batch's tensors per row: a measure of how long or wide its rows were.
         rows: The micro-batch size.
-        room_bytes: Bytes that the process could hold altogether at that time; None if unknown.
+        room_bytes: Bytes that the process could hold in total at that time; None if unknown.
     """
 
     elements: int
@@ -38,12 +38,13 @@ class MicroBatchSize:
     """The largest number of rows that run at once, for each shape of batch.
 
     Args:
-        asked: Rows, never exceeded; `"auto"` starts from the whole batch.
+        asked: The largest number of rows allowed; `"auto"` starts from the whole batch.
 
     Attributes:
-        limit: The largest size whatever the evidence says: as asked, or less under pressure; None for the whole batch.
+        limit: The largest size allowed, even if a larger one ran: as asked, or less under pressure; None for the
+            whole batch.
         unit: Rows that stay together.
-        least: Rows that every micro-batch has at least.
+        least: The least number of rows in every micro-batch.
     """
 
     def __init__(self, asked: int | str) -> None:
@@ -89,7 +90,7 @@ class MicroBatchSize:
         return split_rows(shape.rows, micro_batch_size=self._allowed(shape), unit=self.unit, least=self.least)
 
     def micro_batch_size(self, shape: BatchShape) -> int:
-        """Return the rows of the largest micro-batch of such a batch, whether or not it can be split."""
+        """Return the rows of the largest micro-batch of such a batch, even if it cannot be split."""
         if shape.rows <= self._allowed(shape):
             return shape.rows
         units = -(-shape.rows // self.unit)
@@ -106,17 +107,17 @@ class MicroBatchSize:
         return bool(self._failures or self._proven)
 
     def is_proven(self, shape: BatchShape) -> bool:
-        """Return whether the size in use for such a batch has run before, with rows as long or longer."""
+        """Return whether the size in use has run before, with rows as long or longer."""
         rows = self.micro_batch_size(shape)
         return any(elements >= shape.elements and known >= rows for elements, known in self._proven)
 
     def plan(self, shape: BatchShape, *, rows: int, refused: int, room_bytes: int | None) -> None:
-        """Begin with a size of `rows`, where a plan predicts that `refused` rows do not fit, as if both had been tried."""
+        """Record a plan's prediction as if both were tried: `rows` rows fit, `refused` rows do not."""
         self._failures.append(Failure(elements=shape.elements, rows=refused, room_bytes=room_bytes))
         self._proven.append((shape.elements, rows))
 
     def failed(self, shape: BatchShape, *, room_bytes: int | None) -> bool:
-        """Record that the size in use for such a batch does not fit; return False if it was the smallest possible."""
+        """Record that the size in use does not fit; return False if it was the smallest possible."""
         rows = self.micro_batch_size(shape)
         failure = Failure(elements=shape.elements, rows=rows, room_bytes=room_bytes)
         self._failures = [
@@ -158,14 +159,16 @@ class MicroBatchSize:
 
     @property
     def is_due(self) -> bool:
-        """Whether sizes that failed may be worth another look: after each `patience` batches without trouble."""
+        """Whether to try failed sizes again: after each `patience` batches without trouble."""
         return bool(self._failures) and self._calm > 0 and self._calm % self._patience == 0
 
     def forgive(self, room_bytes: int | None) -> bool:
-        """Drop failures that happened with a quarter less memory than there is now; return whether there were any.
+        """Drop failures that had too little memory at the time; return whether there were any.
+
+        A failure is dropped if there is now a quarter more memory than when it happened.
 
         Args:
-            room_bytes: Bytes that the process could hold altogether now; None if unknown.
+            room_bytes: Bytes that the process could hold in total now; None if unknown.
         """
         if room_bytes is None:
             return False
@@ -187,7 +190,7 @@ class MicroBatchSize:
         self._proven = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values from which another run goes on with the same sizes."""
+        """Return plain values from which another run continues with the same sizes."""
         return {
             "limit": self.limit if self.limit != self._asked else None,
             "failures": [asdict(failure) for failure in self._failures],
@@ -197,7 +200,10 @@ class MicroBatchSize:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict()`. A size that the user has asked for since then stays the largest."""
+        """Restore `state_dict()`.
+
+        If the user has asked for a size since then, it stays the largest.
+        """
         limits = [limit for limit in (state["limit"], self._asked) if limit is not None]
         self.limit = min(limits, default=None)
         self._failures = [Failure(**failure) for failure in state["failures"]]
@@ -205,7 +211,10 @@ class MicroBatchSize:
         self._calm, self._patience = state["calm"], state["patience"]
 
     def _allowed(self, shape: BatchShape) -> int:
-        """Return the micro-batch size for rows as long as this batch's; it may exceed the batch's rows."""
+        """Return the micro-batch size for rows as long as this batch's.
+
+        It may exceed the batch's rows.
+        """
         cap = shape.rows if self.limit is None else self._whole_units(self.limit)
         if not self._failures:
             return cap

@@ -19,7 +19,10 @@ log = logging.getLogger("lightning_unified")
 
 
 def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, recompute: bool | None) -> dict[str, Any]:
-    """Return the conditions that sizes hold for: module, precision, recomputation, device, budget."""
+    """Return the conditions of sizes: module, precision, recomputation, device, budget.
+
+    Saved sizes hold only under equal conditions.
+    """
     reading, written = watch.reading(), parse_spec(watch.spec)
     return {
         "module": type(module).__name__,
@@ -35,17 +38,19 @@ def fingerprint(module: nn.Module, watch: "BudgetWatch", *, precision: str, reco
 
 
 class SizesFile:
-    """Reads the file of this run or, before there is one, the newest of the runs in the directories beside it.
+    """The file of this run's sizes; before it exists, the newest one of neighbouring runs.
+
+    Neighbouring runs are those in the directories beside this run's. Only a file with the wanted fingerprint is used.
 
     Args:
-        path: The file; None neither reads nor writes.
+        path: The file; with None, nothing is read or written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
 
     def read(self, wanted: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the state that was saved under the fingerprint `wanted`; None if there is none that can be read."""
+        """Return the state saved under the fingerprint `wanted`; None if no readable file has it."""
         if self._path is None:
             return None
         beside = sorted(self._path.parent.parent.glob(f"*/{self._path.name}"), key=_modified, reverse=True)
@@ -60,7 +65,7 @@ class SizesFile:
         return None
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the file, whole or not at all; a disk that refuses is warned about once."""
+        """Write the file, whole or not at all; warn once if it cannot be written."""
         if self._path is None:
             return
         new = self._path.with_suffix(".new")

@@ -19,16 +19,16 @@ __all__ = ["HeldGradients", "StepSnapshot"]
 
 
 class StepSnapshot:
-    """The state that a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
+    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
 
-    Gradients, weights and optimizer state have their own keepers (`HeldGradients`, `step.recovery.weights.WeightsWatch`), because
-    they are as large as the model and must not be copied every step.
+    Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
+    `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
 
     Args:
         trainer: The Trainer in the middle of a step.
-        state: The watch over attributes, buffers, metrics and whatever else a step may change.
+        state: The watch over attributes, buffers, metrics and other state that a step may change.
         generators: The watch over the process's random generators.
-        results: Where the loop gathers what is logged; None where nothing can be.
+        results: The loop's collection of logged values; None where nothing can be logged.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class StepSnapshot:
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
 
     def restore(self) -> None:
-        """Put everything back as it was when the snapshot was taken.
+        """Restore everything as it was when the snapshot was taken.
 
         Raises:
-            RunError: If something changed that cannot be put back.
+            RunError: If a change cannot be undone.
         """
         insist(partial(self._generators.restore, self._states), device=self._device)
         self._restore_results()
@@ -85,12 +85,12 @@ class StepSnapshot:
 
 
 class HeldGradients:
-    """The gradients of earlier batches of an accumulation window, set aside while this batch makes its own.
+    """The gradients of a window's earlier batches, set aside while this batch makes its own.
 
-    Autograd writes this batch's gradients to new tensors, and what was held is added to them when the batch has been through
-    its last backward. What was held is kept until the optimizer has stepped, for a step that runs out of memory there has
-    already clipped the sum in place. So a window of more than one batch needs the bytes of the gradients once more; without a
-    window nothing is held and nothing is copied.
+    Autograd writes this batch's gradients to new tensors. After the batch's last backward pass, the held gradients are
+    added to them. The held gradients are kept until the optimizer has stepped: a step that runs out of memory there has
+    already clipped the sum in place. So a window of more than one batch needs the bytes of the gradients once more.
+    Without a window, nothing is held or copied.
 
     Args:
         optimizer: The optimizer whose parameters are trained.
@@ -102,12 +102,15 @@ class HeldGradients:
         self._held: list[tuple[Tensor, Tensor]] | None = None
         self._before: list[tuple[Tensor, Tensor]] | None = None
         self._versions: list[int] = []
-        if within_window:  # a training_step may run backward or zero_grad itself, before anything is set aside
+        if within_window:  # a training_step may run backward or zero_grad itself, before gradients are set aside
             self._before = self._now()
             self._versions = [gradient._version for _, gradient in self._before]
 
     def hold(self) -> None:
-        """Set the present gradients aside; called after `zero_grad`, before a batch's first backward pass."""
+        """Set the present gradients aside.
+
+        Call it after `zero_grad`, before a batch's first backward pass.
+        """
         self._held = self._now()
         for parameter, _ in self._held:
             parameter.grad = None
@@ -123,7 +126,7 @@ class HeldGradients:
         """Drop this batch's gradients and restore the held ones.
 
         Raises:
-            RunError: If the step itself added to gradients of earlier batches.
+            RunError: If the step itself added to the gradients of earlier batches.
         """
         if self._before is None:
             return
@@ -147,10 +150,11 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _forget_unscaled(trainer: L.Trainer) -> None:
-    """Let the gradient scaler begin the step again: it refuses a second `unscale_` before `update`.
+    """Let the gradient scaler begin the step again.
 
-    A fused optimizer is handed the scale as an attribute, which the scaler takes off after the step and multiplies with what it
-    finds there before (torch 2.13, grad_scaler.py): left on by a failed step, it would divide the next gradients twice.
+    The scaler refuses a second `unscale_` before `update`. A fused optimizer gets the scale as an attribute, which the
+    scaler removes after the step. The scaler multiplies the next scale with an attribute that it finds there. An
+    attribute left by a failed step would thus divide the next gradients twice (torch 2.13, grad_scaler.py).
     """
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:

@@ -24,24 +24,26 @@ from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, Noted, StateW
 
 __all__ = ["Undone", "draws_or_mixes", "gradient_of_step", "owns_dropout", "parameters_of_step", "state_of_step"]
 
-_ENTRIES = 16384  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
-_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+_ENTRIES = 16384  # entries of each parameter's gradient that are compared: enough to find a difference, few to keep
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
 
 
 class Undone:
-    """A block in which a module may run: all that a step may change is as before after it.
+    """A block that runs a module and then restores all state that a step may change.
 
-    Inside, dropout is off and BatchNorm uses running statistics, what is logged is dropped, loggers write nothing, calls are not replayed,
-    and no gradients are there yet. Attention is not cuDNN's, which would make kernels for a few rows and then others for a real batch, each a second or more.
+    Inside the block, dropout is off and BatchNorm uses running statistics. Logged values are dropped, loggers write
+    nothing, and CUDA graphs are not replayed. Parameters start without gradients. Attention does not use cuDNN, which
+    would build kernels for a few rows and others for a real batch, at a second or more each.
 
     Args:
-        trainer: In `fit`.
-        in_eval: Of a child, whether it is in eval mode inside; `draws_or_mixes`, and `owns_dropout` where the gradient is random all the same.
-        batch: What steps inside are given parts of; None if they get copies.
-        state: A watch that other blocks have used before, for the same Trainer; None for a new one.
+        trainer: A Trainer in `fit`.
+        in_eval: Returns whether a child module is in eval mode inside; by default `draws_or_mixes`. Use `owns_dropout`
+            if the gradient is still random.
+        batch: The batch that the steps inside receive parts of; None if they receive copies.
+        state: A watch that earlier blocks used for the same Trainer; None for a new one.
 
     Raises:
-        RunError: At the end of the block, if a step wrote a tensor that cannot be put back.
+        RunError: At the end of the block, if a step wrote a tensor that cannot be restored.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class Undone:
         return self._state.named_metrics
 
     def look(self) -> None:
-        """Find what a step has made inside the block."""
+        """Find the state that a step has created inside the block."""
         self._state.look()
 
     @property
     def writes_logs(self) -> bool:
-        """Whether a step has asked a logger to write, past `self.log`."""
+        """Whether a step has called a logger directly, without `self.log`."""
         return self._loggers.is_asked
 
     @property
     def noted(self) -> Noted:
-        """The state as it was when the block began."""
+        """The state at the beginning of the block."""
         return self._snapshot.state
 
     def __exit__(
@@ -116,13 +118,13 @@ class Undone:
 
 
 def state_of_step(trainer: L.Trainer) -> StateWatch:
-    """Return a watch over all that a training step may change."""
+    """Return a watch over all state that a training step may change."""
     return StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
 
 
 @contextmanager
 def _attention_without_cudnn() -> Iterator[None]:
-    """Leave scaled dot product attention to torch's other kernels, if any of them is allowed."""
+    """Disable cuDNN's scaled dot product attention if one of torch's other kernels is allowed."""
     kernels = torch.backends.cuda
     others = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
     before = kernels.cudnn_sdp_enabled()
@@ -136,14 +138,15 @@ def _attention_without_cudnn() -> Iterator[None]:
 def gradient_of_step(
     trainer: L.Trainer, step: Callable[[], ClosureResult], *, parameters: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Run one step and its backward, and return entries of the gradient it makes, the same ones each time, as float64 on the host.
+    """Run one step and its backward; return entries of its gradient as float64 on the host.
 
-    Hooks around the backward pass are not run, and no gradient is left behind. A step without a loss has a gradient of zeros.
+    Every call returns the same entries. Hooks around the backward pass are not run, and no gradient is left behind. A
+    step without a loss has a gradient of zeros.
 
     Args:
-        trainer: In `fit`.
+        trainer: A Trainer in `fit`.
         step: Runs `training_step`.
-        parameters: Whose gradient; by default of all that are trained.
+        parameters: The parameters of the gradient; by default all that are trained.
     """
     if parameters is None:
         parameters = [parameter for parameter in parameters_of_step(trainer) if parameter.requires_grad]
@@ -160,7 +163,7 @@ def gradient_of_step(
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    stride = parameter.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+    stride = parameter.numel() // _ENTRIES | 1  # odd: an even stride would skip columns of a matrix of even width
     if parameter.grad is None:
         return parameter.detach().new_zeros(-(-parameter.numel() // stride))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -168,7 +171,10 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def parameters_of_step(trainer: L.Trainer) -> list[Tensor]:
-    """Return the parameters of the module and of the optimizers, each once, frozen ones too: a step may train them."""
+    """Return the parameters of the module and of the optimizers, each once.
+
+    Frozen ones are included, because a step may train them.
+    """
     return _parameters(trainer, trainer.lightning_module.modules())
 
 
@@ -180,7 +186,10 @@ def _parameters(trainer: L.Trainer, children: Iterable[nn.Module]) -> list[Tenso
 
 
 def draws_or_mixes(child: nn.Module) -> bool:
-    """Return whether `child` drops out or mixes rows in train mode; a recurrent layer stays, for cuDNN's has no backward in eval mode."""
+    """Return whether `child` drops out or mixes rows in train mode.
+
+    A recurrent layer stays in train mode: cuDNN's has no backward pass in eval mode.
+    """
     if isinstance(child, (_DropoutNd, _BatchNorm)):
         return True
     drops = (name for name, value in vars(child).items() if "drop" in name and isinstance(value, float) and value > 0)
@@ -188,10 +197,11 @@ def draws_or_mixes(child: nn.Module) -> bool:
 
 
 def owns_dropout(child: nn.Module) -> bool:
-    """Return whether `child` draws or mixes, or may drop out by its own mode what it has a dropout layer for.
+    """Return whether `child` draws or mixes, or applies a dropout layer's rate by its own mode.
 
-    As the attention of transformers' BERT does, whose kernel is given the layer's `p` where the attention itself is in train mode. Other
-    modules may do more by their mode than to drop out, so that this is for gradients that are random without it.
+    The attention of transformers' BERT does: its kernel gets the layer's `p` if the attention itself is in train mode.
+    The mode of other modules may change more than dropout. So use this only for gradients that are random with
+    `draws_or_mixes`.
     """
     own = (one.p > 0 for one in child.children() if isinstance(one, _DropoutNd))
     return draws_or_mixes(child) or (not isinstance(child, (nn.RNNBase, L.LightningModule)) and any(own))

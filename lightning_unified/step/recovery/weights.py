@@ -18,16 +18,21 @@ _version = operator.attrgetter("_version")
 
 
 class WeightsWatch:
-    """Tells, after `optimizer.step()` failed, whether it had begun to write; costs no memory and no copy.
+    """Detects whether a failed `optimizer.step()` had begun to write, without copying weights.
 
-    Every in-place write moves a tensor's version counter. If none moved, the failed step changed nothing and can be repeated once
-    the optimizer state that it had begun to create is dropped (torch's optimizers create a group's state before they write any of
-    its weights; their foreach kernels allocate in between).
+    Only a few of the smallest parameters are copied, and only for some fused kernels.
 
-    Two kinds of write do not move the counter. Fused kernels (torch 2.13) write a whole parameter group and allocate nothing, so
-    memory can only run out between groups. torch's own that count steps in tensors add to these first, which moves theirs; of
-    any other group copies of its smallest parameters tell whether it was written. Writes through `.data`, as older optimizers do,
-    cannot be told, so such an optimizer is never vouched for.
+    Every in-place write moves a tensor's version counter. If none moved, the failed step changed nothing. It can be
+    repeated once the optimizer state that it began to create is dropped. Torch's optimizers create a group's state
+    before they write any of its weights; their foreach kernels allocate in between.
+
+    Two kinds of write do not move the counter:
+
+    - Fused kernels (torch 2.13) write a whole parameter group and allocate nothing, so memory can only run out between
+      groups. Torch's own optimizers that count steps in tensors increment these first, and that moves the tensors'
+      counters. For any other fused group, copies of its smallest parameters show whether it was written.
+    - Writes through `.data`, as in older optimizers, cannot be detected. A failed step of such an optimizer counts as
+      written.
 
     Args:
         optimizer: The optimizer about to step.
@@ -40,7 +45,7 @@ class WeightsWatch:
         self._samples = [(sample, sample.detach().clone()) for sample in self._books.samples(optimizer)]
 
     def restore(self) -> bool:
-        """Drop the optimizer state created since; return False if something was written and the step cannot be repeated."""
+        """Drop state created since; return False if the step has written and cannot be repeated."""
         written = list(map(_version, self._books.tensors)) != self._versions
         if (
             written
@@ -53,9 +58,9 @@ class WeightsWatch:
 
 
 class WeightsCopy:
-    """A copy of weights and optimizer state, taken before `optimizer.step()`, to go back to whatever it did.
+    """A copy of weights and optimizer state before `optimizer.step()`, to restore after it.
 
-    Costs the bytes of the weights and of the optimizer state once more, and the time to copy them, at every step.
+    At every step it costs the bytes of the weights and of the optimizer state once more, and the time to copy them.
 
     Args:
         optimizer: The optimizer about to step.
@@ -78,12 +83,12 @@ class WeightsCopy:
 class _Books:
     """The contents of an optimizer's state and groups, by name, and the tensors it may write.
 
-    Step counts are plain numbers in many optimizers, in the state or in the group (`group["k"] += 1`), and are counted on before
-    the first weight is written. One object serves an optimizer for good, and notes anew only what is no longer the same: states
-    are as many as parameters, and are looked at before every step.
+    Many optimizers count steps in plain numbers, in the state or in the group (`group["k"] += 1`). They increment these
+    before they write the first weight. One object serves an optimizer as long as that exists. It records the
+    state again only if that has changed, because it runs before every step and there are as many states as parameters.
 
     Args:
-        optimizer: Whose books these are; not held, so that it can go.
+        optimizer: The optimizer to record; not referenced afterwards, so that it can be freed.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -96,7 +101,7 @@ class _Books:
         self.note(optimizer)
 
     def note(self, optimizer: Optimizer) -> None:
-        """Record everything as it is now."""
+        """Record the present state and groups."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._groups = list(map(dict, optimizer.param_groups))
         entries = _entries(optimizer.state)
@@ -106,7 +111,11 @@ class _Books:
             self._known = entries if by_reference else []
 
     def samples(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return, of each group that a fused kernel writes unseen, the three smallest parameters that it will write."""
+        """Return the three smallest parameters of each group whose writes move no version counter.
+
+        Such a group has a fused kernel. Parameters without a gradient are left out, because the kernel does not write
+        them.
+        """
         written = (
             (parameter for parameter in by_size if parameter.grad is not None)
             for group, by_size in zip(optimizer.param_groups, self._by_size, strict=True)
@@ -115,7 +124,7 @@ class _Books:
         return [sample for smallest in written for sample in islice(smallest, 3)]
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Put every entry back, and drop those made since."""
+        """Restore every recorded entry, and drop later ones."""
         for key in list(optimizer.state):
             if key not in self._state:
                 del optimizer.state[key]
@@ -148,10 +157,11 @@ class _Books:
 
 
 def _counts_in_tensors(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Return whether a step of `group` moves the version of a tensor before a kernel writes its weights.
+    """Return whether a step of `group` moves a tensor's version before a kernel writes weights.
 
     Source:
-        torch/optim/adam.py, adagrad.py (torch 2.11, 2.13): `_foreach_add_(device_state_steps, 1)`, then the fused kernel.
+        torch/optim/adam.py, adagrad.py (torch 2.11, 2.13): `_foreach_add_(device_state_steps, 1)`, then the fused
+            kernel.
     """
     return type(optimizer) in (Adam, AdamW, Adagrad) and all(
         isinstance(optimizer.state.get(parameter, {}).get("step"), Tensor) for parameter in group["params"]
@@ -162,7 +172,7 @@ _BOOKS: "WeakKeyDictionary[Optimizer, _Books]" = WeakKeyDictionary()
 
 
 def _books_of(optimizer: Optimizer) -> _Books:
-    """Return the optimizer's books, as they are now."""
+    """Return the optimizer's books, with its present state recorded."""
     books = _BOOKS.get(optimizer)
     if books is None:
         books = _BOOKS[optimizer] = _Books(optimizer)
@@ -172,7 +182,10 @@ def _books_of(optimizer: Optimizer) -> _Books:
 
 
 def _entries(state: Mapping[Any, Any]) -> list[Any]:
-    """Return keys, names and values of all states, in order and without a loop of Python's; nothing if a state is no dict."""
+    """Return keys, names and values of all states, in order and without a Python loop.
+
+    The list is empty if a state is no dict.
+    """
     states = list(state.values())
     try:
         return [*state, *chain.from_iterable(states), *chain.from_iterable(map(dict.values, states))]
@@ -184,7 +197,10 @@ _VOUCHED: dict[type[Any], bool] = {}
 
 
 def _writes_through_data(kind: type[Optimizer]) -> bool:
-    """Return whether the source of `kind`'s step mentions `.data`, or cannot be read; torch's own optimizers do not use it."""
+    """Return whether the source of `kind`'s step mentions `.data`, or cannot be read.
+
+    Torch's own optimizers do not use `.data`, so their sources are not searched.
+    """
     if kind not in _VOUCHED:
         try:
             sources = [
