@@ -31,10 +31,8 @@ _KINDS = 64  # range of integers within which each value is a fact
 _IGNORED = -100
 _VOID = 255  # the label of unlabelled pixels in segmentation maps
 
-_MOST = {
-    "value": _KINDS,
-    "attribute": 8,
-}  # values of one path that may be new facts; judgement: phases and switches are few
+# values of one path that may be new facts; judgement: phases and switches are few
+_MOST = {"value": _KINDS, "attribute": 8}
 
 Fact = tuple[str, str, Any]
 
