@@ -1,4 +1,4 @@
-"""The exactness check: does a split batch give the gradient, results and state of the whole batch?
+"""Check that a split batch gives the gradient, results and state of the whole batch.
 
 The idea. A batch B of n rows is split into micro-batches B_1 … B_k. If the module treats rows independently and its loss is a mean over
 terms, the gradient of B is a weighted sum of the micro-batches' gradients:

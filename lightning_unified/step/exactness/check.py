@@ -122,11 +122,14 @@ class ExactnessCheck:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep the findings of the run that this run continues, for batches that a check cannot decide."""
+        """Keep the findings of the run that this run continues.
+
+        They serve batches that a check cannot decide.
+        """
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
-        """Return the verdict of the run that this run continues; None if it does not hold for the module now."""
+        """Return the verdict of the run that this run continues; None if it no longer holds."""
         state = self._remembered
         rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
         if state is None or None in rules:
@@ -254,12 +257,15 @@ class ExactnessCheck:
         )
 
     def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
-        """Return the rules that may hold: rules that agreed before, and candidates of this batch not rejected yet."""
+        """Return the loss rules that may hold for this batch.
+
+        These are the rules that agreed before, and the candidates of this batch that no check rejected.
+        """
         known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
         return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _since(self) -> str:
-        """Return a sentence about batches split since the last check that agreed; empty if there are none."""
+        """Return a sentence about batches split since the last agreeing check; empty without any."""
         step = self._trainer.global_step
         if self._last_step < 0 or step <= self._last_step:
             return ""

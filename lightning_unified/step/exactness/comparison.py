@@ -126,7 +126,7 @@ class Comparison:
         return all(self.off(rule).excess > 1 for rule in rules)
 
     def off(self, rule: LossRule) -> Disagreement:
-        """Return the largest difference between the micro-batches' gradients, weighted by `rule`, and the whole's."""
+        """Return the largest difference of gradients, whole and split, under `rule`."""
         if rule.name not in self.known:
             self.known[rule.name] = self._off(rule)
         return self.known[rule.name]

@@ -173,7 +173,10 @@ class EvaluationCheck:
     def _part(
         self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision, *, of: int
     ) -> Results:
-        """Run the step on `rows` of `of` rows; raise its error as a `SplitError` if `rows` is smaller."""
+        """Run the step on `rows` of `of` rows.
+
+        If `rows` is smaller than `of`, an error of the step is raised as a `SplitError`.
+        """
         try:
             return self._run(step, batch, rows, draws, precision)
         except Exception as error:
@@ -182,7 +185,10 @@ class EvaluationCheck:
             raise SplitError(self._does_not_run(error, rows, of=of)) from error
 
     def _failure(self, step: Callable[[Any], Any], batch: Any, rows: int) -> BaseException | None:
-        """Return the error that the step raises on the whole batch; None if it raises none, or memory runs out."""
+        """Return the error of the step on the whole batch; None without one.
+
+        None also if memory runs out.
+        """
         precision = WatchPrecision()
         try:
             self._run(step, batch, rows, RecordDraws(precision), precision)
@@ -214,7 +220,10 @@ class EvaluationCheck:
         batch: Any,
         likely: LossRule,
     ) -> None:
-        """Learn from one split, under the first loss rule with the fewest unmergeable logs and outputs."""
+        """Learn merge rules from one split.
+
+        The loss rule is the first with the fewest unmergeable logs and outputs.
+        """
         tolerance = Tolerance.of(whole.formats).relative
         best: tuple[int, LossRule, MicroBatchWeights] | None = None
         for rule in self._weights(batch, sum(sizes), likely):

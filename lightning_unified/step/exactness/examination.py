@@ -128,7 +128,7 @@ class Examination:
         return "memory ran out while it was checked" if found is None else found
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
-        """Repeat an undecided check on as many rows as are predicted to fit, and return its findings.
+        """Repeat an undecided check on as many rows as are predicted to fit.
 
         Few rows may lack the rare rows that decide a check. Return None if no more rows are predicted to fit, or memory runs out.
         """
@@ -143,11 +143,14 @@ class Examination:
 
     @property
     def _wider(self) -> int:
-        """The factor of a check's memory over training's: 2 with autocast, because a check runs in float32."""
+        """The factor of a check's memory over training's.
+
+        It is 2 with autocast, because a check runs in float32.
+        """
         return 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1
 
     def _sound(self, check: Check, units: int) -> Findings | str | None:
-        """Return the findings on the device; the CPU repeats a refusal of a device that may be wrong.
+        """Return the findings on the device; the CPU repeats a refusal that may be wrong.
 
         The findings of the CPU on the same rows replace the refusal, if the CPU agrees.
         """
@@ -207,7 +210,7 @@ class Examination:
         return None
 
     def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
-        """Repeat the first check on another split, with dropout if the module has any; return both findings.
+        """Repeat the first check on another split, and with dropout if the module has any.
 
         Two splits distinguish a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """

@@ -121,7 +121,10 @@ class GradientSample:
         return self.rms(self.values)
 
     def rms(self, values: Tensor) -> Tensor:
-        """Return the root mean square of each parameter's entries in `values`, ordered as the sample's."""
+        """Return the root mean square of each parameter's entries in `values`.
+
+        `values` has the order of the sample's own values.
+        """
         if not len(values):
             return values.new_zeros(self.count)
         sums = torch.segment_reduce(values.square(), "sum", lengths=self.lengths, initial=0.0)
@@ -129,7 +132,7 @@ class GradientSample:
 
 
 def _device_of(groups: Sequence[_Group]) -> torch.device:
-    """Return the device that compares entries: the CPU, unless all lie on one CPU or CUDA device.
+    """Return the device that compares entries: a single CPU or CUDA device, else the CPU.
 
     MPS has no float64.
     """

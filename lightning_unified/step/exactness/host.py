@@ -21,13 +21,13 @@ _WRONG_AT_TIMES = ("mps",)
 
 
 def may_be_wrong(device: torch.device) -> bool:
-    """Return whether a device is known to compute wrong gradients at times; then the CPU decides."""
+    """Return whether a device sometimes computes wrong gradients, so that the CPU decides."""
     return device.type in _WRONG_AT_TIMES
 
 
 @contextmanager
 def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
-    """Run the module on the CPU inside the block, on copies of its weights; yield the trained copies.
+    """Run the module on the CPU, on copies of its weights; yield the trained copies.
 
     The copies of 16-bit parameters and buffers are float32.
     """

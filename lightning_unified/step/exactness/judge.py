@@ -140,7 +140,10 @@ class Judge:
         return Comparison(whole=whole, split=self._parts(kwargs, trial, draws, precision))
 
     def _replayed(self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule]) -> Comparison:
-        """Compare under replayed draws: first without watching the backward pass, which seldom draws."""
+        """Compare with replayed draws, first without watching the backward pass.
+
+        The backward pass seldom draws.
+        """
         comparison = self._compared(kwargs, trial, order="interleaved", covers_backward=False)
         if comparison.says_nothing or not comparison.is_drawn or not comparison.none_agrees(rules):
             return comparison
@@ -153,7 +156,7 @@ class Judge:
     def _compared(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order, covers_backward: bool
     ) -> Comparison:
-        """Compare with replayed draws: each micro-batch gets its rows' entries of the whole run's draws."""
+        """Compare with replayed draws: each micro-batch gets the draws of its rows."""
         precision = WatchPrecision()
         recorded = RecordDraws(precision, covers_backward=covers_backward)
         whole = self._whole(kwargs, trial, recorded, precision)
@@ -237,7 +240,10 @@ class Judge:
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
     def _closest(self, comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
-        """Return the loss rule under which the most logs and outputs merge; used if gradients cannot decide."""
+        """Return the loss rule under which the most logs and outputs merge.
+
+        It serves checks whose gradients cannot decide.
+        """
         tolerance = comparison.tolerance.relative
 
         def lacking(rule: LossRule) -> int:

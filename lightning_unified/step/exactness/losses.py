@@ -46,7 +46,10 @@ class Terms:
     is_shifted: bool = False
 
     def __call__(self, part: Any) -> Any:
-        """Return the number of terms; 0 if the micro-batch lacks the field, so that rows are the weights."""
+        """Return the number of terms; 0 if the micro-batch lacks the field.
+
+        Rows are the weights if no micro-batch has a term.
+        """
         leaf = leaf_at(part, self.path)
         if leaf is None:
             return 0
@@ -123,7 +126,7 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:
-    """Return the default rule for undecided checks: scored labels if the batch has labels, else rows.
+    """Return the rule for undecided checks: scored labels if there are any, else rows.
 
     A declared rule is the only one in `rules`, and is returned.
     """
@@ -147,7 +150,10 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
 
 
 def _padding(tensor: Tensor) -> list[int]:
-    """Return the values that occur most often as two equal entries at the end and at the start of rows."""
+    """Return the likely padding values of an integer tensor.
+
+    These occur most often as two equal entries at the end, or at the start, of rows.
+    """
     if tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.dtype == torch.bool:
         return []
     ends = (tensor[:, -2:].cpu(), tensor[:, :2].cpu())
@@ -233,7 +239,7 @@ class Weighting:
         return None if self._adds else self.parts.terms[index] / sum(self.parts.terms)
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the whole batch's loss: the weighted sum of the micro-batches' losses; None without losses.
+        """Return the whole batch's loss: the weighted sum of losses; None without losses.
 
         Raises:
             SplitError: If some micro-batches with loss terms gave no loss.

@@ -90,7 +90,9 @@ def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
 
 
 def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":
-    """Return a score of diversity for each start: it sums over the distinct values of the `size` rows from there.
+    """Return a score for each start: the diversity of the `size` rows from there.
+
+    The score is a sum over the distinct values of these rows.
 
     A value adds 1 plus the reciprocal of its count in the column, so a rare value adds up to 2.
     """

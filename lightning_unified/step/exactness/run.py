@@ -247,7 +247,10 @@ class Runner:
         return result
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
-        """Return the error of the step on the whole batch without gradients; None without one, or if memory runs out."""
+        """Return the error of the step on the whole batch without gradients; None without one.
+
+        None also if memory runs out.
+        """
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
         with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():

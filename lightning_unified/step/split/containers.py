@@ -38,7 +38,10 @@ def joined(path: str, key: Any) -> str:
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether `value` is a list or an unnamed tuple, whose entries may be rows or columns."""
+    """Return whether `value` is a list or a tuple without field names.
+
+    Its entries may be rows or columns.
+    """
     return (
         isinstance(value, (list, tuple))
         and not isinstance(value, (PackedSequence, torch.Size))
@@ -65,7 +68,10 @@ def is_list_of_plain(value: Any) -> bool:
 
 
 def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a container as (key, field name or index; entry) pairs; None for other objects."""
+    """Return the (name, entry) pairs of a container; None for any other object.
+
+    Names are keys, field names or indices.
+    """
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, Mapping) or is_tensor_collection(value):
@@ -78,7 +84,7 @@ def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def with_entries(like: Any, entries: list[tuple[Any, Any]]) -> Any:
-    """Return a container of the kind of `like` with the given entries; their keys are the keys of `like`."""
+    """Return a container of the kind and with the keys of `like` that holds `entries`."""
     if isinstance(like, Mapping) or is_tensor_collection(like):
         return with_items(like, dict(entries))
     values = [value for _, value in entries]

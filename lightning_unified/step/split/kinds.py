@@ -35,7 +35,10 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """Return the kind of `value`; None for containers, plain values and objects of unknown classes."""
+    """Return the kind of `value`; None without one.
+
+    Containers, plain values and objects of unknown classes have no kind.
+    """
     if isinstance(value, Tensor):
         if value.is_nested:
             return _NESTED
@@ -85,7 +88,7 @@ def _refusal_of_graphs(value: Any) -> str | None:
 
 
 def _split_graphs(value: Any, start: int, stop: int) -> Any:
-    """Split a batch of graphs with `to_data_list` and `from_data_list`, as in torch_geometric's `Batch`."""
+    """Split a batch of graphs with torch_geometric's `to_data_list` and `from_data_list`."""
     part = type(value).from_data_list(value.to_data_list()[start:stop])
     lost = sorted({str(key) for key in _keys(value)} - {str(key) for key in _keys(part)})
     if lost:

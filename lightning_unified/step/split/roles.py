@@ -30,7 +30,10 @@ Roles = dict[tuple[str, Tag], Role]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a batch that may have a role: a leaf with a kind, a list, or an object of an unknown class."""
+    """An entry of a batch that may have a role.
+
+    It is a leaf with a kind, a list, or an object of an unknown class.
+    """
 
     path: str
     tag: Tag
@@ -168,7 +171,7 @@ def _holds_samples(place: Place) -> bool:
 
 
 def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"] | None) -> Role | None:
-    """Return the role of a list in a batch of `rows` rows; None if its entries may be rows or columns."""
+    """Return the role of a list in a batch of `rows` rows; None if it is ambiguous."""
     if len(value) != rows:
         return Role.COLUMNS
     types = {*map(type, value)} - {type(None)}
@@ -187,7 +190,10 @@ def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"]
 def _role_of_root(
     value: Any, role: Role | None, *, collates: Literal["columns", "rows"] | None, is_known: bool
 ) -> Role | None:
-    """Return the role of a whole batch that is a list; two entries usually are columns, such as `(x, y)`."""
+    """Return the role of a whole batch that is a list; None if it is ambiguous.
+
+    Two entries usually are columns, such as `(x, y)`.
+    """
     if role is None:
         return Role.COLUMNS if len(value) <= 2 else None
     bare = any(isinstance(entry, (Tensor, np.ndarray)) or is_sequence(entry) for entry in value)
@@ -216,7 +222,7 @@ def _sort_of(entry: Any) -> Any:
 
 
 def _spans(entry: Any, rows: int) -> bool | None:
-    """Return whether everything in `entry` has length `rows`; None if nothing in it has a length."""
+    """Return whether everything in `entry` has length `rows`; None without lengths."""
     kind = kind_of(entry)
     if kind is not None:
         size = kind.rows(entry)

@@ -23,8 +23,8 @@ class RowFinder:
     """Finds the rows in the batches of one loader; the first batch decides the roles.
 
     The role of a place is: split by rows, shared by all micro-batches, or a list of columns. A place that first occurs in a later batch gets
-    its role then. Until a batch is split, roles may still be corrected. If all batches had the same number of rows so far, and a later one
-    has another number, a place that keeps its old length becomes shared.
+    its role then. Until a batch is split, roles may still be corrected. Suppose that all batches so far had the same number of rows.
+    If a later batch has another number, a place that keeps its old length becomes shared.
 
     Args:
         name: The name of the module's class, for messages.
@@ -46,7 +46,7 @@ class RowFinder:
         self._varies: set[str] = set()
 
     def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
-        """Return the number of rows of `batch`; None if entries contradict each other, or it is unknown.
+        """Return the number of rows of `batch`; None if it is unknown or contradictory.
 
         Args:
             batch: The whole batch.
@@ -103,7 +103,7 @@ class RowFinder:
         return place.tag != "object" and place.key not in self.roles
 
     def _find(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int | None:
-        """Return the number of rows of the sub-batch at `path`, and record new roles; None if it is unknown."""
+        """Return the rows of the sub-batch at `path`, and record new roles; None if unknown."""
         self.roles.update({(above, "list"): Role.COLUMNS for above in _above(path)})
         places = self._places(batch, path)
         self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
@@ -130,7 +130,10 @@ class RowFinder:
                 self.roles[one.key] = Role.ROWS
 
     def _largest(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int:
-        """Return the largest possible number of rows of a batch with contradicting or unknown roles; 0 if unknown."""
+        """Return the largest possible number of rows of `batch`; 0 if it is unknown.
+
+        This serves batches that contradict their roles, or have none.
+        """
         places = self._places(batch, path)
         known = [one.size or 0 for one in places if self.roles.get(one.key) is Role.ROWS]
         if known:
@@ -151,7 +154,7 @@ class RowFinder:
         return sizes.pop() if len(sizes) == 1 else None
 
     def _stuck(self, known: Sequence[Place], path: str) -> list[Place]:
-        """Return the places that keep the size of all batches so far, while all others share a new size."""
+        """Return the places that keep the old size while all others share a new one."""
         before = self._rows.get(path)
         moved = {one.size for one in known if one.size != before}
         return [one for one in known if one.size == before] if len(moved) == 1 and path not in self._varies else []
@@ -171,7 +174,7 @@ class RowFinder:
         return self._unanimous(places, path, samples) if found is None else found
 
     def _unanimous(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
-        """Return the only number of rows that leaves no leaf over; None without one, or with several.
+        """Return the only number of rows that leaves no leaf over; None if none or several do.
 
         No leaf is left over if each is split, is a constant of the loader, or has at most one entry in dimension 0.
         """
@@ -247,7 +250,10 @@ def _above(path: str) -> list[str]:
 
 
 def _is_row_of_tensors(value: Sequence[Any]) -> bool:
-    """Return whether a batch is a list of three or more similar tensors, which may be rows or columns."""
+    """Return whether a batch is a list of three or more similar tensors.
+
+    Such tensors may be rows or columns.
+    """
     sorts = {(one.dtype, one.dim()) if isinstance(one, Tensor) and one.dim() else None for one in value}
     return len(value) > 2 and len(sorts) == 1 and None not in sorts
 

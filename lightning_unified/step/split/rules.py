@@ -50,13 +50,16 @@ def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -
 
 
 def given_to(trainer: Any) -> MicroBatchRules | None:
-    """Return the rules that the user passed to the strategy of `trainer`; None without a Trainer or rules."""
+    """Return the rules that the user passed to the strategy of `trainer`; None without any."""
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     return None if policy is None else policy.batches.given
 
 
 def can_be_pickled(rules: MicroBatchRules | None) -> bool:
-    """Return whether `rules` can be pickled; lambdas and functions defined inside functions cannot."""
+    """Return whether `rules` can be pickled.
+
+    Lambdas and functions defined inside functions cannot.
+    """
     try:
         pickle.dumps(rules)
     except (pickle.PicklingError, AttributeError, TypeError):

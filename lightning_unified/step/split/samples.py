@@ -34,7 +34,7 @@ class LoaderSamples:
     constants: tuple[Any, ...] = field(default=(), repr=False)
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Return whether the loader holds `tensor` itself, or an equal floating-point tensor or array."""
+        """Return whether the loader holds `tensor` itself, or an equal one of real numbers."""
         if any(one is tensor for one in self.constants):
             return True
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
@@ -141,7 +141,10 @@ def _length(sampler: Any) -> int | None:
 
 
 def _constants(collate: Any, dataset: Any) -> Iterator[Any]:
-    """Yield tensors and arrays that `collate` names or `dataset` holds, except data with one entry per sample."""
+    """Yield tensors and arrays that `collate` names or `dataset` holds.
+
+    Data with one entry per sample are skipped.
+    """
     samples = _length(dataset)
     while hasattr(dataset, "dataset") and not isinstance(dataset, DataLoader):
         dataset = dataset.dataset  # of a `Subset`

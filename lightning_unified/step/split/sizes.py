@@ -24,7 +24,7 @@ class BatchShape:
 
 
 def split_rows(rows: int, *, micro_batch_size: int, unit: int = 1, least: int = 1) -> list[int]:
-    """Return the rows of each micro-batch: as few micro-batches as the size allows, as even as possible.
+    """Return the rows of each micro-batch, for the fewest micro-batches, as even as possible.
 
     Even micro-batches need less memory than full ones and a remainder, for the same number of passes. For instance, 10 rows in micro-batches
     of at most 4 become 4, 3, 3 and not 4, 4, 2.
@@ -51,7 +51,10 @@ def split_rows(rows: int, *, micro_batch_size: int, unit: int = 1, least: int = 
 
 
 def elements_per_row(batch: Any, rows: int) -> int:
-    """Return the average entries per row, over the tensors of `batch` with at least `rows` entries in dimension 0."""
+    """Return the average number of tensor entries per row of `batch`.
+
+    Only tensors with a first dimension of at least `rows` count.
+    """
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and tensor.size(0) >= rows]
     return sum(tensor.numel() for tensor in tensors) // max(rows, 1)
 

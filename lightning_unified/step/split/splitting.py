@@ -39,7 +39,7 @@ class BatchSplitter:
         self._finders: dict[int, RowFinder] = {}
 
     def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
-        """Return the size of `batch`; None if its number of rows is unknown, or the rule `count` fails.
+        """Return the size of `batch`; None if its rows are unknown, or the rule `count` fails.
 
         Args:
             batch: The whole batch.
@@ -51,7 +51,7 @@ class BatchSplitter:
             return None
 
     def require_shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
-        """Return the size of `batch`; raise an error if the batch may be split but its rows are unknown.
+        """Return the size of `batch`; raise an error if it may be split but is unknown.
 
         With `splittable=False`, return None for an unknown number of rows.
 

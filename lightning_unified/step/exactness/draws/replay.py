@@ -8,8 +8,8 @@ rounding.
 `ReplayDraws` finds the entries of a micro-batch in a recorded draw by shape:
 
 1. The draw has the same shape in the micro-batch: it does not depend on the rows, and is used unchanged.
-2. One dimension is k times the number of rows, in both runs: the draw is sliced by rows. With k > 1 the rows may be `"interleaved"`
-   (row 0 k times, row 1 k times, …) or in `"blocks"` (all rows, k times over). The check tries both.
+2. One dimension is k times the number of rows, in both runs: the draw is sliced by rows. With k > 1 there are two orders, and
+   the check tries both: `"interleaved"` (row 0 k times, row 1 k times, …) and `"blocks"` (all rows, k times over).
 3. Any other draw makes the replay invalid. This includes a permutation of the rows, which has no entries per row.
 
 Some kernels draw inside, such as fused attention and cuDNN's recurrent layers. They run without dropout in both modes.
@@ -287,7 +287,10 @@ class ConstantDraws(_Draws):
 
 @cache
 def _name_of_drawing(func: Any) -> str | None:
-    """Return the name of an operator that draws, or may draw inside its kernel; None for all others."""
+    """Return the name of an operator that may draw; None for all other operators.
+
+    The operator may draw inside its kernel.
+    """
     name = func._schema.name.split("::")[1]
     return name if is_random(func, name) or _is_inner(name) or name.startswith(_RRELU) or "_rnn" in name else None
 
@@ -319,14 +322,20 @@ def _without_inner_dropout(
 
 
 def _drawn(name: str, result: Any, args: Sequence[Any]) -> Any:
-    """Return the draw of a random operator: its result, the mask it also returns, or an argument it wrote."""
+    """Return the draw of a random operator.
+
+    It is the operator's result, the mask that it also returns, or an argument that it wrote.
+    """
     if name == _RRELU:
         return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
 
 
 def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> Any:
-    """Return the operator's result for the draw `value`; write it into the existing result where possible."""
+    """Return the operator's result for the draw `value`.
+
+    Only dropout returns new tensors; other operators' results are overwritten.
+    """
     if name in ("native_dropout", "_fused_dropout"):
         kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
         mask = value.to(result[1].dtype)
@@ -363,7 +372,10 @@ def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: 
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], default: float) -> float:
-    """Return a numeric argument of an operator by name; `default` if it is a tensor, None or missing."""
+    """Return a numeric argument of an operator by name.
+
+    Return `default` if the argument is a tensor, None or missing.
+    """
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in names:
             value = kwargs.get(argument.name, args[index] if index < len(args) else default)

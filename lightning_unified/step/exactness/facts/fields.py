@@ -1,4 +1,4 @@
-"""Find the fields of a batch by path: its tensors, and lists or arrays with one entry per row."""
+"""Find the fields of a batch by path: tensors, arrays, and lists with an entry per row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

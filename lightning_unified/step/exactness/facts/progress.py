@@ -42,7 +42,10 @@ class Counters:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record reads of the counters, metrics and optimizers of module and Trainer inside the block."""
+        """Record reads of counters, metrics and optimizers inside the block.
+
+        These are attributes of the module and of its Trainer.
+        """
         with ExitStack() as undo:
             for owner, names in _READS.items():
                 for name, counter in names.items():
@@ -140,7 +143,9 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 
 
 class ModuleFacts:
-    """Facts about a module that may change its computation: modes, trained parameters, plain attributes.
+    """Facts about a module: modes, trained parameters, plain attributes.
+
+    A change of these may change the computation.
 
     A module may hold settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. The fact
     of a number is its sign and order of magnitude, so counters give new facts ever more rarely. Attributes of torch's own layers are
@@ -235,7 +240,7 @@ def _plain_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fact]:
-    """Yield a fact for each named value: texts and bools unchanged, numbers by order of magnitude."""
+    """Yield a fact for each named value; a number counts by its order of magnitude."""
     for name, value in values:
         yield f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value)
 
