@@ -1,7 +1,7 @@
 """Check that a split batch gives the gradient, results and state of the whole batch.
 
-The idea. A batch B of n rows is split into micro-batches B_1 … B_k. If the module treats rows independently and its loss is a mean over
-terms, the gradient of B is a weighted sum of the micro-batches' gradients:
+The idea. A batch B of n rows is split into micro-batches B_1 … B_k. Suppose that the module treats rows independently, and its loss is a
+mean over terms. Then the gradient of B is a weighted sum of the micro-batches' gradients:
 
     g(B) = sum_i w_i g(B_i),    w_i = terms(B_i) / terms(B)
 

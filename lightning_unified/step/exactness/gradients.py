@@ -4,8 +4,8 @@ Parameter p agrees if
 
     rms(sum_i w_i g_i - g)  <=  T * (max(rms g, max_i rms w_i g_i) + c * R)
 
-with g the gradient of p over all rows, g_i its gradient over micro-batch i, w_i the weight of the micro-batch, and R the root mean square
-of g over all parameters. The term c * R covers parameters whose gradient is zero up to rounding, such as the bias of an attention's keys.
+Here g is the gradient of p over all rows, and g_i its gradient over micro-batch i, whose weight is w_i. R is the root mean square of g over
+all parameters. The term c * R covers parameters whose gradient is zero up to rounding, such as the bias of an attention's keys.
 A tolerance relative to the parameter alone would refuse every sound BERT.
 
 | coarsest format in the run | T | c |

@@ -204,8 +204,8 @@ def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[f
 class Weighting:
     """The share of each micro-batch in its batch.
 
-    If the loss is a mean over terms (samples, tokens), the batch's loss is the mean of the micro-batches' losses, weighted by their numbers
-    of terms. The same holds for the gradient. Losses that are sums add up. Rows weight a batch without any loss term: each micro-batch then
+    Many losses are means over terms (samples, tokens). The batch's loss is then the mean of the micro-batches' losses, weighted by their
+    numbers of terms. The same holds for the gradient. Losses that are sums add up. Rows weight a batch without any loss term: each micro-batch then
     has the loss of the whole batch, 0 or NaN.
 
     Args:

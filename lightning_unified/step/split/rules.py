@@ -58,7 +58,7 @@ def given_to(trainer: Any) -> MicroBatchRules | None:
 def can_be_pickled(rules: MicroBatchRules | None) -> bool:
     """Return whether `rules` can be pickled.
 
-    Lambdas and functions defined inside functions cannot.
+    Lambdas and functions defined inside functions cannot be pickled.
     """
     try:
         pickle.dumps(rules)

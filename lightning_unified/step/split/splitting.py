@@ -51,7 +51,7 @@ class BatchSplitter:
             return None
 
     def require_shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
-        """Return the size of `batch`; raise an error if it may be split but is unknown.
+        """Return the size of `batch`; raise an error if it is unknown and the batch may be split.
 
         With `splittable=False`, return None for an unknown number of rows.
 
