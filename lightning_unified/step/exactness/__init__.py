@@ -15,8 +15,8 @@ check runs some rows whole, runs the same rows in three unequal micro-batches, a
 5. *Results*, that is outputs, logs, metrics and written state, get a merge rule, such as a mean or a concatenation (`results`).
 6. *Verdict*: a loss rule agrees, or none does and the module is refused, or gradients are undecided (`judge`, `verdict`).
 
-One check sees only a sample of the data, so checks repeat: at split batches 1, 2, 4, 8, …, and before the update of a batch with new facts (`check`,
-`facts`). A check that does not fit into memory runs with activation checkpointing, or on the CPU (`examination`, `host`).
+One check sees only a sample of the data, so checks repeat: at split batches 1, 2, 4, 8, …, and before the update of a batch with new facts
+(`check`, `facts`). A check that does not fit into memory runs with activation checkpointing, or on the CPU (`examination`, `host`).
 
 | module | subject |
 |---|---|
