@@ -1,22 +1,22 @@
-"""The exactness check: does a split batch give the gradient, results and state of the whole batch?
+"""Check that a split batch gives the gradient, results and state of the whole batch.
 
-The idea. A batch B of n rows is split into micro-batches B_1 … B_k. If the module treats rows independently and its loss is a mean over
-terms, the gradient of B is a weighted sum of the micro-batches' gradients:
+The idea. A batch B of n rows is split into micro-batches B_1 … B_k. Suppose that the module treats rows independently, and its loss is a
+mean over terms. Then the gradient of B is a weighted sum of the micro-batches' gradients:
 
     g(B) = sum_i w_i g(B_i),    w_i = terms(B_i) / terms(B)
 
-Neither condition can be read off a module. A contrastive loss mixes rows. A class-weighted mean has terms that nobody counts. So the check
-tries it: it runs some rows whole, runs the same rows in three unequal micro-batches, and compares every result of both.
+The code of a module shows neither condition. A contrastive loss mixes rows. A class-weighted mean has terms that no field counts. So the
+check runs some rows whole, runs the same rows in three unequal micro-batches, and compares every result.
 
 1. *Rows* are chosen so that labels, masks, lengths and missing values differ among the micro-batches (`rows`).
-2. *Runs* are undone: gradients, buffers, attributes, logs and random generators are restored after each (`run`).
+2. *Runs* are undone: gradients, buffers, attributes, logs and random generators are restored after each run (`run`).
 3. *Random draws* of the whole run are recorded and replayed by row, so that dropout does not hide a difference (`draws`).
 4. *Gradients* are compared parameter by parameter, up to rounding, under each candidate rule for the weights w_i (`gradients`, `losses`).
 5. *Results*, that is outputs, logs, metrics and written state, get a merge rule, such as a mean or a concatenation (`results`).
 6. *Verdict*: a loss rule agrees, or none does and the module is refused, or gradients are undecided (`judge`, `verdict`).
 
-A check is a sample, so it is repeated: at split batches 1, 2, 4, 8, …, and before the update of a batch with new facts (`check`,
-`facts`). A check that does not fit into memory runs with activation checkpointing, or on the CPU (`examination`, `host`).
+One check sees only a sample of the data, so checks repeat: at split batches 1, 2, 4, 8, …, and before the update of a batch with new facts
+(`check`, `facts`). A check that does not fit into memory runs with activation checkpointing, or on the CPU (`examination`, `host`).
 
 | module | subject |
 |---|---|
@@ -30,6 +30,6 @@ A check is a sample, so it is repeated: at split batches 1, 2, 4, 8, …, and be
 | losses, verdict | candidate loss rules, the shares they give, and the verdict |
 | results | the merge rules of one stage |
 | draws | random draws, recorded and replayed or made equal |
-| facts | what is new in a batch, its module, or the run's progress |
+| facts | facts about a batch, its module and the run's progress |
 | host | running a module on the CPU |
 """

@@ -1,13 +1,13 @@
 """The schedule of the exactness check, and its outcome: loss and merge rules, or a refusal.
 
-A check runs some rows of the batch whole and the same rows in three unequal parts, and compares gradients parameter by parameter,
-returned and logged values, and what the step writes. It is a sample, so it is made again:
+A check runs some rows of the batch whole, and the same rows in three unequal micro-batches. It compares the gradient of each parameter,
+returned and logged values, and written state. One check sees only a sample of the data, so a check runs:
 
-1. before the first split batch, on as many rows as fit at once, and on a few split in another way and with dropout;
+1. before the first split batch, on as many rows as fit at once; then again on a few rows, with another split and with dropout;
 2. before split batches 2, 4, 8, 16, … on at most 8 units of rows;
-3. before the update of a batch that differs in kind from those checked: label values, zeros, masks, lengths, missing values (profile.py);
-4. before the update of a batch that can tell apart two rules which agreed so far;
-5. before the next batch where nothing could be told.
+3. before the update of a batch with new facts: label values, zeros, masks, lengths, missing values (`facts.profile`);
+4. before the update of a batch for which two rules that agreed so far give different weights;
+5. before each of the next batches after an undecided check, until three checks in a row were undecided.
 """
 
 from collections import OrderedDict
@@ -34,21 +34,21 @@ from lightning_unified.step.split import BatchSplitter
 
 __all__ = ["ExactnessCheck"]
 
-_RETRIES = 3  # batches on which an undecided check is made again at once; after that by the schedule only
+_RETRIES = 3  # undecided checks in a row that are repeated on the next batch; after that the schedule decides
 
 
 class ExactnessCheck:
-    """Finds out whether batches may be split, and how their results are merged.
+    """Decides whether batches may be split, and how their results merge.
 
     Args:
-        trainer: In `fit`.
-        rules: How the module declares its batches.
+        trainer: The Trainer, in `fit`.
+        rules: The rules that the module declares for its batches.
         splitter: Splits batches.
         step: Runs `training_step` as the loop does.
-        fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
+        fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
 
     Attributes:
-        tables: The rules for outputs, logs, metrics and written state.
+        tables: The merge rules for outputs, logs, metrics and written state.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class ExactnessCheck:
     def verdict(
         self, kwargs: "OrderedDict[str, Any]", *, rows: int, unit: int, micro_batch_size: int, batch_idx: int
     ) -> Verdict:
-        """Return the loss rule of this batch, after a check of the batch if one is due.
+        """Return the verdict for this batch, after a check of the batch if one is due.
 
         Args:
-            kwargs: Of `training_step`, the batch first.
-            rows: Of the batch.
-            unit: Rows that stay together.
-            micro_batch_size: Rows of its largest micro-batch.
-            batch_idx: Its number in the epoch.
+            kwargs: The arguments of `training_step`, the batch first.
+            rows: The number of rows of the batch.
+            unit: The number of rows that a split keeps together.
+            micro_batch_size: The rows of the largest micro-batch.
+            batch_idx: The number of the batch in the epoch.
 
         Raises:
-            SplitError: If the batch's results are not those of its parts under any rule, so that it cannot be split exactly.
+            SplitError: If no rule merges the micro-batches' results into the whole batch's: the batch cannot be split exactly.
         """
         batch, now = next(iter(kwargs.values())), (self._trainer.current_epoch, batch_idx)
         if now != self._seen:
@@ -96,12 +96,13 @@ class ExactnessCheck:
         news = self._profiles.news(self._facts(batch, rows))
         if self._is_due(news, batch, rows=rows, unit=unit, micro_batch_size=micro_batch_size):
             self._check(kwargs, rows=rows, unit=unit, micro_batch_size=micro_batch_size)
-            self._profiles.add(self._facts(batch, rows))  # the check may have found that the step reads counters
+            # the facts again: the check may have recorded that the step reads counters
+            self._profiles.add(self._facts(batch, rows))
         assert self._verdict is not None
         return self._verdict
 
     def _facts(self, batch: Any, rows: int) -> frozenset[Fact]:
-        """Return all that may decide how a step computes on this batch."""
+        """Return all facts that may decide how a step computes on this batch."""
         trainer = self._trainer
         counters = self._runner.counters.facts(
             epoch=trainer.current_epoch, step=trainer.global_step, batch=self._seen[1] if self._seen else 0
@@ -121,11 +122,14 @@ class ExactnessCheck:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Keep the findings of the run that this one continues, for batches that a check cannot decide."""
+        """Keep the findings of the run that this run continues.
+
+        They serve batches that a check cannot decide.
+        """
         self._remembered = state
 
     def _recalled(self) -> Verdict | None:
-        """Return the verdict of the run that this one continues; None if none holds for the module now."""
+        """Return the verdict of the run that this run continues; None if it no longer holds."""
         state = self._remembered
         rules = [] if state is None else [restored(one, self._rules) for one in state["rules"]]
         if state is None or None in rules:
@@ -150,15 +154,17 @@ class ExactnessCheck:
         unit: int,
         micro_batch_size: int,
     ) -> Verdict:
-        """Check a batch whose step gave something that no check has seen; what stays unknown, no rule merges.
+        """Check a batch whose step gave a result that no check has seen; return the new verdict.
+
+        A result that is still unknown after the check is recorded as unmergeable.
 
         Args:
-            kwargs: Of `training_step`, the batch first.
-            table: The one of `tables` that lacks rules.
-            paths: Where.
-            rows: Of the batch.
-            unit: Rows that stay together.
-            micro_batch_size: Rows of its largest micro-batch.
+            kwargs: The arguments of `training_step`, the batch first.
+            table: The member of `tables` that lacks rules.
+            paths: The paths of the new results.
+            rows: The number of rows of the batch.
+            unit: The number of rows that a split keeps together.
+            micro_batch_size: The rows of the largest micro-batch.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided
@@ -251,12 +257,15 @@ class ExactnessCheck:
         )
 
     def _candidates(self, batch: Any, rows: int) -> list[LossRule]:
-        """Return the rules that may hold: those that have agreed, for which this batch may show no reason, and those not rejected yet."""
+        """Return the loss rules that may hold for this batch.
+
+        These are the rules that agreed before, and the candidates of this batch that no check rejected.
+        """
         known = {rule.name: rule for rule in (*self._tied, *candidates(batch, rows))}
         return [rule for name, rule in known.items() if name not in self._rejected]
 
     def _since(self) -> str:
-        """Return a sentence on batches split since the last check that agreed; empty before the first update."""
+        """Return a sentence about batches split since the last agreeing check; empty without any."""
         step = self._trainer.global_step
         if self._last_step < 0 or step <= self._last_step:
             return ""

@@ -18,13 +18,14 @@ class Trial:
     """The rows that a check runs, and their split.
 
     Args:
-        batch: The loader's.
-        batch_rows: Its rows.
+        batch: The whole batch.
+        batch_rows: The number of rows of `batch`.
         start: The first row that runs.
-        rows: How many run.
-        take: `take(batch, start, stop, rows=batch_rows)` returns some of the batch's rows.
-        split: The rows of each part.
-        is_quiet: Whether to run without dropout first, which takes a quarter of the time, and with it only if that cannot tell.
+        rows: The number of rows that run.
+        take: `take(batch, start, stop, rows=batch_rows)` returns rows `start` to `stop` of the batch.
+        split: The rows of each micro-batch.
+        is_quiet: Whether to run without dropout first, which takes a quarter of the time. The rows run
+            with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
     """
 
     batch: Any
@@ -41,7 +42,7 @@ class Trial:
         return self.rows == self.batch_rows
 
     def part(self, start: int, size: int) -> Any:
-        """Return `size` of the rows that run, from `start` of them on."""
+        """Return `size` of the rows that run; `start` counts from the first of these."""
         first = self.start + start
         return self.take(self.batch, first, first + size, rows=self.batch_rows)
 
@@ -52,7 +53,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRuns:
-    """One way to split the rows, and its runs."""
+    """One split of the rows: the micro-batches, their sizes in rows, and their runs."""
 
     sizes: Sequence[int]
     batches: Sequence[Any]
@@ -72,14 +73,15 @@ class SplitRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A run over whole rows and those over their parts.
+    """A run over whole rows, compared with the runs over their micro-batches.
 
     Args:
         whole: The run over all rows.
-        split: The runs over their parts.
-        troubles: What made their random draws incomparable.
-        is_drawn: Whether the whole run has drawn.
-        is_ordered: Whether it mattered how rows lie in a draw of several entries a row.
+        split: The runs over the micro-batches.
+        troubles: The reasons why the random draws could not be replayed.
+        is_drawn: Whether the whole run has drawn random numbers.
+        is_ordered: Whether a draw had several entries per row, so that their order mattered.
+        known: The disagreements computed so far, by the name of the loss rule.
     """
 
     whole: Run
@@ -91,7 +93,7 @@ class Comparison:
 
     @property
     def all_runs(self) -> Sequence[Run]:
-        """The whole run, then those of parts."""
+        """The whole run, then the runs of the micro-batches."""
         return (self.whole, *self.split.runs)
 
     @property
@@ -102,13 +104,19 @@ class Comparison:
 
     @property
     def says_nothing(self) -> str:
-        """Why gradients cannot be compared; empty if they can. Zeros can be, with parts that have a gradient."""
+        """The reason why gradients cannot be compared; empty if they can.
+
+        A whole gradient of zeros can be compared if a micro-batch has a gradient.
+        """
         parts = [run.gradient for run in self.split.runs]
         is_zero = not self.whole.gradient.values.any()
         return "" if is_zero and any(not part.says_nothing for part in parts) else self.whole.gradient.says_nothing
 
     def can_count(self, rule: LossRule) -> bool:
-        """Return whether an inferred rule counts 0 or more terms in every part; a declared one that does not is an error."""
+        """Return whether `rule` counts 0 or more terms in every micro-batch.
+
+        A declared `loss_weight` is not tested here: `SplitRuns.shares` raises an error for a negative count.
+        """
         if rule.count is None or rule.name == "loss_weight":
             return True
         return all(float(rule.count(batch)) >= 0 for batch in self.split.batches)
@@ -118,7 +126,7 @@ class Comparison:
         return all(self.off(rule).excess > 1 for rule in rules)
 
     def off(self, rule: LossRule) -> Disagreement:
-        """Return where the parts' gradients, weighted by `rule`, differ most from the whole's."""
+        """Return the largest difference of gradients, whole and split, under `rule`."""
         if rule.name not in self.known:
             self.known[rule.name] = self._off(rule)
         return self.known[rule.name]

@@ -1,9 +1,14 @@
 """The exactness check of validation, test and predict steps.
 
-There is no gradient to compare. Some rows run whole and in parts, and what the step returns, logs, counts and writes is compared. A check
-is made before the first split batch of a stage, before split batches 2, 4, 8, …, before one that differs in kind from those checked, and
-where the step gave something that no check has seen. Predictions are rows one after another and nothing else: a prediction for which no
-single concatenation fits is refused, never guessed.
+These steps have no gradient to compare. The check runs some rows whole and in micro-batches, and compares outputs, logs, metrics and
+written state. A check runs:
+
+1. before the first split batch of a stage, and before split batches 2, 4, 8, …;
+2. before a batch with new facts (`facts.profile`);
+3. if the step gave a result that no check has seen.
+
+Predictions must have one entry per row, in the order of the rows. A prediction is refused unless one concatenation is the only rule that
+fits, or all fitting rules give the same result.
 """
 
 import logging
@@ -30,24 +35,23 @@ __all__ = ["EvaluationCheck"]
 
 log = logging.getLogger("lightning_unified")
 
-_UNITS = 8  # rows, in units, of a check; judgement: enough for three unequal micro-batches
-_ROUNDING = 1e-6  # relative; of a mean of equal values
+_UNITS = 8  # units of rows in a check; judgement: enough for three unequal micro-batches
+_ROUNDING = 1e-6  # relative; the rounding of a mean of equal values
 
 
 class EvaluationCheck:
-    """Finds the rules by which results of one stage are merged.
+    """Finds the merge rules of one evaluation stage.
 
     Args:
-        trainer: Whose evaluation it is.
-        rules: How the module declares its batches in this stage.
+        trainer: The Trainer that evaluates.
+        rules: The rules that the module declares for its batches in this stage.
         split: `split(batch, start, stop, rows=…)` returns some rows of a batch.
-        step: `step(batch)` runs the stage's step.
-        predicts: Whether the step predicts, so that only concatenations are allowed.
+        predicts: Whether the stage predicts. Micro-batches are then weighted by rows only.
 
     Attributes:
-        tables: The rules found.
-        rule: By what means are weighted.
-        draws: Whether the step draws random numbers, so that results differ from the whole batch's as by another seed.
+        tables: The merge rules found.
+        rule: The loss rule that weights means.
+        draws: Whether the step draws random numbers. Results then differ from the whole batch's as under another seed.
     """
 
     def __init__(
@@ -69,14 +73,14 @@ class EvaluationCheck:
 
         Args:
             step: Runs the stage's step on a batch.
-            batch: Whole.
-            rows: Of it.
-            unit: Rows that stay together.
-            micro_batch_size: Rows of its largest micro-batch.
-            likely: By what training weights micro-batches.
+            batch: The whole batch.
+            rows: The number of rows of the batch.
+            unit: The number of rows that a split keeps together.
+            micro_batch_size: The rows of the largest micro-batch.
+            likely: The loss rule by which training weights micro-batches.
 
         Raises:
-            SplitError: If predictions cannot be merged, or the step writes what no rule merges.
+            SplitError: If the step fails on some rows only, or writes state that no rule merges.
         """
         self._batches += 1
         news = self._profiles.news(facts_of(batch, rows))
@@ -98,7 +102,7 @@ class EvaluationCheck:
             units //= 2
 
     def unmergeable(self) -> list[str]:
-        """Return names and paths that no rule merges and that have not been returned before."""
+        """Return the new names and paths that no rule merges; each is returned once."""
         new = [
             name for name in (*self.tables.outputs.unmergeable, *self.tables.logs.unmergeable) if name not in self._said
         ]
@@ -111,11 +115,11 @@ class EvaluationCheck:
         return [path for path in self.tables.logs.paths if not path.startswith("batch_size of ")]
 
     def guesses(self, returned: Sequence[Any], parts: MicroBatchWeights) -> dict[str, Sequence[Any]]:
-        """Return the paths of predictions whose merge the rules leave open.
+        """Return the predictions whose merge is not certain, by path.
 
         Args:
-            returned: What the step returned for each micro-batch.
-            parts: What the micro-batches weigh.
+            returned: The output of the step for each micro-batch.
+            parts: The weights of the micro-batches.
         """
         table = self.tables.outputs
         return {
@@ -147,8 +151,8 @@ class EvaluationCheck:
             whole = self._part(step, whole_batch, size, recorded, precision, of=rows)
         except SplitError as refusal:
             own = self._failure(step, batch, rows)
-            if own is not None and type(own) is type(refusal.__cause__):  # not the split's fault
-                raise own from None
+            if own is not None and type(own) is type(refusal.__cause__):
+                raise own from None  # the whole batch fails too: raise the user's error
             raise
         self.draws |= recorded.has_drawn or whole.draws_on_host
         for sizes in splits_of(size // unit):
@@ -169,7 +173,10 @@ class EvaluationCheck:
     def _part(
         self, step: Callable[[Any], Any], batch: Any, rows: int, draws: Any, precision: WatchPrecision, *, of: int
     ) -> Results:
-        """Run the step on `rows` of `of` rows; an error there is one of splitting."""
+        """Run the step on `rows` of `of` rows.
+
+        If `rows` is smaller than `of`, an error of the step is raised as a `SplitError`.
+        """
         try:
             return self._run(step, batch, rows, draws, precision)
         except Exception as error:
@@ -178,7 +185,10 @@ class EvaluationCheck:
             raise SplitError(self._does_not_run(error, rows, of=of)) from error
 
     def _failure(self, step: Callable[[Any], Any], batch: Any, rows: int) -> BaseException | None:
-        """Return the error that the step raises on the whole batch; None where it raises none, or memory runs out."""
+        """Return the error of the step on the whole batch; None without one.
+
+        None also if memory runs out.
+        """
         precision = WatchPrecision()
         try:
             self._run(step, batch, rows, RecordDraws(precision), precision)
@@ -210,13 +220,16 @@ class EvaluationCheck:
         batch: Any,
         likely: LossRule,
     ) -> None:
-        """Learn from one split, by the first rule of weighting under which most of what is logged fits."""
+        """Learn merge rules from one split.
+
+        The loss rule is the first with the fewest unmergeable logs and outputs.
+        """
         tolerance = Tolerance.of(whole.formats).relative
         best: tuple[int, LossRule, MicroBatchWeights] | None = None
         for rule in self._weights(batch, sum(sizes), likely):
             try:
                 terms = [share * sum(sizes) for share in shares(rule, batches, sizes)]
-            except Exception as error:  # the user's count: one declared for training batches need not know these
+            except Exception as error:  # the user's function, declared for training batches, may fail on these
                 log.info("%s says nothing of these batches (%s: %s).", rule.name, type(error).__name__, error)
                 continue
             parts = MicroBatchWeights(sizes, terms)
@@ -242,9 +255,10 @@ class EvaluationCheck:
 
 
 def _is_certain(rules: frozenset[str], values: Sequence[Any], parts: MicroBatchWeights) -> bool:
-    """Return whether values are rows one after another, or always the same, and no other rule that fits gives anything else here.
+    """Return whether the merge of `values` is certain.
 
-    A constant 0 is a sum too. The two rules differ only where a value is no longer 0, and a check there tells them apart.
+    It is certain if a concatenation or `equal` fits, and every other fitting rule gives the same result here. For instance, both `equal`
+    and `sum` fit a constant 0. The two rules differ only once a value is not 0, and a check of that batch distinguishes them.
     """
     concatenations = [rule for rule in rules if rule.startswith("concatenate")]
     if len(rules) == 1 and concatenations:

@@ -26,8 +26,8 @@ __all__ = ["UNITS", "Check", "Examination"]
 
 log = logging.getLogger("lightning_unified")
 
-_AT_FIRST = 32  # units of the first check where so many are predicted to fit; judgement: a hard tenth of the rows is three of them
-UNITS = 8  # of rows in checks after the first; judgement: enough for three unequal micro-batches
+_AT_FIRST = 32  # units of the first check, if they are predicted to fit; judgement: if a tenth of the rows is hard, about three run
+UNITS = 8  # units of rows in later checks; judgement: enough for three unequal micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Check:
     """The arguments of one check.
 
     Args:
-        kwargs: Of `training_step`, the batch first.
+        kwargs: The arguments of `training_step`, the batch first.
         rules: The loss rules that may hold.
-        rows: Of the batch.
-        unit: Rows that stay together.
-        most: Units to run at most.
-        number: How many checks were made before; those that follow each other split rows differently.
-        is_first: Whether no check has told anything yet, so that the rows are split in two ways, and run with dropout too.
-        since: What to say of batches that were split before, in a refusal.
+        rows: The number of rows of the batch.
+        unit: The number of rows that a split keeps together.
+        most: The largest number of units to run.
+        number: The number of earlier checks. Consecutive checks split the rows differently.
+        is_first: Whether no check was conclusive yet. The rows are then split in two ways, and also run with dropout.
+        since: A sentence for a refusal: which batches were split before.
     """
 
     kwargs: "OrderedDict[str, Any]"
@@ -60,20 +60,25 @@ class Check:
         return next(iter(self.kwargs.values()))
 
     def split(self, units: int, *, other: bool = False) -> list[int]:
-        """Return the rows of each part of so many units; `other` gives another split, where there is one."""
+        """Return the rows of each micro-batch for `units` units.
+
+        Args:
+            units: The number of units to split.
+            other: Whether to return another split, if there is one.
+        """
         splits = splits_of(units)
         return [self.unit * part for part in splits[(self.number + other) % len(splits)]]
 
 
 class Examination:
-    """Makes the trials of a check.
+    """Runs the trials of a check.
 
     Args:
-        trainer: In `fit`.
-        runner: Runs the step aside.
+        trainer: The Trainer, in `fit`.
+        runner: Runs the step and undoes it.
         splitter: Splits batches.
-        tables: Where rules for results are kept.
-        fits: Whether so many rows are predicted to fit at once; None where nothing is predicted.
+        tables: The merge rules, which the trials extend.
+        fits: Returns whether a number of rows is predicted to fit into memory at once; None without a prediction.
     """
 
     def __init__(
@@ -93,10 +98,10 @@ class Examination:
         """Return the findings of a check, or why it is undecided.
 
         Args:
-            check: What to examine.
+            check: The check to run.
 
         Raises:
-            SplitError: If the rows' results are not those of their parts.
+            SplitError: If the whole rows and their micro-batches give different results.
         """
         most = check.rows // check.unit
         if most < 2:
@@ -118,13 +123,14 @@ class Examination:
                 found = self._on_host(check, units)
             except SplitError:
                 raise
-            except Exception as error:  # whatever a module does that a CPU is not good for
+            except Exception as error:  # the module may use operations that the CPU lacks
                 log.info("The exactness check could not run on the CPU either: %s", error)
         return "memory ran out while it was checked" if found is None else found
 
     def _of_more(self, check: Check, few: int, units: int) -> Findings | str | None:
-        """Return what the check finds on as many rows as are predicted to fit, where the gradient of a few says nothing: a tenth of few
-        rows may be none. None where no more are predicted to, or memory runs out.
+        """Repeat an undecided check on as many rows as are predicted to fit.
+
+        Few rows may lack the rare rows that decide a check. Return None if no more rows are predicted to fit, or memory runs out.
         """
         while units > few and not self._fits(self._wider * units * check.unit):
             units //= 2
@@ -137,17 +143,23 @@ class Examination:
 
     @property
     def _wider(self) -> int:
-        """How many times the memory of training a check may take: float32 in place of 16 bits."""
+        """The factor of a check's memory over training's.
+
+        It is 2 with autocast, because a check runs in float32.
+        """
         return 2 if isinstance(self._trainer.precision_plugin, MixedPrecision) else 1
 
     def _sound(self, check: Check, units: int) -> Findings | str | None:
-        """Return what the check finds; where a device that may be wrong disagrees, what the CPU finds on the same rows."""
+        """Return the findings on the device; the CPU repeats a refusal that may be wrong.
+
+        The findings of the CPU on the same rows replace the refusal, if the CPU agrees.
+        """
         try:
             return self._tried(check, units)
         except SplitError:
             if not may_be_wrong(self._trainer.strategy.root_device):
                 raise
-            # the refusal stands, unless the CPU finds that it was the device's fault
+            # the refusal stands, unless the rows agree on the CPU
             with suppress(Exception):
                 found = self._on_host(check, units)
                 if isinstance(found, Findings):
@@ -157,7 +169,7 @@ class Examination:
     def _recomputed(self, check: Check, units: int) -> Findings | str | None:
         try:
             blocks = CheckpointedBlocks(self._trainer.lightning_module, ALL)
-        except ConfigurationError:  # the module has no blocks, or is recomputed already
+        except ConfigurationError:  # the module has no blocks, or recomputes activations already
             return None
         try:
             return self._tried(check, units)
@@ -172,7 +184,7 @@ class Examination:
         return to_host(self._splitter.split(batch, start, stop, rows=rows))
 
     def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
-        """Return what the check finds on so many units of rows; None if memory ran out in it."""
+        """Return the findings on `units` units of rows; None if memory runs out."""
         judge = Judge(self._runner, self._tables, whose=type(self._trainer.lightning_module).__name__)
         trial = Trial(
             batch=check.batch,
@@ -193,20 +205,20 @@ class Examination:
                 raise
         finally:
             self._runner.release()
-        # past the `except` block, whose traceback held the frames
+        # only here: inside the `except` block, the traceback holds the frames and their tensors
         release_cached_memory(self._trainer.strategy.root_device)
         return None
 
     def _confirmed(self, check: Check, judge: Judge, trial: Trial, found: Findings) -> Findings | str:
-        """Repeat the first check on another split, with dropout if the module has any; return both findings.
+        """Repeat the first check on another split, and with dropout if the module has any.
 
-        Two splits tell a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
+        Two splits distinguish a mean weighted by rows from sums and constants. A few rows are enough for that, and for the noise.
         """
         rules = [rule for rule in check.rules if rule.name not in found.rejected]
         all_units = trial.rows // check.unit
         units = min(all_units, UNITS)
         again = self._again(check, trial, units)
-        if again.is_quiet and again.split == trial.split:  # two units are split in one way only
+        if again.is_quiet and again.split == trial.split:  # two units have only one split
             return found
         other = judge.findings(check.kwargs, again, rules, since=check.since)
         if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided

@@ -4,19 +4,19 @@ Parameter p agrees if
 
     rms(sum_i w_i g_i - g)  <=  T * (max(rms g, max_i rms w_i g_i) + c * R)
 
-with g its gradient over all rows, g_i that over part i, w_i the part's weight, and R the root mean square of g over all parameters. The
-term c * R is there for parameters whose gradient is zero but for rounding, such as the bias of an attention's keys: a tolerance relative
-to the parameter alone refuses every sound BERT.
+Here g is the gradient of p over all rows, and g_i its gradient over micro-batch i, whose weight is w_i. R is the root mean square of g over
+all parameters. The term c * R covers parameters whose gradient is zero up to rounding, such as the bias of an attention's keys.
+A tolerance relative to the parameter alone would refuse every sound BERT.
 
 | coarsest format in the run | T | c |
 |---|---|---|
-| float64 | 1e-6, as losses are often computed in float32 all the same | 0.1 |
+| float64 | 1e-6, because losses are often computed in float32 nevertheless | 0.1 |
 | float32, without TF32 and autocast | 1e-4 | 0.1 |
 | float16 | 4e-3 | 1 |
 | bfloat16 | 2e-2 | 1 |
 
-Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and an LSTM, ten seeds each; benchmarks/exactness/splittability.py
-records what sound modules differ by.
+Source of T and c: trials on BERT, GPT-2, a convolutional net with GroupNorm and an LSTM, ten seeds each.
+benchmarks/exactness/splittability.py records the differences of sound modules.
 """
 
 import math
@@ -32,7 +32,7 @@ __all__ = ["Disagreement", "GradientSample", "Tolerance", "disagreement", "sampl
 
 _DOUBLE = 1e-6
 _TF32 = 2e-3  # rounding of ten mantissa bits over a deep model
-_ENTRIES = 8192  # entries of each parameter's gradient that are looked at: enough to tell, little to keep
+_ENTRIES = 8192  # compared entries of each parameter's gradient: enough to detect a difference, and little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, formats: Iterable[torch.dtype]) -> "Tolerance":
-        """Return the tolerance of runs in which tensors of these floating-point formats were made."""
+        """Return the tolerance of runs that made tensors of these floating-point formats."""
         formats = set(formats)
         if torch.bfloat16 in formats:
             return cls(2e-2, 1.0)
@@ -63,11 +63,13 @@ def tolerance_in_training(trainer: L.Trainer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Entries of parameters with one device and one format, where these are, so that the host need not wait for the run to end.
+    """Gradient entries of parameters with one device and one format.
+
+    They stay on that device, so that the host does not wait for the run to end.
 
     Args:
-        entries: Of these parameters one after another.
-        indices: Which parameters these are.
+        entries: The entries of these parameters, concatenated.
+        indices: The indices of these parameters.
     """
 
     entries: Tensor
@@ -75,12 +77,12 @@ class _Group:
 
 
 class GradientSample:
-    """Entries of a gradient, the same ones each time.
+    """A sample of a gradient's entries: the same entries in each run.
 
     Args:
-        groups: The entries.
-        lengths: How many entries each parameter has.
-        scale: What the loss was multiplied with.
+        groups: The entries, by device and format.
+        lengths: The number of entries of each parameter.
+        scale: The factor that multiplied the loss.
     """
 
     def __init__(self, groups: Sequence[_Group], lengths: Sequence[int], *, scale: float) -> None:
@@ -89,7 +91,10 @@ class GradientSample:
 
     @cached_property
     def values(self) -> Tensor:
-        """The entries of all parameters one after another, float64; on their device if they share one that has this format."""
+        """The entries of all parameters, concatenated, as float64.
+
+        They lie on the parameters' device if it is a single CPU or CUDA device, else on the CPU.
+        """
         lengths, values = self.lengths.tolist(), {}
         for group in self._groups:
             parts = group.entries.to(self.lengths.device).double().split([lengths[index] for index in group.indices])
@@ -100,12 +105,12 @@ class GradientSample:
 
     @property
     def count(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         return len(self.lengths)
 
     @property
     def says_nothing(self) -> str:
-        """Why it cannot be compared; empty if it can."""
+        """The reason why the gradient cannot be compared; empty if it can."""
         if not self.values.isfinite().all():
             return "its gradient is not finite"
         return "" if self.values.any() else "its gradient is zero on the rows looked at"
@@ -116,7 +121,10 @@ class GradientSample:
         return self.rms(self.values)
 
     def rms(self, values: Tensor) -> Tensor:
-        """Return the root mean square of each parameter's entries in `values`, which lie as these do."""
+        """Return the root mean square of each parameter's entries in `values`.
+
+        `values` has the order of the sample's own values.
+        """
         if not len(values):
             return values.new_zeros(self.count)
         sums = torch.segment_reduce(values.square(), "sum", lengths=self.lengths, initial=0.0)
@@ -124,7 +132,10 @@ class GradientSample:
 
 
 def _device_of(groups: Sequence[_Group]) -> torch.device:
-    """Return where entries are compared: MPS has no float64."""
+    """Return the device that compares entries: a single CPU or CUDA device, else the CPU.
+
+    MPS has no float64.
+    """
     devices = {group.entries.device for group in groups}
     return (
         devices.pop() if len(devices) == 1 and {one.type for one in devices} <= {"cpu", "cuda"} else torch.device("cpu")
@@ -136,9 +147,9 @@ class Disagreement:
     """The parameter whose gradient differs most, as a multiple of the tolerance.
 
     Args:
-        excess: Difference over tolerance; at most 1 is rounding.
+        excess: The difference divided by the tolerance; at most 1 is rounding.
         relative: The difference relative to the size of the gradient.
-        parameter: Index of the parameter.
+        parameter: The index of the parameter.
     """
 
     excess: float
@@ -147,11 +158,11 @@ class Disagreement:
 
 
 def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> GradientSample:
-    """Return samples of the gradients of `parameters`; one without a gradient has zeros.
+    """Return samples of the gradients of `parameters`; a parameter without a gradient has zeros.
 
     Args:
-        parameters: Whose gradients.
-        scale: What the loss was multiplied with.
+        parameters: The parameters whose gradients are sampled.
+        scale: The factor that multiplied the loss.
     """
     samples = [_sample(parameter) for parameter in parameters]
     indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -164,12 +175,12 @@ def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> Gra
 def disagreement(
     whole: GradientSample, parts: Sequence[tuple[GradientSample, float]], tolerance: Tolerance
 ) -> Disagreement:
-    """Return where the weighted sum of `parts` differs most from the whole gradient.
+    """Return the largest difference between the weighted sum of `parts` and the whole gradient.
 
     Args:
         whole: The gradient over all rows.
-        parts: The parts' gradients, each with its weight.
-        tolerance: Of the formats that were computed in.
+        parts: The micro-batches' gradients, each with its weight.
+        tolerance: The tolerance for the formats of the runs.
     """
     if not whole.count:
         return Disagreement(0.0, 0.0, 0)
@@ -202,7 +213,7 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def _stride(tensor: Tensor) -> int:
-    return tensor.numel() // _ENTRIES | 1  # odd: does not keep to some columns of a matrix whose width is even
+    return tensor.numel() // _ENTRIES | 1  # odd: an even stride would miss columns of a matrix with an even width
 
 
 def _samples_of(tensor: Tensor) -> int:

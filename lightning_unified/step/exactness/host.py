@@ -16,18 +16,21 @@ from lightning_unified.step.results.metrics import metrics_of
 
 __all__ = ["may_be_wrong", "on_host", "to_host"]
 
-# devices whose gradients are known to go wrong in large backward passes (pytorch issue 177116)
+# devices with known wrong gradients in large backward passes (pytorch issue 177116)
 _WRONG_AT_TIMES = ("mps",)
 
 
 def may_be_wrong(device: torch.device) -> bool:
-    """Return whether a device is known to compute wrong gradients at times, so that the CPU decides."""
+    """Return whether a device sometimes computes wrong gradients, so that the CPU decides."""
     return device.type in _WRONG_AT_TIMES
 
 
 @contextmanager
 def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
-    """Let the module run on the CPU in float32, on copies of its parameters and buffers; yield the copies that are trained."""
+    """Run the module on the CPU, on copies of its weights; yield the trained copies.
+
+    The copies of 16-bit parameters and buffers are float32.
+    """
     module, strategy = trainer.lightning_module, trainer.strategy
     with ExitStack() as undo:
         parameters = {id(one): nn.Parameter(to_host_tensor(one), one.requires_grad) for one in module.parameters()}
@@ -43,7 +46,7 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
             owner._buffers.update(
                 {name: one if one is None else to_host_tensor(one) for name, one in owner._buffers.items()}
             )
-            if isinstance(owner, nn.RNNBase):  # keeps a list of its weights besides
+            if isinstance(owner, nn.RNNBase):  # also keeps a list of its weights
                 undo.callback(setattr, owner, "_flat_weights", owner._flat_weights)
                 owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
             if "_device" in vars(owner):  # `self.device` of a LightningModule
@@ -54,13 +57,13 @@ def on_host(trainer: L.Trainer) -> Iterator[Sequence[Tensor]]:
             metric.to("cpu")
         undo.callback(setattr, strategy, "_precision_plugin", strategy._precision_plugin)
         strategy._precision_plugin = Precision()
-        if "torch._dynamo" in sys.modules:  # compiled code is compiled for the device
+        if "torch._dynamo" in sys.modules:  # compiled code runs on its device only
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         yield trained
 
 
 def to_host(batch: Any) -> Any:
-    """Return a batch with its tensors copied to the CPU, 16-bit ones as float32."""
+    """Return a copy of a batch on the CPU, with 16-bit tensors as float32."""
     return apply_to_collection(batch, Tensor, to_host_tensor)
 
 

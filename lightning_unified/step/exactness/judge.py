@@ -36,11 +36,11 @@ class Findings:
     """The findings of one trial.
 
     Args:
-        agreeing: The loss rules under which gradients agree, the closest first.
-        rejected: The names of those under which they do not.
-        rows: That ran.
-        difference: Of the gradients under the first rule, relative.
-        noise: What is to be said of random draws; empty if nothing.
+        agreeing: The loss rules under which the gradients agree, in the order of the candidates.
+        rejected: The names of the loss rules under which the gradients differ.
+        rows: The number of rows that ran.
+        difference: The relative difference of the gradients under the first rule.
+        noise: A note on random draws; empty if there is none.
     """
 
     agreeing: Sequence[LossRule]
@@ -62,12 +62,12 @@ class Findings:
 
 
 class Judge:
-    """Compares a whole run with split ones, and learns how their results are merged.
+    """Compares a whole run with split runs, and learns how their results merge.
 
     Args:
-        runner: Runs the step aside.
-        tables: Where rules for results are kept.
-        whose: The module's name.
+        runner: Runs the step and undoes it.
+        tables: The merge rules, which the judge extends.
+        whose: The name of the module's class.
     """
 
     def __init__(self, runner: Runner, tables: Tables, *, whose: str) -> None:
@@ -80,14 +80,14 @@ class Judge:
         """Return the findings of a trial, or why it is undecided.
 
         Args:
-            kwargs: Of `training_step`, the whole batch first.
-            trial: What to run.
+            kwargs: The arguments of `training_step`, the whole batch first.
+            trial: The rows to run, and their split.
             rules: The loss rules that may hold.
-            since: What to say of batches that were split before, in a refusal.
+            since: A sentence for a refusal: which batches were split before.
 
         Raises:
-            SplitError: If the rows' results are not those of their parts.
-            BaseException: Whatever the step itself raises on whole rows, untouched.
+            SplitError: If the whole rows and their micro-batches give different results.
+            BaseException: An error that the step itself raises on the whole batch, unchanged.
         """
         comparison = self._quiet(kwargs, trial) if trial.is_quiet else None
         if comparison is None or comparison.none_agrees(rules):
@@ -123,7 +123,10 @@ class Judge:
         )
 
     def _quiet(self, kwargs: "OrderedDict[str, Any]", trial: Trial) -> Comparison | None:
-        """Return the comparison without watching operators, dropout layers in eval mode; None if the step draws all the same."""
+        """Compare without watching operators, with dropout layers in eval mode.
+
+        Return None if the step draws random numbers nevertheless.
+        """
         generators = GeneratorWatch(self._runner.device).note
         watch, precision = NoDraws(generators), WatchPrecision()
         whole = self._quiet_wholes.get((trial.start, trial.rows))
@@ -137,7 +140,10 @@ class Judge:
         return Comparison(whole=whole, split=self._parts(kwargs, trial, draws, precision))
 
     def _replayed(self, kwargs: "OrderedDict[str, Any]", trial: Trial, rules: Sequence[LossRule]) -> Comparison:
-        """Return the comparison under replayed draws: first without watching the backward pass, which seldom draws."""
+        """Compare with replayed draws, first without watching the backward pass.
+
+        The backward pass seldom draws.
+        """
         comparison = self._compared(kwargs, trial, order="interleaved", covers_backward=False)
         if comparison.says_nothing or not comparison.is_drawn or not comparison.none_agrees(rules):
             return comparison
@@ -150,7 +156,7 @@ class Judge:
     def _compared(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, order: Order, covers_backward: bool
     ) -> Comparison:
-        """Return the comparison in which each part is given its rows' entries of the draws of the whole run."""
+        """Compare with replayed draws: each micro-batch gets the draws of its rows."""
         precision = WatchPrecision()
         recorded = RecordDraws(precision, covers_backward=covers_backward)
         whole = self._whole(kwargs, trial, recorded, precision)
@@ -183,7 +189,7 @@ class Judge:
         )
 
     def _without_noise(self, kwargs: "OrderedDict[str, Any]", trial: Trial, *, why: str) -> Comparison:
-        """Return the comparison in which random operators give constants."""
+        """Compare while random operators return constants."""
         precision = WatchPrecision()
         whole = self._whole(kwargs, trial, ConstantDraws(precision), precision)
         draws = [ConstantDraws(precision) for _ in trial.split]
@@ -193,7 +199,7 @@ class Judge:
     def _parts(
         self, kwargs: "OrderedDict[str, Any]", trial: Trial, draws: Sequence[Any], precision: WatchPrecision
     ) -> SplitRuns:
-        """Run every part, each under its own mode."""
+        """Run every micro-batch under its own draw mode."""
         batches = [trial.part(start, size) for start, size in zip(starts_of(trial.split), trial.split, strict=True)]
         runs = [
             self._part(kwargs, batch, size, trial, mode, precision)
@@ -207,13 +213,13 @@ class Judge:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if self._runner.leaves_out_autocast:  # a module may need it
+            if self._runner.leaves_out_autocast:  # the module may need autocast
                 self._runner.keeps_autocast = True
                 return self._whole(kwargs, trial, draws, precision)
             if trial.is_whole:
                 raise
             own = self._runner.failure(kwargs)
-            if own is not None and type(own) is type(error):  # it fails on the whole batch too: not ours to refuse
+            if own is not None and type(own) is type(error):  # the whole batch fails too: raise the user's error
                 raise own from None
             raise SplitError(self._does_not_run(error, trial.rows)) from error
 
@@ -234,7 +240,10 @@ class Judge:
             raise SplitError(self._does_not_run(error, rows, of=trial.rows)) from error
 
     def _closest(self, comparison: Comparison, rules: Sequence[LossRule]) -> LossRule:
-        """Return the rule under which most of what is logged and returned can be merged, where gradients say nothing."""
+        """Return the loss rule under which the most logs and outputs merge.
+
+        It serves checks whose gradients cannot decide.
+        """
         tolerance = comparison.tolerance.relative
 
         def lacking(rule: LossRule) -> int:
@@ -245,7 +254,10 @@ class Judge:
         return min(filter(comparison.can_count, [likeliest(rules), *rules]), key=lacking)
 
     def _learn(self, comparison: Comparison, rule: LossRule, *, repeat: Callable[[], Run], since: str) -> None:
-        """Learn how results are merged; refuse state that no rule merges, unless an equal run writes it differently."""
+        """Learn how results merge; refuse written state that no rule merges.
+
+        State that also differs between two equal runs is not refused.
+        """
         tolerance, whole, split = comparison.tolerance.relative, comparison.whole, comparison.split
         parts = split.parts(rule)
         troubles = learn_results(self._tables, whole, split.runs, parts, tolerance=tolerance)

@@ -27,7 +27,8 @@ __all__ = [
 IGNORED = -100  # the label that torch's cross_entropy ignores by default (torch/nn/functional.py, `ignore_index`)
 _LABELS = ("labels", "label", "targets", "target")
 _DECLARED = ("loss_weight", "loss_is_sum")
-_LEFT_OUT = (IGNORED, 0, -1, 255)  # values that losses leave out: torch's own, padding, "no class", segmentation's void
+# labels that losses ignore: torch's default, padding, "no class", segmentation's void
+_LEFT_OUT = (IGNORED, 0, -1, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class Terms:
     """Counts the loss terms of a micro-batch by one of its fields.
 
     Args:
-        path: Of the field.
-        left_out: Entries that are no terms; None where the entries are added up.
-        is_shifted: Whether each row's first entry is no term.
+        path: The path of the field.
+        left_out: The value of entries that are no terms. None if the number of terms is the sum of the entries.
+        is_shifted: Whether the first entry of each row is no term.
     """
 
     path: str
@@ -45,7 +46,10 @@ class Terms:
     is_shifted: bool = False
 
     def __call__(self, part: Any) -> Any:
-        """Return the number of terms; 0 where the micro-batch has no such field, as rows then count."""
+        """Return the number of terms; 0 if the micro-batch lacks the field.
+
+        Rows are the weights if no micro-batch has a term.
+        """
         leaf = leaf_at(part, self.path)
         if leaf is None:
             return 0
@@ -59,9 +63,9 @@ class LossRule:
     """One way to weight micro-batches.
 
     Args:
-        name: In words; two rules of one name are the same rule.
-        count: Returns the loss terms of a micro-batch; `None` counts its rows.
-        adds: Whether losses add up without any weight; `count` then says no more than how many terms a batch has in its window.
+        name: A name in words; two rules with the same name are the same rule.
+        count: Returns the number of loss terms of a micro-batch; `None` counts its rows.
+        adds: Whether losses add up without weights. `count` is then only the number of terms of a batch in its accumulation window.
     """
 
     name: str
@@ -69,32 +73,32 @@ class LossRule:
     adds: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule for a checkpoint; of a declared one its name only."""
+        """Return the rule for a checkpoint; a declared rule is saved by its name only."""
         terms = asdict(self.count) if isinstance(self.count, Terms) else None
         return {"name": self.name, "terms": terms, "adds": self.adds}
 
 
 def declared(rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule that a module declares; None if it leaves it to be found."""
+    """Return the rule that a module declares; None if the check has to find one."""
     if rules.loss_is_sum:
         return LossRule("loss_is_sum", rules.loss_weight, adds=True)
     return None if rules.loss_weight is None else LossRule("loss_weight", rules.loss_weight)
 
 
 def candidates(batch: Any, rows: int) -> list[LossRule]:
-    """Return the rules that could hold for the losses of such batches, the commonest first.
+    """Return the loss rules that may hold for a batch, the commonest first.
 
     1. Rows.
     2. Scored labels: entries other than -100 of an integer field named `labels`, `label`, `targets` or `target`; and the same without each
        row's first label, which causal language models do not score.
-    3. Entries other than -100, 0, -1, 255 or padding of any field of whole numbers that has such entries, with and without each row's
-       first. Padding is what most often stands twice at a row's end or beginning.
-    4. Sums of masks and of non-negative weights, with and without each row's first.
+    3. For any integer field: entries other than -100, 0, -1, 255 or padding, if the field has that value; with and without each row's
+       first entry. Padding is the value that most often occurs twice in a row at the end or the beginning of rows.
+    4. Sums of masks and of non-negative weights, with and without each row's first entry.
     5. No weights: losses that are sums.
 
     Args:
-        batch: Whole.
-        rows: Of it.
+        batch: The whole batch.
+        rows: The number of rows of the batch.
     """
     found = [LossRule("rows")]
     later: list[LossRule] = []
@@ -109,11 +113,11 @@ def candidates(batch: Any, rows: int) -> list[LossRule]:
 
 
 def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
-    """Return the rule restored from `state`; None if the module declares another one now, or none any more.
+    """Return the rule restored from `state`; None if the module's declaration has changed.
 
     Args:
-        state: Of the rule.
-        rules: What the module declares.
+        state: The `state_dict` of the rule.
+        rules: The rules that the module declares now.
     """
     own = declared(rules)
     if own is not None or state["name"] in _DECLARED:
@@ -122,7 +126,10 @@ def restored(state: dict[str, Any], rules: MicroBatchRules) -> LossRule | None:
 
 
 def likeliest(rules: Sequence[LossRule]) -> LossRule:
-    """Return the default rule where checks are undecided: scored labels if the batch has labels, else rows; a declared one is the only one."""
+    """Return the rule for undecided checks: scored labels if there are any, else rows.
+
+    A declared rule is the only one in `rules`, and is returned.
+    """
     return rules[1] if len(rules) > 1 and rules[1].name.startswith("scored") else rules[0]
 
 
@@ -143,7 +150,10 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
 
 
 def _padding(tensor: Tensor) -> list[int]:
-    """Return the values that most often stand twice at the end and at the beginning of rows."""
+    """Return the likely padding values of an integer tensor.
+
+    These occur most often as two equal entries at the end, or at the start, of rows.
+    """
     if tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.dtype == torch.bool:
         return []
     ends = (tensor[:, -2:].cpu(), tensor[:, :2].cpu())
@@ -152,7 +162,10 @@ def _padding(tensor: Tensor) -> list[int]:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor may hold masks or weights: zeros and ones, or one number of 0 or more for each row."""
+    """Return whether a tensor may hold a mask or weights.
+
+    It then has only zeros and ones, or one non-negative number per row, and is not all zero.
+    """
     if tensor.is_floating_point() and tensor.dim() == 1:
         return bool((tensor >= 0).all()) and bool(tensor.any())
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
@@ -179,7 +192,7 @@ def require_counts(rule: LossRule, counted: Sequence[float]) -> None:
 
 
 def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the factor of each micro-batch's loss; by rows where none has a term."""
+    """Return the factor of each micro-batch's loss; rows decide if no micro-batch has a term."""
     if rule.adds:
         return [1.0] * len(parts)
     counted = [float(size) for size in sizes] if rule.count is None else [float(rule.count(part)) for part in parts]
@@ -191,18 +204,18 @@ def shares(rule: LossRule, parts: Sequence[Any], sizes: Sequence[int]) -> list[f
 class Weighting:
     """The share of each micro-batch in its batch.
 
-    If the loss is a mean over terms (samples, tokens), the batch's loss and gradient are those of the micro-batches averaged by their
-    numbers of terms. Losses that are sums add up. A batch without any loss term is weighted by rows: whatever the module makes of it, 0 or
-    NaN, the whole batch's is the same.
+    Many losses are means over terms (samples, tokens). The batch's loss is then the mean of the micro-batches' losses, weighted by their
+    numbers of terms. The same holds for the gradient. Losses that are sums add up. Rows weight a batch without any loss term: each micro-batch then
+    has the loss of the whole batch, 0 or NaN.
 
     Args:
-        rule: By what micro-batches are weighted.
+        rule: The loss rule that weights micro-batches.
         batches: The micro-batches.
-        rows: Of each.
+        rows: The number of rows of each micro-batch.
         zero_by_rows: Whether a batch without any loss term is weighted by rows.
 
     Raises:
-        SplitError: If the rule's count gave a negative or no number.
+        SplitError: If the rule counts a negative number of terms, or NaN.
     """
 
     def __init__(
@@ -218,15 +231,15 @@ class Weighting:
 
     @property
     def terms(self) -> float:
-        """The loss terms of the whole batch; its rows where nothing else is known."""
+        """The number of loss terms of the whole batch; its rows if terms are not counted."""
         return sum(self.parts.terms)
 
     def share(self, index: int) -> float | None:
-        """Return a micro-batch's share of the batch, 0 to 1; None if its loss is its share already."""
+        """Return a micro-batch's share of the batch, 0 to 1; None if losses add up without weights."""
         return None if self._adds else self.parts.terms[index] / sum(self.parts.terms)
 
     def loss(self, losses: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the whole batch's loss: the shares of the micro-batches' losses, added; None if none gave one.
+        """Return the whole batch's loss: the weighted sum of losses; None without losses.
 
         Raises:
             SplitError: If some micro-batches with loss terms gave no loss.
@@ -242,7 +255,7 @@ class Weighting:
 
 
 def _on_host(weights: list[Any]) -> list[float]:
-    """Return plain numbers; weights given as tensors of a device are read in one transfer."""
+    """Return weights as plain numbers; all tensors are copied from the device in one transfer."""
     tensors = [weight.reshape(()) for weight in weights if isinstance(weight, Tensor)]
     read = iter(torch.stack([one.to(tensors[0].dtype) for one in tensors]).tolist() if tensors else ())
     return [float(next(read) if isinstance(weight, Tensor) else weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""The merge rules of one stage: outputs, logs, metrics and written state."""
+"""Learn the merge rules of one stage: outputs, logs, metrics and written state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ class Tables:
     """The merge rules of one stage.
 
     Args:
-        outputs: For what the step returns.
-        logs: For what it logs.
-        sized_logs: For what it logs with a `batch_size`, weighted by that.
-        metrics: For the states of torchmetrics objects.
-        written: For buffers, frozen parameters and attributes that the step writes.
-        joins: Whether states of torchmetrics objects that do not say so add up over batches, by path.
+        outputs: The rules for outputs of the step.
+        logs: The rules for logged values.
+        sized_logs: The rules for values logged with a `batch_size`, which is their weight.
+        metrics: The rules for the states of torchmetrics objects.
+        written: The rules for buffers, frozen parameters and attributes that the step writes.
+        joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
     """
 
     outputs: MergeTable = field(default_factory=MergeTable)
@@ -39,7 +39,7 @@ class Tables:
 
     @classmethod
     def of(cls, rules: MergeRules) -> "Tables":
-        """Return tables that begin with the user's own rules."""
+        """Return tables that hold the user's own rules."""
         return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
 
     @property
@@ -58,7 +58,7 @@ class Tables:
         return {"tables": tables, "joins": dict(self.joins)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the rules that another run inferred."""
+        """Load the rules that another run inferred."""
         for name, table in self._inferred.items():
             table.load_state_dict(state["tables"][name])
         self.joins = dict(state["joins"])
@@ -70,20 +70,20 @@ def learn_results(
     """Learn how outputs, logs, metrics and written state of micro-batches merge.
 
     Args:
-        tables: Where the rules are kept.
-        whole: What the whole rows gave.
-        runs: What the parts gave.
-        parts: What they weigh.
-        tolerance: Relative difference that is rounding.
+        tables: The tables that record the rules.
+        whole: The results of the whole rows.
+        runs: The results of the micro-batches.
+        parts: The weights of the micro-batches.
+        tolerance: The relative difference up to which two values count as equal.
 
     Returns:
-        The paths of what the step writes that no rule merges.
+        The paths of written state that no rule merges.
     """
     learn_tree(tables.outputs, [run.returned for run in runs], whole.returned, parts, tolerance=tolerance)
     for key in {*whole.logs, *(key for run in runs for key in run.logs)}:
         calls = [run.logs.get(key) for run in runs]
         _learn_log(tables, path_of_log(key), whole.logs.get(key), calls, parts, tolerance=tolerance)
-    for path in whole.logged_totals:  # metrics are empty in a check, so that a rule may fit by chance
+    for path in whole.logged_totals:  # metrics are empty before a check, so a rule may fit by chance
         tables.logs.reject(path)
     _learn_metrics(tables, whole, runs, parts, tolerance=tolerance)
     return learn_written(tables.written, whole.written, [run.written for run in runs], parts, tolerance=tolerance)
@@ -105,12 +105,12 @@ def _learn_metrics(
 
 
 def _without_seams(state: Any) -> Any:
-    """Return a list of tensors as one tensor: metrics that keep all they are given append an entry for each update."""
+    """Return a list of tensors as one tensor; some metrics append an entry per update."""
     if not (isinstance(state, list) and state and all(isinstance(entry, Tensor) for entry in state)):
         return state
     try:
         return torch.cat([torch.atleast_1d(entry) for entry in state])
-    except RuntimeError:  # entries of other shapes, such as one for each image
+    except RuntimeError:  # entries of different shapes, such as one per image
         return state
 
 
@@ -127,7 +127,7 @@ def _learn_log(
     if whole is None or len(given) < len(calls):
         tables.logs.reject(path)
         return
-    if not isinstance(whole.values[-1], Tensor):  # a metric, whose states are merged themselves
+    if not isinstance(whole.values[-1], Tensor):  # a metric: its states are merged, not its value
         return
     values, sizes = [call.values[-1] for call in given], [call.batch_sizes[-1] for call in given]
     tables.logs.learn(path, values, whole.values[-1], parts, tolerance=tolerance)
@@ -141,11 +141,11 @@ def _learn_log(
 
 
 def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
-    """Return the refusal of a module whose step writes state that what no rule merges.
+    """Return the error message for a module whose step writes state that no rule merges.
 
     Args:
-        whose: The module's name.
-        paths: Of what it writes.
+        whose: The name of the module's class.
+        paths: The paths of that state.
     """
     return (
         f"{whose} writes {', '.join(paths[:3])} in its step, and what micro-batches write is not what the whole batch writes. Write it once a batch: in "

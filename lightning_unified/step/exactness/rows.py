@@ -12,15 +12,17 @@ from lightning_unified.step.exactness.facts.fields import named_tensors
 
 __all__ = ["splits_of", "starts_of", "window"]
 
-_WINDOWS = 64  # places looked at; judgement: enough to meet a rare row, and cheap for batches of thousands
+_WINDOWS = 64  # candidate first rows; judgement: enough to find a rare row, and cheap for thousands of rows
 _IGNORED = -100
 
 
 def splits_of(units: int) -> list[list[int]]:
-    """Return two splits of `units` units into three unequal micro-batches, or fewer where units are few.
+    """Return two splits of `units` units into three unequal micro-batches.
 
-    One split in two equal parts accepts class weights by coincidence in 6 of 158 batches, three parts in none. Two splits tell a mean
-    weighted by rows from sums and constants.
+    Two or three units give fewer splits or micro-batches. One unit gives none.
+
+    A single split into two equal micro-batches accepts class weights by coincidence in 6 of 158 batches; three micro-batches do so in
+    none. Two splits distinguish a mean weighted by rows from sums and constants.
     """
     if units < 2:
         return []
@@ -29,23 +31,25 @@ def splits_of(units: int) -> list[list[int]]:
     small = max(units // 6, 1)
     middle = max(units // 3, small + (units > 4))
     large = units - small - middle
-    moves = units > 5 and large - middle != 2  # else two micro-batches would become equal
+    moves = units > 5 and large - middle != 2  # else two micro-batches would have the same size
     return [[small, middle, large], [large - 1, small, middle + 1] if moves else [large, small, middle]]
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Return the first rows of micro-batches of these sizes."""
+    """Return the first row of each micro-batch, for micro-batches of the given sizes."""
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
-    """Return the first of `size` neighbouring rows in which labels, masks, lengths and missing values differ most.
+    """Return the first of the `size` neighbouring rows whose data differ most.
+
+    The data are labels, masks, lengths and missing values.
 
     Args:
-        batch: Whole.
-        rows: Of it.
-        size: Rows to choose, a multiple of `unit`.
-        unit: Rows that stay together.
+        batch: The whole batch.
+        rows: The number of rows of the batch.
+        size: The number of rows to choose, a multiple of `unit`.
+        unit: The number of rows that a split keeps together.
     """
     features = _features(batch, rows)
     if size >= rows or features is None:
@@ -58,7 +62,10 @@ def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
 
 
 def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
-    """Return (rows, features): of each tensor its zeros, ignored and missing entries in each row, and labels themselves."""
+    """Return features of shape (rows, features); None if no tensor has rows.
+
+    Each tensor gives the numbers of its zero, ignored and missing entries per row. Labels, one integer per row, are features themselves.
+    """
     columns: list[Tensor] = []
     for _, leaf in named_tensors(batch):
         if (
@@ -69,7 +76,7 @@ def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
             continue
         flat = leaf.detach().reshape(rows, -1)
         if flat.is_floating_point() and flat.element_size() == 1:
-            flat = flat.float()  # few operators know formats of 8 bits
+            flat = flat.float()  # few operators support 8-bit floating-point formats
         columns.append((flat == 0).sum(1))
         if leaf.is_floating_point():
             columns.append((~flat.isfinite()).sum(1))
@@ -83,10 +90,15 @@ def _features(batch: Any, rows: int) -> "NDArray[np.int64] | None":
 
 
 def _scores(column: "NDArray[np.int64]", starts: "NDArray[np.int64]", size: int) -> "NDArray[np.float64]":
-    """Return for each start how different the values of the `size` rows from it on are: each different one counts once, a rare one up to twice."""
+    """Return a score for each start: the diversity of the `size` rows from there.
+
+    The score is a sum over the distinct values of these rows.
+
+    A value adds 1 plus the reciprocal of its count in the column, so a rare value adds up to 2.
+    """
     _, codes, counts = np.unique(column, return_inverse=True, return_counts=True)
     order = np.argsort(codes, kind="stable")
-    before = np.full(len(column), -1)  # the row before that has the same value
+    before = np.full(len(column), -1)  # the previous row with the same value; -1 without one
     before[order[1:]] = np.where(codes[order[1:]] == codes[order[:-1]], order[:-1], -1)
     rows = starts[:, None] + np.arange(size)
     is_first = before[rows] < starts[:, None]

@@ -33,12 +33,15 @@ from lightning_unified.step.undo import StateWatch
 
 __all__ = ["Results", "Run", "Runner", "aside", "copied"]
 
-_JOINED = 1e-4  # relative; a state that does not add up is off by far more
-_FLOAT16_SCALE = 1024.0  # keeps float16 gradients off zero; taken out again, exactly, in float64
+_JOINED = 1e-4  # relative; a state that does not add up differs by far more
+_FLOAT16_SCALE = 1024.0  # keeps float16 gradients from underflow; divided out again, exactly, in float64
 
 
 def is_batch_norm(child: nn.Module) -> bool:
-    """Return whether `child` mixes rows by its mode: it runs in eval mode in a check, where its statistics were accepted as they are."""
+    """Return whether `child` is a BatchNorm layer, whose statistics mix rows in train mode.
+
+    A check runs these layers in eval mode, because the user has accepted their statistics per micro-batch.
+    """
     return isinstance(child, _BatchNorm)
 
 
@@ -47,17 +50,17 @@ class Results:
     """The outputs, logs, metrics and written state of one run of a step.
 
     Args:
-        rows: That ran.
-        returned: What the step returned; of a training step, what it returned besides the loss.
-        logs: What was logged, by hook, name and occurrence.
-        metrics: The states of torchmetrics objects that were updated, empty before the run, by path.
-        joins: Whether states of those that do not say so add up over batches, by path.
-        logged_metrics: The paths of the torchmetrics objects that were logged, by the path of the log.
-        logged_totals: The names of logs whose value a torchmetrics object gave for all batches so far.
-        written: Buffers, frozen parameters and attributes that the step wrote, by path.
-        generators: The states of Python's and numpy's global generators after the run.
-        draws_on_host: Whether the run moved these generators.
-        formats: The floating-point formats computed in.
+        rows: The number of rows that ran.
+        returned: The output of the step; of a training step, its entries besides the loss.
+        logs: The logged values, by hook, name and occurrence.
+        metrics: The states of updated torchmetrics objects, by path; they were empty before the run.
+        joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
+        logged_metrics: The paths of logged torchmetrics objects, by the path of the log.
+        logged_totals: The names of logs whose value a torchmetrics object computed over all batches so far.
+        written: The buffers, frozen parameters and attributes that the step wrote, by path.
+        generators: The states of Python's and NumPy's global generators after the run.
+        draws_on_host: Whether the run changed the states of these generators.
+        formats: The floating-point formats of the run: of 16-bit results and of the parameters.
     """
 
     rows: int
@@ -78,8 +81,8 @@ class Run(Results):
     """The gradient and results of one run of `training_step` and its backward pass.
 
     Args:
-        gradient: Samples of it.
-        loss: Detached; None where the step gave none.
+        gradient: Samples of the gradient.
+        loss: The loss, detached; None if the step returned none.
     """
 
     gradient: GradientSample
@@ -95,14 +98,16 @@ def aside(
     in_eval: Callable[[nn.Module], bool] = is_batch_norm,
     state: StateWatch | None = None,
 ) -> Iterator[Callable[[int, Any], Results]]:
-    """Let a step run inside the block and leave nothing behind; yield what gathers its results, given rows and what it returned.
+    """Undo a step that runs inside the block; yield a function that gathers its results.
+
+    The function takes the number of rows and the output of the step.
 
     Args:
-        trainer: Whose step it is.
-        results: Where Lightning gathers what is logged.
-        precision: What the modes that watch operators tell of formats.
-        in_eval: Of a child of the module, whether it is in eval mode inside.
-        state: The watch over what the step may change; None for a new one.
+        trainer: The Trainer that runs the step.
+        results: Lightning's collection of logged values.
+        precision: The formats that a draw mode has recorded.
+        in_eval: Returns whether a child of the module is in eval mode inside the block.
+        state: The watch over the state that the step may change; None for a new one.
     """
     module, logs = trainer.lightning_module, LogRecorder()
     with ExitStack() as stack:
@@ -122,7 +127,7 @@ def aside(
             after = _host_generators()
             written = written_since(undone.noted)
             if any(one.kind == "entry" for one in written.values()):
-                undone.look()  # it may have made metrics
+                undone.look()  # the step may have created metrics
             return Results(
                 rows=rows,
                 returned=apply_to_collection(returned, Tensor, Tensor.detach),
@@ -143,16 +148,16 @@ def aside(
 
 
 class Runner:
-    """Runs a module's step aside.
+    """Runs a module's step and undoes it.
 
     Args:
-        trainer: In `fit`.
+        trainer: The Trainer, in `fit`.
         step: Runs `training_step` as the loop does.
 
     Attributes:
-        keeps_autocast: Whether the step runs with the autocast that it trains with, because it fails without.
-        draws_in_eval: Whether the step draws random numbers with its dropout layers in eval mode too.
-        counters: Which counters of the run's progress the step reads.
+        keeps_autocast: Whether the step runs with autocast, because it fails without it.
+        draws_in_eval: Whether the step draws random numbers even with its dropout layers in eval mode.
+        counters: The counters of the run's progress that the step reads.
     """
 
     def __init__(
@@ -170,17 +175,17 @@ class Runner:
 
     @property
     def module(self) -> L.LightningModule:
-        """The one whose step it is."""
+        """The module whose step runs."""
         return self._module
 
     @property
     def has_dropout(self) -> bool:
-        """Whether a layer of the module drops out in training."""
+        """Whether a layer of the module, in train mode, applies dropout."""
         return any(draws_or_mixes(one) and not is_batch_norm(one) and one.training for one in self._module.modules())
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The device of the module."""
         return self._trainer.strategy.root_device
 
     def release(self) -> None:
@@ -196,14 +201,14 @@ class Runner:
         draws: DrawMode,
         precision: WatchPrecision,
     ) -> Run:
-        """Run the step on `batch` and differentiate its loss; everything is as before afterwards.
+        """Run the step on `batch`, run the backward pass of its loss, and undo both.
 
         Args:
-            kwargs: Of `training_step`, the batch first.
-            batch: What the step gets; its tensors are copied, as a step may write them in place.
-            rows: Of it.
-            draws: The mode that notes or replaces random draws.
-            precision: What `draws` tells of formats.
+            kwargs: The arguments of `training_step`, the batch first.
+            batch: The batch for the step. Its tensors are copied, because a step may write them in place.
+            rows: The number of rows of `batch`.
+            draws: The mode that records or replaces random draws.
+            precision: The formats that `draws` records.
         """
         results = self._trainer.fit_loop.epoch_loop._results
         own = copied(batch)
@@ -232,7 +237,7 @@ class Runner:
             own["batch_idx"] = WatchedIndex(own["batch_idx"], self.counters)
         with draws, self.counters.watching():
             result = self._step(own)
-        for parameter in parameters:  # as Lightning's zero_grad does after the step
+        for parameter in parameters:  # as Lightning's zero_grad, between the step and the backward pass
             parameter.grad = None
         loss = result.closure_loss
         if loss is not None and loss.requires_grad:
@@ -242,7 +247,10 @@ class Runner:
         return result
 
     def failure(self, kwargs: "OrderedDict[str, Any]") -> BaseException | None:
-        """Return the error that the step raises on the whole batch without gradients; None where it raises none, or memory runs out."""
+        """Return the error of the step on the whole batch without gradients; None without one.
+
+        None also if memory runs out.
+        """
         key, batch = next(iter(kwargs.items()))
         own = copied(batch)
         with Undone(self._trainer, in_eval=is_batch_norm), torch.no_grad():
@@ -253,7 +261,7 @@ class Runner:
         return None
 
     def name_of(self, index: int) -> str:
-        """Return the name of the parameter whose gradient has this index."""
+        """Return the name of the parameter whose gradient has the given index."""
         parameter = self._sampled[index]
         return next(
             (name for name, one in self._module.named_parameters() if one is parameter), "a parameter of the optimizer"
@@ -261,7 +269,7 @@ class Runner:
 
     @property
     def leaves_out_autocast(self) -> bool:
-        """Whether the step runs without the autocast that it trains with."""
+        """Whether the check runs the step without autocast, although it trains with autocast."""
         return isinstance(self._trainer.strategy._precision_plugin, MixedPrecision) and not self.keeps_autocast
 
     @contextmanager
@@ -271,7 +279,7 @@ class Runner:
         plugin = strategy._precision_plugin
         with ExitStack() as undo:
             undo.enter_context(_without_tf32())
-            if "torch._dynamo" in sys.modules:  # compiled code hides its random draws
+            if "torch._dynamo" in sys.modules:  # compiled code hides random draws from the mode
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             if self.leaves_out_autocast:
                 undo.callback(setattr, strategy, "_precision_plugin", plugin)
@@ -283,8 +291,8 @@ class Runner:
 def _without_tf32() -> Iterator[None]:
     """Compute float32 in float32 inside the block.
 
-    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises, as
-    `torch.backends.cudnn.flags` does in CTC losses. So the older ones are turned wherever they can be read.
+    torch 2.13 has two switches for each kind of operator. While they contradict each other, reading the older one raises an error.
+    `torch.backends.cudnn.flags` reads it, for instance in CTC losses. So this block sets the older switches too, if they can be read.
     """
     cudnn: Any = torch.backends.cudnn
     places = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -304,20 +312,20 @@ def _without_tf32() -> Iterator[None]:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch with copied tensors, because a step may write them in place."""
+    """Return a copy of a batch with its tensors copied, because a step may write them in place."""
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if isinstance(batch, PackedSequence):
         return type(batch)(*map(copied, batch))
     entries = entries_of(batch)
     if entries is None:
-        clone = getattr(batch, "clone", None)  # graphs of torch_geometric have one
+        clone = getattr(batch, "clone", None)  # graph batches of torch_geometric have `clone`
         return clone() if callable(clone) else batch
     return with_entries(batch, [(name, copied(entry)) for name, entry in entries])
 
 
 def _states_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
-    """Return the states of metrics that were updated."""
+    """Return the states of updated metrics, by path."""
     states = {path: metric_state(metric) for path, metric in metrics.items() if metric._update_count}
     return {path: {name: state[name] for name in metrics[path]._defaults} for path, state in states.items()}
 
@@ -329,7 +337,7 @@ def _paths_of_logged(logged: Mapping[LogKey, Logged], metrics: Mapping[str, Metr
 
 
 def _logged_totals(logged: Mapping[LogKey, Logged], asked: ComputeRecord) -> set[str]:
-    """Return the names of logs whose value a metric gave for all batches so far."""
+    """Return the names of logs whose value a metric computed over all batches so far."""
     values = {path_of_log(key): call.values[-1] for key, call in logged.items()}
     return {name for name, value in values.items() if isinstance(value, Tensor) and asked.has(value)}
 

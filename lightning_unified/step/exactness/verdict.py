@@ -17,12 +17,12 @@ class Verdict:
     """The findings of all checks so far.
 
     Args:
-        rule: By what micro-batches are weighted.
-        conclusive: Whether gradients said so; if not, the rule is only the likeliest one.
-        reason: In words: which rule, and how well it agreed, or why nothing could be told.
-        noise: What is to be said of random draws; empty if nothing.
-        unmergeable: Names of logged and paths of returned values that no rule merges.
-        left: Paths that the step writes once a micro-batch, outside what a check runs.
+        rule: The loss rule that weights micro-batches.
+        conclusive: Whether gradients agreed under the rule; if not, the rule is only the likeliest one.
+        reason: A sentence: the rule and its difference, or the reason why the check was undecided.
+        noise: A note on random draws; empty if there is none.
+        unmergeable: The names of logged values and the paths of returned values that no rule merges.
+        left: The paths of state that each micro-batch writes and that no rule merges.
     """
 
     rule: LossRule
@@ -34,12 +34,14 @@ class Verdict:
 
 
 def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[str] = ()) -> None:
-    """Raise `SplitError` if `module` has BatchNorm in train mode, whose statistics are of the rows run at once.
+    """Raise `SplitError` if `module` has BatchNorm in train mode.
+
+    The statistics of such layers are those of the rows that run at once.
 
     Args:
         module: The module.
-        rows: Of the batch.
-        within: Names of the submodules that alone do not run whole batches; none for all of the module.
+        rows: The number of rows of the batch.
+        within: The names of the submodules that run in row chunks; empty if the whole module does.
     """
     norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
     norms = [name for name in norms if not within or any(f"{name}.".startswith(f"{one}.") for one in within)]
@@ -52,7 +54,10 @@ def refuse_batch_norm(module: L.LightningModule, *, rows: int, within: Sequence[
 
 
 def batch_norms_of(module: L.LightningModule) -> tuple[str, ...]:
-    """Return where the paths of BatchNorm layers in train mode begin; a run that splits them has accepted statistics of micro-batches."""
+    """Return the path prefixes of BatchNorm layers in train mode.
+
+    A run that splits these layers has accepted statistics per micro-batch.
+    """
     own = type(module).__name__
     norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm) and child.training]
     return tuple(f"{own}.{name}." for name in norms)

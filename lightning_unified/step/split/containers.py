@@ -1,4 +1,4 @@
-"""The containers of batches: their entries, their copies, and the tensors inside."""
+"""Read, rebuild and copy the containers of batches, and find the tensors inside."""
 
 import copy
 import dataclasses
@@ -30,12 +30,18 @@ PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
 
 
 def joined(path: str, key: Any) -> str:
-    """Return the path of entry `key` in the container at `path`, as `RowRules(shared=…)` writes it: names joined by dots."""
+    """Return the path of entry `key` in the container at `path`.
+
+    Dots join the names, as in `RowRules(shared=…)`.
+    """
     return f"{path}.{key}" if path else str(key)
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether `value` is a list or a tuple without names, whose entries may be rows or columns."""
+    """Return whether `value` is a list or a tuple without field names.
+
+    Its entries may be rows or columns.
+    """
     return (
         isinstance(value, (list, tuple))
         and not isinstance(value, (PackedSequence, torch.Size))
@@ -50,19 +56,22 @@ def is_record(value: Any) -> bool:
 
 def is_tensor_collection(value: Any) -> bool:
     """Return whether `value` is a `TensorDict` or an instance of a `tensorclass`."""
-    module = sys.modules.get("tensordict")  # without it there is none
+    module = sys.modules.get("tensordict")  # a batch has no TensorDict unless the package is loaded
     return module is not None and module.is_tensor_collection(value)
 
 
 def is_list_of_plain(value: Any) -> bool:
-    """Return whether `value` is a list of names or numbers."""
+    """Return whether `value` is a list or tuple of plain values, such as strings or numbers."""
     if not is_sequence(value) or not isinstance(next(iter(value), None), PLAIN):
         return False
     return all(isinstance(entry, PLAIN) for entry in value)
 
 
 def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the entries of a container with their keys, field names or indices; None for any other object."""
+    """Return the (name, entry) pairs of a container; None for any other object.
+
+    Names are keys, field names or indices.
+    """
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, Mapping) or is_tensor_collection(value):
@@ -75,7 +84,7 @@ def entries_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def with_entries(like: Any, entries: list[tuple[Any, Any]]) -> Any:
-    """Return a container of the kind of `like` with these entries, whose keys are those of `like`."""
+    """Return a container of the kind and with the keys of `like` that holds `entries`."""
     if isinstance(like, Mapping) or is_tensor_collection(like):
         return with_items(like, dict(entries))
     values = [value for _, value in entries]
@@ -86,7 +95,10 @@ def with_entries(like: Any, entries: list[tuple[Any, Any]]) -> Any:
 
 
 def with_fields(record: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a dataclass with every field changed; made past `__init__`, which may want other arguments."""
+    """Return a copy of a dataclass with `change` applied to every field.
+
+    The copy skips `__init__`, which may take other arguments.
+    """
     part = copy.copy(record)
     for field in dataclasses.fields(record):
         object.__setattr__(part, field.name, change(getattr(record, field.name)))
@@ -94,7 +106,10 @@ def with_fields(record: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_items(like: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the kind of `like` (dict, OrderedDict, BatchEncoding, TensorDict, …) that holds `items`."""
+    """Return a mapping of the kind of `like` that holds `items`.
+
+    Such kinds are dict, OrderedDict, BatchEncoding and TensorDict.
+    """
     if type(like) is dict:
         return items
     if is_tensor_collection(like):
@@ -109,7 +124,10 @@ def with_items(like: Any, items: dict[Any, Any]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the mappings, lists, tuples and dataclasses of `value`, depth first."""
+    """Yield the tensors in the containers of `value`, depth first.
+
+    Containers are mappings, lists, tuples and dataclasses.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
@@ -123,7 +141,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def containers_copied(value: Any) -> Any:
-    """Return `value` with its dicts, lists and dataclasses copied and everything in them shared; other kinds are shared too."""
+    """Return `value` with its containers copied; their tensors and other contents are shared.
+
+    Copied containers are dicts, lists, tuples, dataclasses and TensorDicts. Other mappings are shared.
+    """
     if isinstance(value, (Tensor, *PLAIN)):
         return value
     if is_tensor_collection(value):

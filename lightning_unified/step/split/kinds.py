@@ -1,4 +1,4 @@
-"""Entries with their own notion of rows (PyG, TensorDict, nested): count and slice them."""
+"""Count and slice the rows of tensors, arrays, PyG graphs, TensorDicts and nested tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ __all__ = ["TENSOR", "TENSOR_COLLECTION", "Kind", "kind_of"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of entry.
+    """One kind of batch entry, with functions to count and slice its rows.
 
     Attributes:
-        name: For messages.
-        rows: Returns the rows of an entry; None for one without a row dimension.
+        name: The name of the kind in messages.
+        rows: Returns the number of rows of an entry; None for an entry without a row dimension.
         split: `split(entry, start, stop)` returns rows `start` to `stop` as an entry of the same kind.
         elements: Returns the number of values in an entry.
-        refusal: Returns why an entry of this kind cannot be split, None if it can.
+        refusal: Returns the reason why an entry cannot be split; None if it can.
     """
 
     name: str
@@ -35,7 +35,10 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """Return the kind of `value`; None for a container, a plain value and an object of an unknown class."""
+    """Return the kind of `value`; None without one.
+
+    Containers, plain values and objects of unknown classes have no kind.
+    """
     if isinstance(value, Tensor):
         if value.is_nested:
             return _NESTED
@@ -85,7 +88,7 @@ def _refusal_of_graphs(value: Any) -> str | None:
 
 
 def _split_graphs(value: Any, start: int, stop: int) -> Any:
-    """Split a batch of graphs as torch_geometric's `Batch` offers it."""
+    """Split a batch of graphs with torch_geometric's `to_data_list` and `from_data_list`."""
     part = type(value).from_data_list(value.to_data_list()[start:stop])
     lost = sorted({str(key) for key in _keys(value)} - {str(key) for key in _keys(part)})
     if lost:

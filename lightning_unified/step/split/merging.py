@@ -1,4 +1,4 @@
-"""Merging what micro-batches return into what the whole batch would have returned."""
+"""Merge the outputs of micro-batches into the output of the whole batch."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ __all__ = ["merge"]
 
 
 def merge(parts: Sequence[Any], *, sizes: Sequence[int], average: Callable[[Sequence[Any]], Any]) -> Any:
-    """Merge micro-batches' outputs into the whole batch's.
+    """Merge the micro-batches' outputs into the whole batch's output.
 
-    Whether a tensor has one entry a row is told by its leading dimension, so one that happens to be as long as its micro-batch,
-    in every micro-batch, is taken for that.
+    The first dimension decides whether a tensor has one entry per row. A tensor that is by chance as long as its micro-batch, in every
+    micro-batch, therefore counts as one with an entry per row.
 
     Args:
-        parts: One value a micro-batch.
-        sizes: Rows of each micro-batch.
-        average: How a figure that describes a whole micro-batch (a scalar) becomes one of the whole batch.
+        parts: The outputs, one per micro-batch.
+        sizes: The rows of each micro-batch.
+        average: Returns the whole batch's value for the micro-batches' floating-point values.
 
     Returns:
-        Tensors, arrays and lists with one entry a row are concatenated; floating-point figures are averaged; of anything else,
-        and of what is not of one kind in all micro-batches, the last is kept.
+        The merged output. Tensors, arrays and lists with one entry per row are concatenated, and other floating-point values are averaged.
+        For all other values, and for values whose type differs among micro-batches, the last micro-batch's value is kept.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -81,13 +81,16 @@ def _merge_arrays(parts: Sequence[Any], sizes: Sequence[int], average: Callable[
 
 
 def _holds_columns(value: Any, rows: int) -> bool:
-    """Return whether all tensors inside `value` have `rows` rows, so that its entries are columns and not rows."""
+    """Return whether all tensors inside `value` have `rows` rows.
+
+    Its entries are then columns, not rows.
+    """
     return set(_first_dimensions(value)) == {rows}
 
 
 def _first_dimensions(value: Any) -> Iterator[int]:
     if isinstance(value, PackedSequence):
-        yield int(value.batch_sizes[0])  # the tensors it consists of hold the entries of all rows
+        yield int(value.batch_sizes[0])  # its own tensors hold the entries of all rows
     elif isinstance(value, Tensor):
         yield from value.shape[:1]
     elif not is_list_of_plain(value):

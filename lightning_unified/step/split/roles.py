@@ -1,4 +1,4 @@
-"""The role of each place of a batch, decided once and then held: rows, columns or shared."""
+"""Decide the role of each entry of a batch: rows, columns or shared."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ __all__ = ["Place", "Role", "Roles", "Tag", "Trial", "may_hold_rows", "places_in
 
 
 class Role(Enum):
-    """How an entry is treated when its batch is split."""
+    """The treatment of an entry when its batch is split."""
 
     ROWS = "split by rows"
     SHARED = "given whole to every micro-batch"
@@ -30,7 +30,10 @@ Roles = dict[tuple[str, Tag], Role]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry of a batch that may have a role: a leaf with a kind, a list, or an object of an unknown class."""
+    """An entry of a batch that may have a role.
+
+    It is a leaf with a kind, a list, or an object of an unknown class.
+    """
 
     path: str
     tag: Tag
@@ -39,12 +42,12 @@ class Place:
 
     @property
     def key(self) -> tuple[str, Tag]:
-        """Under which its role is recorded; an entry of another sort at the same path has a role of its own."""
+        """The key of its role; an entry with another tag at the same path has its own role."""
         return self.path, self.tag
 
     @property
     def size(self) -> int | None:
-        """Rows that it would have; None for one without a row dimension."""
+        """The number of rows if it is split; None without a row dimension."""
         if self.kind is not None:
             return self.kind.rows(self.value)
         return len(self.value) if self.tag == "list" else None
@@ -52,12 +55,12 @@ class Place:
 
 @dataclass(slots=True)
 class Trial:
-    """The roles of a batch's places if it had a given number of rows.
+    """The roles of a batch's places, assuming a given number of rows.
 
     Attributes:
-        roles: By place.
-        left_over: Leaves whose first dimension is another number, and larger than 1.
-        undecided: Lists that may be columns as well as rows.
+        roles: The role by the key of the place.
+        left_over: Leaves whose first dimension is neither the number of rows nor 1.
+        undecided: Lists whose entries may be columns or rows.
     """
 
     roles: Roles = field(default_factory=dict)
@@ -66,20 +69,20 @@ class Trial:
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything would be split."""
+        """Whether any place has the role `ROWS`."""
         return any(role is Role.ROWS for role in self.roles.values())
 
 
 def places_in(
     value: Any, path: str, roles: Mapping[tuple[str, Tag], Role], *, shared: Sequence[str]
 ) -> Iterator[Place]:
-    """Yield the places of `value`; lists are entered where `roles` has them as columns.
+    """Yield the places of `value`, and of the lists in it whose role is `COLUMNS`.
 
     Args:
-        value: A batch, or a part of one.
-        path: Of the part.
-        roles: Known so far.
-        shared: Paths that the user has declared to be shared; left out.
+        value: A batch, or an entry of it.
+        path: The path of `value` in the batch.
+        roles: The roles known so far.
+        shared: Paths that the user has declared as shared; they are skipped.
     """
     if path and path in shared:
         return
@@ -109,14 +112,14 @@ def tried(
     samples: LoaderSamples,
     is_known: bool,
 ) -> Trial:
-    """Return the roles that `places` and the entries of lists among them have if the batch has `rows` rows.
+    """Return the roles of `places` and of the entries of lists among them, assuming `rows` rows.
 
     Args:
-        places: Without roles so far.
-        rows: Of the batch.
+        places: Places without roles so far.
+        rows: The assumed number of rows of the batch.
         root: The path of the batch, or of the sub-batch of one loader.
-        shared: Paths that the user has declared to be shared.
-        samples: What the loader tells.
+        shared: Paths that the user has declared as shared.
+        samples: The samples in a batch of the loader.
         is_known: Whether `rows` comes from the loader or the user; a guess needs more evidence.
     """
     trial, following, collates = Trial(), list(places), samples.collates
@@ -144,7 +147,10 @@ def tried(
 
 
 def _decide_by_siblings(trial: Trial, places: Sequence[Place]) -> None:
-    """Make undecided lists rows where a list beside them is: `tuple(zip(*batch))` gives lists of rows only."""
+    """Give an undecided list the role `ROWS` if a list beside it has that role.
+
+    For instance, `tuple(zip(*batch))` gives lists of rows only.
+    """
     beside = {_parent(one.path) for one in places if trial.roles.get(one.key) is Role.ROWS and _holds_samples(one)}
     for place in list(trial.undecided):
         if place.path and _parent(place.path) in beside:
@@ -157,17 +163,20 @@ def _parent(path: str) -> str:
 
 
 def _holds_samples(place: Place) -> bool:
-    """Return whether a place is a list of tensors or containers; names and numbers are listed by row in any batch."""
+    """Return whether a place is a list of tensors or containers.
+
+    Lists of strings or numbers have one entry per row in any batch, so they are no evidence.
+    """
     return place.tag == "list" and not any(isinstance(entry, PLAIN) for entry in place.value)
 
 
 def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"] | None) -> Role | None:
-    """Return the role of a list in a batch of `rows` rows; None if its entries may be rows as well as columns."""
+    """Return the role of a list in a batch of `rows` rows; None if it is ambiguous."""
     if len(value) != rows:
         return Role.COLUMNS
     types = {*map(type, value)} - {type(None)}
     if len(types) == 1 and issubclass(next(iter(types)), PLAIN):
-        return Role.ROWS  # without a look at each of perhaps many names
+        return Role.ROWS  # a fast path: such lists may be long
     if not _is_of_one_sort(value):
         return Role.COLUMNS
     spans = [one for one in (_spans(entry, rows) for entry in value) if one is not None]
@@ -181,7 +190,10 @@ def _role_of_list(value: Any, rows: int, *, collates: Literal["columns", "rows"]
 def _role_of_root(
     value: Any, role: Role | None, *, collates: Literal["columns", "rows"] | None, is_known: bool
 ) -> Role | None:
-    """Return the role of a whole batch that is a list: two entries are commonly columns, such as `(x, y)`."""
+    """Return the role of a whole batch that is a list; None if it is ambiguous.
+
+    Two entries usually are columns, such as `(x, y)`.
+    """
     if role is None:
         return Role.COLUMNS if len(value) <= 2 else None
     bare = any(isinstance(entry, (Tensor, np.ndarray)) or is_sequence(entry) for entry in value)
@@ -189,7 +201,10 @@ def _role_of_root(
 
 
 def _is_of_one_sort(entries: Any) -> bool:
-    """Return whether the entries of a list may be rows of one kind: the same type, and the same dtype, dimensions or names."""
+    """Return whether the entries of a list may be rows of one kind.
+
+    They then have the same type, and the same dtype and number of dimensions, or the same names.
+    """
     sorts = {_sort_of(entry) for entry in entries if entry is not None}
     return len(sorts) <= 1
 
@@ -207,7 +222,7 @@ def _sort_of(entry: Any) -> Any:
 
 
 def _spans(entry: Any, rows: int) -> bool | None:
-    """Return whether everything in `entry` is itself `rows` long; None if nothing in it has a length."""
+    """Return whether everything in `entry` has length `rows`; None without lengths."""
     kind = kind_of(entry)
     if kind is not None:
         size = kind.rows(entry)
@@ -220,7 +235,10 @@ def _spans(entry: Any, rows: int) -> bool | None:
 
 
 def may_hold_rows(value: Any, rows: int, *, depth: int = 3) -> bool:
-    """Return whether an object of an unknown class may hold one entry a row: tensors, or as many entries as there are rows."""
+    """Return whether an object of an unknown class may hold one entry per row.
+
+    It may if it holds a tensor or an array, or something of length `rows`.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         return value.ndim > 0
     if isinstance(value, (*PLAIN, type, PathLike)) or depth == 0:

@@ -1,4 +1,4 @@
-"""Find the number of rows of a batch, and the places that are split."""
+"""Find the number of rows of a batch, and the entries that are split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,50 +20,50 @@ _MOST_NAMED = 8  # entries in a message
 
 
 class RowFinder:
-    """Finds the rows in the batches of one loader, and holds on to what it has found in the first of them.
+    """Finds the rows in the batches of one loader; the first batch decides the roles.
 
-    The first batch decides the role of each place: whether it is split by rows, shared by all micro-batches, or a list of columns. A
-    place that a later batch has for the first time gets its role then. Where all batches had the same number of rows so far, and a
-    later one has another number, a place that keeps its old length is shared after all.
+    The role of a place is: split by rows, shared by all micro-batches, or a list of columns. A place that first occurs in a later batch gets
+    its role then. Until a batch is split, roles may still be corrected. Suppose that all batches so far had the same number of rows.
+    If a later batch has another number, a place that keeps its old length becomes shared.
 
     Args:
-        name: The module's class, for messages.
+        name: The name of the module's class, for messages.
         rules: The user's rules for rows.
-        is_prepared: Whether the rule `prepare` makes the batches, so that they may have another number of rows than the loader's.
-        roles: Known from elsewhere, for a dry run.
+        is_prepared: Whether the rule `prepare` makes the batches. Their number of rows may then differ from the loader's.
+        roles: Roles that are known already, for a dry run.
 
     Attributes:
-        roles: By path.
-        has_split: Whether a batch has been split by these roles for real.
+        roles: The role by path and tag.
+        has_split: Whether a batch of the run has been split by these roles.
     """
 
     def __init__(self, name: str, rules: RowRules, *, is_prepared: bool = False, roles: Roles | None = None) -> None:
         self._name, self._shared, self._is_prepared = name, rules.shared, is_prepared
         self.roles: Roles = dict(roles or {})
         self.has_split = False
-        self._lengths: dict[tuple[str, Tag], int | None] = {}  # of lists without a role
-        self._rows: dict[str, int] = {}  # of the batch before, by sub-batch
+        self._lengths: dict[tuple[str, Tag], int | None] = {}  # the lengths of lists without a role
+        self._rows: dict[str, int] = {}  # the rows of the previous batch, by the path of the sub-batch
         self._varies: set[str] = set()
 
     def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
-        """Return the number of rows of `batch`; None if its entries contradict each other, or nothing tells.
+        """Return the number of rows of `batch`; None if it is unknown or contradictory.
 
         Args:
-            batch: Whole.
-            sub_batches: By path, with what their loaders tell.
+            batch: The whole batch.
+            sub_batches: The sub-batches by path, with the samples of their loaders.
         """
         found = {self._find(batch, path, samples) for path, samples in sub_batches}
         return found.pop() if len(found) == 1 else None
 
     def shape(self, batch: Any, sub_batches: Sequence[SubBatch]) -> BatchShape | None:
-        """Return the size of `batch`; None if nothing tells how many rows it has.
+        """Return the size of `batch`; None if its number of rows is unknown.
 
-        A batch that contradicts the roles, or whose rows are ambiguous, has the largest size that it may have: `refusal` says whether
-        it can be split.
+        If the batch contradicts the roles, or its rows are ambiguous, this is its largest possible size. `refusal` decides whether it can
+        be split.
 
         Args:
-            batch: Whole.
-            sub_batches: By path, with what their loaders tell.
+            batch: The whole batch.
+            sub_batches: The sub-batches by path, with the samples of their loaders.
         """
         rows = self.rows(batch, sub_batches)
         if rows is None:
@@ -71,7 +71,7 @@ class RowFinder:
         return BatchShape(rows, _elements(self._split_places(batch)) // rows) if rows else None
 
     def refusal(self, batch: Any, rows: int, sub_batches: Sequence[SubBatch]) -> SplitError | None:
-        """Return why `batch` cannot be split as a batch of `rows` rows; None if it can."""
+        """Return the error why `batch` cannot be split as a batch of `rows` rows; None if it can."""
         if any(self._is_unknown(place) for place in self._places(batch)):
             for path, samples in sub_batches:
                 self._find(batch, path, samples)
@@ -103,7 +103,7 @@ class RowFinder:
         return place.tag != "object" and place.key not in self.roles
 
     def _find(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int | None:
-        """Return the rows of `batch`, or of its sub-batch at `path`, and record new roles; None if they cannot be told."""
+        """Return the rows of the sub-batch at `path`, and record new roles; None if unknown."""
         self.roles.update({(above, "list"): Role.COLUMNS for above in _above(path)})
         places = self._places(batch, path)
         self._compare_lengths([one for one in places if one.tag == "list" and self._is_unknown(one)])
@@ -121,13 +121,19 @@ class RowFinder:
         return rows
 
     def _compare_lengths(self, lists: Sequence[Place]) -> None:
-        """Make undecided lists rows whose length is another one than in an earlier batch: columns do not change their number."""
+        """Give undecided lists the role `ROWS` if their length has changed since an earlier batch.
+
+        The number of columns never changes.
+        """
         for one in lists:
             if self._lengths.setdefault(one.key, one.size) != one.size:
                 self.roles[one.key] = Role.ROWS
 
     def _largest(self, batch: Any, path: str, samples: Callable[[], LoaderSamples]) -> int:
-        """Return the largest number of rows that a batch may have which contradicts its roles or has none; 0 if nothing tells."""
+        """Return the largest possible number of rows of `batch`; 0 if it is unknown.
+
+        This serves batches that contradict their roles, or have none.
+        """
         places = self._places(batch, path)
         known = [one.size or 0 for one in places if self.roles.get(one.key) is Role.ROWS]
         if known:
@@ -136,7 +142,10 @@ class RowFinder:
         return counts[0] if counts else max((one.size or 0 for one in places), default=0)
 
     def _agreed(self, known: list[Place], path: str) -> int | None:
-        """Return the number of rows that the places split by rows have; None if they contradict each other."""
+        """Return the number of rows of the places split by rows; None if they contradict each other.
+
+        Before the first split, places that keep the old length become shared.
+        """
         sizes = {one.size for one in known}
         if len(sizes) > 1 and not self.has_split:
             stuck = self._stuck(known, path)
@@ -145,7 +154,7 @@ class RowFinder:
         return sizes.pop() if len(sizes) == 1 else None
 
     def _stuck(self, known: Sequence[Place], path: str) -> list[Place]:
-        """Return the places that keep the one size that batches had so far, where all others have moved to another one."""
+        """Return the places that keep the old size while all others share a new one."""
         before = self._rows.get(path)
         moved = {one.size for one in known if one.size != before}
         return [one for one in known if one.size == before] if len(moved) == 1 and path not in self._varies else []
@@ -158,14 +167,17 @@ class RowFinder:
         return trial
 
     def _guess(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
-        """Return the number of rows of a first batch; None if it cannot be told."""
+        """Return the number of rows of a first batch; None if it is unknown."""
         by_loader = (n for n in samples.counts if self._try(places, path, samples, n, is_known=True).has_rows)
         by_batch = self._unanimous(places, path, samples) if self._is_prepared or not samples.counts else None
         found = next(by_loader, None) if by_batch is None else by_batch
         return self._unanimous(places, path, samples) if found is None else found
 
     def _unanimous(self, places: Sequence[Place], path: str, samples: LoaderSamples) -> int | None:
-        """Return the only number of rows under which every leaf is split or has no rows; None if there is none or several."""
+        """Return the only number of rows that leaves no leaf over; None if none or several do.
+
+        No leaf is left over if each is split, is a constant of the loader, or has at most one entry in dimension 0.
+        """
         lists = [place for place in places if place.tag == "list"]
         leaves = {place.size for place in places if place.tag == "leaf"}
         leaves |= {tensor.size(0) for one in lists for tensor in tensors_in(one.value) if tensor.dim()}
@@ -232,25 +244,28 @@ def _elements(places: Sequence[Place]) -> int:
 
 
 def _above(path: str) -> list[str]:
-    """Return the paths of the containers that a sub-batch lies in."""
+    """Return the paths of the containers that hold the sub-batch at `path`."""
     keys = path.split(".") if path else []
     return [".".join(keys[:index]) for index in range(len(keys))]
 
 
 def _is_row_of_tensors(value: Sequence[Any]) -> bool:
-    """Return whether a batch is a list of three tensors or more that look alike: rows as well as columns."""
+    """Return whether a batch is a list of three or more similar tensors.
+
+    Such tensors may be rows or columns.
+    """
     sorts = {(one.dtype, one.dim()) if isinstance(one, Tensor) and one.dim() else None for one in value}
     return len(value) > 2 and len(sorts) == 1 and None not in sorts
 
 
 def _lengths(lists: Sequence[Place]) -> set[int | None]:
-    """Return the lengths of lists, and of the lists in them."""
+    """Return the lengths of lists and of the lists inside them."""
     inner = {len(entry) for place in lists for entry in place.value if is_sequence(entry)}
     return {place.size for place in lists} | inner
 
 
 def _listed(places: Sequence[Place]) -> str:
-    """Return the sizes of the first places in words."""
+    """Return the paths and sizes of the first places, for a message."""
     sized = [place for place in places if place.size is not None]
     named = [f"{place.path or 'the list'} has {place.size}" for place in sized[:_MOST_NAMED]]
     return ", ".join(named) + (f", and {len(sized) - _MOST_NAMED} more" if len(sized) > _MOST_NAMED else "")

@@ -1,4 +1,4 @@
-"""Find the rules of a module's batches: given, declared, or the defaults."""
+"""Find the rules of a module's batches: passed to the strategy, declared, or the defaults."""
 
 import pickle
 from typing import Any
@@ -12,7 +12,7 @@ HOOK = "configure_micro_batches"
 
 
 class _LeftBehind(MicroBatchRules):
-    """Stands for the rules of a pickled strategy that could not be pickled themselves."""
+    """Placeholder for the rules of a pickled strategy, if these could not be pickled."""
 
 
 LEFT_BEHIND = _LeftBehind()
@@ -20,16 +20,16 @@ LEFT_BEHIND = _LeftBehind()
 
 
 def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -> MicroBatchRules:
-    """Return the rules by which batches of `module` are split in `stage`.
+    """Return the rules for splitting batches of `module` in `stage`.
 
     Args:
         module: A LightningModule.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`, as Lightning's `setup(stage)` has it.
-        given: What the user gave to the strategy. It replaces all that the module declares.
+        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`, as in Lightning's `setup(stage)`.
+        given: The rules that the user passed to the strategy. They replace all rules that the module declares.
 
     Raises:
-        ConfigurationError: If the module's hook returns anything but `MicroBatchRules`, or the strategy came from another process
-            without the rules that were given to it.
+        ConfigurationError: If the module's hook returns another type than `MicroBatchRules`, or the strategy came from another
+            process without the rules that the user passed to it.
     """
     if isinstance(given, _LeftBehind):
         raise ConfigurationError(
@@ -50,13 +50,16 @@ def rules_of(module: Any, stage: str, *, given: MicroBatchRules | None = None) -
 
 
 def given_to(trainer: Any) -> MicroBatchRules | None:
-    """Return the rules that the user gave to the strategy of `trainer`; None without a Trainer, or where there are none."""
+    """Return the rules that the user passed to the strategy of `trainer`; None without any."""
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     return None if policy is None else policy.batches.given
 
 
 def can_be_pickled(rules: MicroBatchRules | None) -> bool:
-    """Return whether another process can be given `rules`; lambdas and functions made inside functions cannot be sent."""
+    """Return whether `rules` can be pickled.
+
+    Lambdas and functions defined inside functions cannot be pickled.
+    """
     try:
         pickle.dumps(rules)
     except (pickle.PicklingError, AttributeError, TypeError):

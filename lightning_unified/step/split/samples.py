@@ -1,4 +1,4 @@
-"""Find how many samples a data loader puts into a batch, from its samplers."""
+"""Find the number of samples in a data loader's batches, from its samplers."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ __all__ = ["UNKNOWN", "LoaderSamples", "SubBatch", "samples_by_path", "samples_o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSamples:
-    """Samples in a batch of one loader.
+    """The samples in a batch of one loader, as far as the loader shows them.
 
     Attributes:
-        counts: The numbers that a batch may have, the usual one first; empty if the loader does not tell.
-        collates: What the entries of a list are that the loader's `collate_fn` returns; None if the function is not known.
-        constants: Tensors and arrays that the loader's `collate_fn` or dataset holds, and may put into each batch.
+        counts: The possible numbers of samples in a batch, the usual one first; empty if unknown.
+        collates: Whether the loader's `collate_fn` returns a list of columns or of rows; None if the function is unknown.
+        constants: The tensors and arrays that the loader's `collate_fn` or dataset holds, and may put into each batch.
     """
 
     counts: tuple[int, ...] = ()
@@ -34,26 +34,26 @@ class LoaderSamples:
     constants: tuple[Any, ...] = field(default=(), repr=False)
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Return whether the loader holds `tensor` itself, or real numbers that equal it."""
+        """Return whether the loader holds `tensor` itself, or an equal one of real numbers."""
         if any(one is tensor for one in self.constants):
             return True
         if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
             return False
         alike = [one for one in self.constants if tuple(one.shape) == tuple(tensor.shape)]
         if not alike or bool((tensor == tensor.flatten()[0]).all()):
-            return False  # labels may be equal, all zero or all one, by chance
+            return False  # a constant tensor may equal another by chance, such as labels all zero or all one
         return any(torch.equal(torch.as_tensor(one).to(tensor), tensor) for one in alike)
 
 
 UNKNOWN = LoaderSamples()
-SubBatch = tuple[str, Callable[[], LoaderSamples]]  # its path, and what its loader tells
+SubBatch = tuple[str, Callable[[], LoaderSamples]]  # its path, and a function that returns the samples of its loader
 
 
 def samples_of(loader: Any) -> LoaderSamples:
-    """Return what is known of the batches of `loader`.
+    """Return the known properties of the batches of `loader`.
 
-    A `DataLoader` with a plain batch sampler tells the number of samples, one over an iterable dataset the number in all batches but
-    the last. A batch sampler of another class may give any number, and so may an iterable of batches.
+    The batch sampler of a plain `DataLoader` gives the number of samples; over an iterable dataset, the number in all batches but the last.
+    A batch sampler of another class may give any number, and so may an iterable of batches.
     """
     collate, dataset = getattr(loader, "collate_fn", None), getattr(loader, "dataset", None)
     named: Literal["columns", "rows"] | None = None
@@ -77,13 +77,15 @@ def samples_of(loader: Any) -> LoaderSamples:
 
 
 def samples_by_path(trainer: L.Trainer | None, stage: str, loader: int, batch: Any) -> list[SubBatch]:
-    """Return the sub-batches of `batch`, each of one loader, by path; one with an empty path for a batch of one loader.
+    """Return the sub-batches of `batch`, one per loader, with their paths.
+
+    A batch of a single loader is one sub-batch with an empty path.
 
     Args:
-        trainer: That runs; None if none does.
+        trainer: The running Trainer; None without one.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        loader: The index of the loader that the batch comes from, where an evaluation runs several one after another.
-        batch: As its step gets it.
+        loader: The index of the batch's loader, if an evaluation runs several loaders one after another.
+        batch: The batch that the step gets.
     """
     combined = None if trainer is None else _combined(trainer, stage)
     if combined is None or not combined.flattened:
@@ -95,7 +97,7 @@ def samples_by_path(trainer: L.Trainer | None, stage: str, loader: int, batch: A
         return [("", partial(samples_of, found[0][1]))]
     if all(_has(batch, keys) for keys, _ in found):
         return [(".".join(keys), partial(samples_of, one)) for keys, one in found]
-    return [("", _unknown)]  # a hook has made another structure of the sub-batches
+    return [("", _unknown)]  # a hook has changed the structure of the sub-batches
 
 
 def _unknown() -> LoaderSamples:
@@ -139,13 +141,16 @@ def _length(sampler: Any) -> int | None:
 
 
 def _constants(collate: Any, dataset: Any) -> Iterator[Any]:
-    """Yield tensors that the function names or the dataset holds, except those with an entry for each sample."""
+    """Yield tensors and arrays that `collate` names or `dataset` holds.
+
+    Data with one entry per sample are skipped.
+    """
     samples = _length(dataset)
     while hasattr(dataset, "dataset") and not isinstance(dataset, DataLoader):
         dataset = dataset.dataset  # of a `Subset`
     everything = {samples, _length(dataset)} - {None}
     held = list(_named_by(collate))
-    if samples is not None:  # a dataset without a length may give its tensors as they are
+    if samples is not None:  # a dataset without a length may yield its tensors themselves as samples
         held += [*_values_of(dataset), *_named_by(getattr(type(dataset), "__getitem__", None))]
     for value in held:
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim and len(value) not in everything:
@@ -153,7 +158,10 @@ def _constants(collate: Any, dataset: Any) -> Iterator[Any]:
 
 
 def _named_by(function: Any) -> Iterator[Any]:
-    """Yield what a function reads beside its arguments: globals, closure, defaults, the object that it is a method of."""
+    """Yield the values that a function can read beside its arguments.
+
+    These are globals that it names, closure variables, defaults, bound arguments, and the attributes of its object.
+    """
     while isinstance(function, partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func

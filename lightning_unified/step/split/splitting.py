@@ -1,4 +1,4 @@
-"""Split the batches of one module and stage, by its rules where it has them."""
+"""Split the batches of one module and stage by declared rules, or by inferred roles."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ __all__ = ["BatchSplitter", "planning_splitter", "splitter_of"]
 
 
 class BatchSplitter:
-    """Counts and splits the batches of one stage of a module; what it finds in a first batch holds for all later ones.
+    """Counts and splits the batches of one stage of a module; the first batch decides the roles.
 
     Args:
-        module: The module whose batches they are. Its Trainer's loaders tell how many samples a batch has.
-        rules: Its rules; `rows.split` and `rows.count` replace what is found from the outside.
+        module: The module that gets the batches. The loaders of its Trainer give the number of samples in a batch.
+        rules: The rules of the module; `rows.split` and `rows.count` replace the inferred roles and number of rows.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        roles: By path, as another splitter has found them.
+        roles: The roles by path that another splitter has found.
     """
 
     def __init__(
@@ -39,22 +39,24 @@ class BatchSplitter:
         self._finders: dict[int, RowFinder] = {}
 
     def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
-        """Return the size of `batch`; None if nothing tells how many rows it has, or the rule `count` fails on it.
+        """Return the size of `batch`; None if its rows are unknown, or the rule `count` fails.
 
         Args:
-            batch: Whole.
-            loader: The index of its loader, where several run one after another.
+            batch: The whole batch.
+            loader: The index of its loader, if several run one after another.
         """
         try:
             return self._measured(batch, loader)
-        except Exception:  # of the rule; `require_shape` raises it, if a batch has to be split
+        except Exception:  # an error of the rule; `require_shape` raises it if the batch must be split
             return None
 
     def require_shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
-        """Return the size of `batch`; None where the module does not want it split.
+        """Return the size of `batch`; raise an error if it is unknown and the batch may be split.
+
+        With `splittable=False`, return None for an unknown number of rows.
 
         Raises:
-            SplitError: If nothing tells how many rows it has.
+            SplitError: If the number of rows is unknown and the module's batches may be split.
         """
         if not self._rules.splittable:
             return self.shape(batch, loader=loader)
@@ -65,7 +67,7 @@ class BatchSplitter:
         return shape
 
     def refusal(self, batch: Any, rows: int, *, loader: int = 0) -> SplitError | None:
-        """Return why `batch`, which has `rows` rows, cannot be split; None if it can."""
+        """Return the error why `batch`, with `rows` rows, cannot be split; None if it can."""
         if self._rules.rows.split is not None:
             return None
         return self._finder(loader).refusal(batch, rows, self._sub_batches(batch, loader))
@@ -77,9 +79,9 @@ class BatchSplitter:
             raise refusal
 
     def split(self, batch: Any, start: int, stop: int, *, rows: int, loader: int = 0) -> Any:
-        """Return rows `start` to `stop` of `batch`, which has `rows`, as the same structure.
+        """Return rows `start` to `stop` of `batch`, which has `rows` rows, in the same structure.
 
-        Tensors are views. Places without rows are shared, as are numbers, strings and None.
+        Dense tensors are views. Entries without rows are shared, and so are numbers, strings and None.
 
         Raises:
             SplitError: If the batch cannot be split by rows.
@@ -87,7 +89,9 @@ class BatchSplitter:
         return self._split(batch, [(start, stop)], rows=rows, loader=loader)[0]
 
     def micro_batches(self, batch: Any, sizes: Sequence[int], *, loader: int = 0) -> list[Any]:
-        """Return the micro-batches of `batch`, of `sizes` rows each, to be run in place of it.
+        """Return the micro-batches of `batch` with the given `sizes` in rows; they run in its place.
+
+        From now on, the roles are fixed: a batch was split by them.
 
         Raises:
             SplitError: If the batch cannot be split by rows.
@@ -116,7 +120,7 @@ class BatchSplitter:
         if counted is not None and rules.split is not None:
             return BatchShape(counted, elements_per_row(batch, counted))
         finder, sub_batches = self._finder(loader), self._sub_batches(batch, loader, counted)
-        if rules.split is not None:  # which may be called with the exact number only
+        if rules.split is not None:  # the rule `split` needs the exact number of rows
             rows = finder.rows(batch, sub_batches)
             return None if rows is None else BatchShape(rows, elements_per_row(batch, rows))
         shape = finder.shape(batch, sub_batches)
@@ -151,7 +155,7 @@ def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | N
     Args:
         module: A LightningModule.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        trainer: The live Trainer; None for a plain one.
+        trainer: The running Trainer; None without one.
     """
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     if policy is not None and policy.batches.runs(module):
@@ -160,11 +164,13 @@ def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | N
 
 
 def planning_splitter(module: L.LightningModule, rules: MicroBatchRules, *, stage: str = "fit") -> BatchSplitter:
-    """Return a splitter for a prediction from one batch, without loaders: most entries decide where its rows are ambiguous.
+    """Return a splitter that predicts from one batch, without loaders.
+
+    If the rows are ambiguous, the most common first dimension of the tensors is the number of rows.
 
     Args:
-        module: The module whose batches they are.
-        rules: Its rules.
+        module: The module that gets the batches.
+        rules: The rules of the module.
         stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
     """
     rows = rules.rows

@@ -1,8 +1,9 @@
 """Make draws by Python, NumPy and a module's own generators equal for every row.
 
-Masks for audio (SpecAugment of transformers), mixing weights and augmentations are often drawn there, row by row or for all rows at once.
-Such draws cannot be replayed by row: a run over fewer rows draws less. In a step without its noise, each call starts from the same state
-and gives each row what it gives the first one. A permutation of rows still is one, so that a step that mixes rows by it still mixes rows.
+Masks for audio (SpecAugment of transformers), mixing weights and augmentations often come from these generators, row by row or for all
+rows at once. A replay by row is impossible: a run over fewer rows draws fewer numbers. For a step without noise, each call therefore
+starts from the same state, and every row gets the first row's draw. A permutation of rows stays one, so a step that mixes rows by it
+still mixes rows.
 """
 
 import random
@@ -21,7 +22,8 @@ from lightning_unified.step.undo.states import set_state, state_of
 __all__ = ["equal_host_draws"]
 
 _SEED = 0
-_ORDERS = ("permutation", "shuffle", "choice", "sample", "choices")  # of entries; nothing of them is given to all rows
+# these functions order or choose entries: the first row's draw is not copied to other rows
+_ORDERS = ("permutation", "shuffle", "choice", "sample", "choices")
 _OF_NUMPY = (
     "rand",
     "randn",
@@ -61,10 +63,13 @@ _OF_PYTHON = (
 
 @contextmanager
 def equal_host_draws(module: nn.Module | None = None) -> Iterator[None]:
-    """Let every draw be the same for each row inside the block; the caller puts back the states of the two global generators.
+    """Make every draw the same for each row inside the block.
+
+    The caller restores the states of the two global generators.
 
     Args:
-        module: Whose own generators, in attributes of it and of objects that it holds, and in globals beside its classes, draw so too.
+        module: A module whose own generators also draw equally: in its attributes, in objects that it holds, and in the globals of the
+            files of its classes.
     """
     with ExitStack() as undo:
         for holder, name, generator in _generators_of(module):
@@ -80,7 +85,7 @@ def equal_host_draws(module: nn.Module | None = None) -> Iterator[None]:
 
 
 def _generators_of(module: nn.Module | None) -> Sequence[tuple[dict[str, Any], str, Any]]:
-    """Return generators with the attributes or globals that hold them."""
+    """Return generators, each with the dict and the name that hold it."""
     if module is None:
         return ()
     files = {kind.__module__ for kind in type(module).__mro__ if not is_ours(kind) and kind is not object}
@@ -92,7 +97,7 @@ def _generators_of(module: nn.Module | None) -> Sequence[tuple[dict[str, Any], s
 
 
 def _equal_generator(generator: Any) -> Any:
-    """Return a generator each of whose calls starts from where `generator` stands."""
+    """Return a generator whose every call starts from the current state of `generator`."""
     state = state_of(generator)
     kind: Any = type(generator)
     spreads: dict[str, bool] = dict.fromkeys(_OF_PYTHON if kind is random.Random else _OF_GENERATORS, True)

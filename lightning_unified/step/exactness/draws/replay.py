@@ -1,17 +1,18 @@
 """Record the random draws of a whole run, and replay each micro-batch's share of them.
 
-A module with dropout or noise draws other numbers when its rows run in parts, so that its gradients cannot be compared. `RecordDraws`
-notes what every random operator returns while all rows run together. `ReplayDraws` lets the operators run again over a part of the rows
-and overwrites what they return with the rows' own entries. A module with dropout, noise and attention dropout then agrees to rounding.
+A module with dropout or noise draws different numbers when its rows run in micro-batches, so its gradients cannot be compared.
+`RecordDraws` records the result of every random operator while all rows run together. `ReplayDraws` runs the operators again on a
+micro-batch, and overwrites their results with the entries of its rows. The gradients of a module with dropout or noise then agree up to
+rounding.
 
-A recorded draw is placed in one of these ways:
+`ReplayDraws` finds the entries of a micro-batch in a recorded draw by shape:
 
-1. It has the same shape in the part: it does not depend on the rows, and is used as it is.
-2. One dimension is k times the number of rows, of the whole as of the part: the rows' entries are cut out. With k > 1 the rows may lie
-   `"interleaved"` (row 0 k times, row 1 k times, …) or in `"blocks"` (all rows, k times over); both are tried.
-3. Anything else cannot be placed, and the replay is not valid. So it is for a permutation of the rows, which has no rows of its own.
+1. The draw has the same shape in the micro-batch: it does not depend on the rows, and is used unchanged.
+2. One dimension is k times the number of rows, in both runs: the draw is sliced by rows. With k > 1 there are two orders, and
+   the check tries both: `"interleaved"` (row 0 k times, row 1 k times, …) and `"blocks"` (all rows, k times over).
+3. Any other draw makes the replay invalid. This includes a permutation of the rows, which has no entries per row.
 
-Kernels that draw inside, such as fused attention and cuDNN's recurrent layers, run without dropout in both modes.
+Some kernels draw inside, such as fused attention and cuDNN's recurrent layers. They run without dropout in both modes.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,8 +31,8 @@ Order = Literal["interleaved", "blocks"]
 _SEEDED = torch.Tag.nondeterministic_seeded
 _UNTAGGED = frozenset({"random", "random_", "binomial", "_fused_dropout"})  # torch 2.11 and 2.13 do not tag these
 _PERMUTES = frozenset({"randperm"})
-_INDICES = frozenset({"multinomial"})  # its entries are indices of columns, so rows of it can be placed
-_RRELU = "rrelu_with_noise"  # writes the slopes that it draws into its second argument
+_INDICES = frozenset({"multinomial"})  # its entries are indices of columns, not of rows, so it can be sliced by rows
+_RRELU = "rrelu_with_noise"  # writes the drawn slopes into its second argument
 _CUDNN_STATE = "_cudnn_init_dropout_state"
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -41,8 +42,8 @@ class Draw:
     """The result of one random operator.
 
     Args:
-        name: Of the operator, without its namespace.
-        value: On the host: what it returned, or the mask that `native_dropout` drew.
+        name: The name of the operator, without its namespace.
+        value: The operator's result on the host; for `native_dropout`, the drawn mask.
     """
 
     name: str
@@ -51,10 +52,10 @@ class Draw:
 
 @dataclass
 class WatchPrecision:
-    """Whether an operator has returned a tensor of 16 bits, so that a run rounds as coarsely as that.
+    """Records the 16-bit formats of operators' results; they decide how coarsely a run rounds.
 
     Attributes:
-        dtypes: The 16-bit formats seen.
+        dtypes: The 16-bit formats recorded.
     """
 
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -68,12 +69,12 @@ class WatchPrecision:
 
 
 class _Draws(TorchDispatchMode):
-    """Hands every random operator to `draw`; all others run as they are.
+    """Passes every random operator to `draw`; all other operators run unchanged.
 
     Attributes:
         leaves_out: Whether a kernel that draws inside has run without its dropout.
-        covers_backward: Whether the backward pass is to run in the mode too, where activations that are recomputed are drawn again, and
-            kernels that draw inside have passes of their own. It takes half of the mode's time.
+        covers_backward: Whether the backward pass runs in the mode too. There, recomputed activations draw again, and kernels that draw
+            inside have backward kernels. The backward pass takes half of the mode's time.
     """
 
     def __init__(self, precision: WatchPrecision, *, covers_backward: bool = True) -> None:
@@ -102,10 +103,16 @@ class _Draws(TorchDispatchMode):
         return result
 
     def leave_out_seed(self) -> None:
-        """Forget the draw before, which seeds a state that cuDNN makes once in a process, and that inner dropout alone uses."""
+        """Forget the previous draw if it seeds cuDNN's dropout state.
+
+        cuDNN creates this state once per process, and only dropout inside its kernels uses it.
+        """
 
     def _rrelu(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw the slopes of a leaky ReLU only where it trains; one in place is run beside its input, which it would overwrite."""
+        """Draw the slopes of a leaky ReLU if it trains; otherwise run it unchanged.
+
+        The in-place version runs out of place and is then copied, because `draw` still needs the input.
+        """
         trains = len(args) > 4 and args[4]
         if not trains or name not in (_RRELU, f"{_RRELU}_"):
             return func(*args, **kwargs)
@@ -113,15 +120,15 @@ class _Draws(TorchDispatchMode):
         return args[0].copy_(result) if name.endswith("_") else result
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the random operator."""
+        """Return the result for the random operator."""
         raise NotImplementedError
 
 
 class RecordDraws(_Draws):
-    """Notes every random draw, in order.
+    """Records every random draw, in order.
 
     Attributes:
-        draws: What was drawn, on the host.
+        draws: The recorded draws, on the host.
     """
 
     def __init__(self, precision: WatchPrecision, *, covers_backward: bool = True) -> None:
@@ -138,27 +145,27 @@ class RecordDraws(_Draws):
         return result
 
     def leave_out_seed(self) -> None:
-        """Forget the draw of a seed for cuDNN."""
+        """Forget the previous draw if it is a seed for cuDNN."""
         if self.draws and self.draws[-1].name == "random_":
             self.draws.pop()
 
     @property
     def has_drawn(self) -> bool:
-        """Whether anything was drawn, or would have been inside a kernel."""
+        """Whether the run drew random numbers, or would have drawn them inside a kernel."""
         return bool(self.draws) or self.leaves_out
 
 
 class NoDraws:
-    """Lets a step run by itself, with dropout layers in eval mode, and tells whether it drew all the same.
+    """Detects whether a step draws random numbers, by the states of generators before and after.
 
-    It costs nothing, where a mode that sees every operator costs as much as a small step.
+    The runner puts dropout layers into eval mode for it. It costs nothing; a mode that sees every operator costs as much as a small step.
 
     Args:
-        generators: Gives the states of the generators that the step may draw from.
+        generators: Returns the states of the generators that the step may use.
 
     Attributes:
-        has_drawn: Whether it drew.
-        covers_backward: The backward pass is not watched: what it draws anew, the forward pass has drawn.
+        has_drawn: Whether the step drew random numbers.
+        covers_backward: False: the backward pass only repeats draws of the forward pass.
     """
 
     covers_backward = False
@@ -182,20 +189,20 @@ DrawMode = _Draws | NoDraws
 
 
 class ReplayDraws(_Draws):
-    """Gives a part of the rows its entries of the draws that were recorded.
+    """Replays recorded draws: a micro-batch gets the entries of its rows.
 
     Args:
-        draws: Of the run over all rows.
-        rows: Their number.
-        start: The part's first row.
-        stop: The row after its last one.
-        order: How rows lie in draws of k entries a row.
-        precision: Told of every operator's result.
+        draws: The draws of the run over all rows.
+        rows: The number of all rows.
+        start: The first row of the micro-batch.
+        stop: The row after the last row of the micro-batch.
+        order: The order of rows in draws with k entries per row.
+        precision: Records the formats of operators' results.
         covers_backward: Whether the backward pass runs in the mode too.
 
     Attributes:
-        troubles: Why the replay is not valid; empty as long as it is.
-        is_ordered: Whether a draw had k > 1 entries a row, so that `order` mattered.
+        troubles: The reasons why the replay is invalid; empty while it is valid.
+        is_ordered: Whether a draw had k > 1 entries per row, so that `order` mattered.
     """
 
     def __init__(
@@ -216,12 +223,12 @@ class ReplayDraws(_Draws):
         self.is_ordered = False
 
     def finish(self) -> None:
-        """Record whether the micro-batch has drawn fewer times than the whole run."""
+        """Add a trouble if the micro-batch has drawn fewer times than the whole run."""
         if self._next < len(self._draws) and not self.troubles:
             self.troubles.append("fewer random draws for fewer rows")
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw, and overwrite the draw with the rows' own entries."""
+        """Draw, and overwrite the draw with the recorded entries of the rows."""
         result = func(*args, **kwargs)
         index, self._next = self._next, self._next + 1
         known = self._draws[index] if index < len(self._draws) else None
@@ -256,14 +263,21 @@ class ReplayDraws(_Draws):
 
 
 class ConstantDraws(_Draws):
-    """Lets random operators return constants, the same for each row: a step without its noise.
+    """Makes random operators return constants, the same for each row: a step without noise.
 
-    Uniform numbers are the middle of their range, normal ones lie half a deviation above the mean, dropout keeps everything, and whole
-    numbers are the lowest ones. Permutations move everything by one place, so that a step that mixes rows by them still mixes rows.
+    | draw | constant |
+    |---|---|
+    | uniform | the middle of the range |
+    | normal | half a standard deviation above the mean |
+    | dropout | all entries are kept |
+    | integers | the lowest one |
+    | permutation | each entry moves by one place |
+
+    A step that mixes rows by a permutation thus still mixes rows.
     """
 
     def draw(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and overwrite its draw."""
+        """Run the operator, and overwrite its draw with the constant."""
         result = func(*args, **kwargs)
         drawn = _drawn(name, result, args)
         if not isinstance(drawn, Tensor):
@@ -273,7 +287,10 @@ class ConstantDraws(_Draws):
 
 @cache
 def _name_of_drawing(func: Any) -> str | None:
-    """Return the name of an operator that draws, or may inside its kernel; None for all others, which are most."""
+    """Return the name of an operator that may draw; None for all other operators.
+
+    The operator may draw inside its kernel.
+    """
     name = func._schema.name.split("::")[1]
     return name if is_random(func, name) or _is_inner(name) or name.startswith(_RRELU) or "_rnn" in name else None
 
@@ -284,14 +301,14 @@ def is_random(func: Any, name: str) -> bool:
 
 
 def _is_inner(name: str) -> bool:
-    """Return whether an operator draws inside a kernel that does more: attention, recurrent layers."""
+    """Return whether an operator draws inside a larger kernel: attention, recurrent layers."""
     return "attention" in name or name.endswith("_rnn") or name == _CUDNN_STATE
 
 
 def _without_inner_dropout(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return arguments with the dropout of kernels that draw inside, and of their backward passes, set to 0."""
+    """Return arguments with dropout 0 for kernels that draw inside, forward and backward."""
     name = func._schema.name
     if "attention" not in name and "_rnn" not in name:
         return args, kwargs
@@ -305,14 +322,20 @@ def _without_inner_dropout(
 
 
 def _drawn(name: str, result: Any, args: Sequence[Any]) -> Any:
-    """Return the draw of a random operator: its result, the mask beside it, or an argument it wrote."""
+    """Return the draw of a random operator.
+
+    It is the operator's result, the mask that it also returns, or an argument that it wrote.
+    """
     if name == _RRELU:
         return args[1]
     return result[1] if name in ("native_dropout", "_fused_dropout") else result
 
 
 def _with_draw(name: str, result: Any, value: Tensor, args: Sequence[Any]) -> Any:
-    """Return the operator's result for the draw `value`; in-place operators write it."""
+    """Return the operator's result for the draw `value`.
+
+    Only dropout returns new tensors; other operators' results are overwritten.
+    """
     if name in ("native_dropout", "_fused_dropout"):
         kept = args[1] if name == "_fused_dropout" else 1.0 - args[1]
         mask = value.to(result[1].dtype)
@@ -349,7 +372,10 @@ def _constant(name: str, func: Any, drawn: Tensor, args: Sequence[Any], kwargs: 
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str], default: float) -> float:
-    """Return a number among an operator's arguments, by name; a tensor counts as `default`."""
+    """Return a numeric argument of an operator by name.
+
+    Return `default` if the argument is a tensor, None or missing.
+    """
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in names:
             value = kwargs.get(argument.name, args[index] if index < len(args) else default)

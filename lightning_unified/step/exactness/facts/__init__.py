@@ -1,1 +1,4 @@
-"""Facts about a batch, its module and the progress of a run; a batch with new facts is checked before its update."""
+"""Facts about a batch, its module and the progress of a run.
+
+The exactness check checks a batch with new facts before its update.
+"""

@@ -1,4 +1,4 @@
-"""The fields of a batch by path: its tensors, and lists or arrays with an entry per row."""
+"""Find the fields of a batch by path: tensors, arrays, and lists with an entry per row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +11,14 @@ from lightning_unified.step.split.containers import entries_of, is_sequence, joi
 
 __all__ = ["arrays_of", "columns_of", "leaf_at", "named_tensors"]
 
-_LONG = 64  # entries of a list from which on it holds rows, not fields
+_LONG = 64  # a list with more entries holds rows, not fields
 
 
 def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the tensor of every leaf; nested tensors, and lists of more than 64 entries, which hold rows, are left out."""
+    """Yield the path and the tensor of every leaf.
+
+    Nested tensors are skipped. Lists of more than 64 entries are skipped too, because they hold rows.
+    """
     if isinstance(batch, Tensor):
         if not batch.is_nested:
             yield path, batch
@@ -25,16 +28,16 @@ def named_tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def leaf_at(batch: Any, path: str) -> Tensor | None:
-    """Return the tensor at `path`; None if this batch has none there."""
+    """Return the tensor at `path`; None if the batch has no tensor there."""
     return next((tensor for name, tensor in named_tensors(batch) if name == path), None)
 
 
-_LONG = 64  # entries of a list from which on it holds rows, not fields
+_LONG = 64  # a list with more entries holds rows, not fields
 _PLAIN = (str, int, type(None))  # bool is an int
 
 
 def arrays_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path of every NumPy array of numbers, and a tensor of its entries."""
+    """Yield the path of every NumPy array of real numbers, and a tensor of its entries."""
     if isinstance(batch, np.ndarray):
         if batch.dtype.kind in "iufb":
             yield path, _tensor_of(batch)
@@ -44,7 +47,7 @@ def arrays_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def columns_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the path and the entries of every field whose entries are texts, whole numbers or None, one for each row."""
+    """Yield the path and the entries of every field with one text, integer or None per row."""
     if is_sequence(batch) and len(batch) == rows:
         yield from _columns(batch, path)
     elif isinstance(batch, np.ndarray) and batch.shape == (rows,) and batch.dtype.kind in "OU":
@@ -54,7 +57,7 @@ def columns_of(batch: Any, rows: int, path: str = "") -> Iterator[tuple[str, Seq
 
 
 def _tensor_of(array: Any) -> Tensor:
-    """Return a tensor that shares the memory of `array`, or a copy where tensors have no such memory or dtype."""
+    """Return a tensor that shares the memory of `array`, or a copy if tensors cannot share it."""
     dtype = np.dtype(np.float64) if array.dtype.kind == "f" and array.itemsize > 8 else array.dtype.newbyteorder("=")
     shares = array.flags.writeable and dtype == array.dtype and min(array.strides, default=0) >= 0
     return torch.from_numpy(array if shares else np.array(array, dtype))

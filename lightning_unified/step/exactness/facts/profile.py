@@ -1,16 +1,16 @@
 """Batch profiles: values, zeros, masks and lengths that no checked batch had.
 
-A loss may mix rows for some data only: a row without observations takes the batch's mean, a class that is missing changes a weight. So a
-batch that differs in kind from those checked is checked too, before its update. A profile is a set of facts about each tensor of the batch:
+A loss may mix rows for some data only. For instance, a row without observations takes the batch's mean, or a missing class changes a
+weight. So a batch with new facts is checked before its update. A profile is a set of facts about each tensor of the batch:
 
-| fact | of | so that |
+| fact | data | purpose |
 |---|---|---|
-| the values that occur | whole numbers with at most 64 different ones, texts | a new or a missing label is seen |
-| the order of magnitude of the largest and smallest, and whether the largest is 255 | other whole numbers | |
-| the order of magnitude of the share of zeros, and of labels of -100 | every tensor | the first padding is seen |
-| the order of magnitude of the share of rows that begin or end with the same number twice | whole numbers | padding by any number is seen |
-| whether a row has nothing but zeros; none at all; NaN or infinity | every tensor | the first row without observations is seen |
-| the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | |
+| the values that occur | integers within a range of 64, texts | detect a new label |
+| the order of magnitude of the largest and smallest, and whether the largest is 255 | other integers | detect larger values and void pixels |
+| the order of magnitude of the share of zeros, and of labels of -100 | every tensor | detect the first padding |
+| the order of magnitude of the share of rows that begin or end with the same number twice | integers | detect padding by any number |
+| whether a row has only zeros, or no zeros; whether there is NaN or infinity | every tensor | detect the first row without observations |
+| the order of magnitude of the longest and the shortest row, and of the row's size | every tensor | detect new lengths |
 
 Orders of magnitude are powers of two, so that new facts become rare.
 """
@@ -27,18 +27,22 @@ from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of,
 
 __all__ = ["BatchProfiles", "facts_of"]
 
-_KINDS = 64  # different whole numbers up to which each is a fact of its own
+_KINDS = 64  # range of integers within which each value is a fact
 _IGNORED = -100
-_VOID = 255  # of segmentation maps
+_VOID = 255  # the label of unlabelled pixels in segmentation maps
 
-_MOST = {"value": _KINDS, "attribute": 8}  # values of one path that are news; judgement: phases and switches are few
+# values of one path that may be new facts; judgement: phases and switches are few
+_MOST = {"value": _KINDS, "attribute": 8}
 
 Fact = tuple[str, str, Any]
 
 
 def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
-    """Return the facts about the tensors, arrays and lists of `batch` that have one entry for each of its `rows`; one transfer from the device."""
-    groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small ones of one shape together, which takes fewer kernels
+    """Return the facts about the tensors, arrays and lists of `batch` with one entry per row.
+
+    The figures are copied to the host in one transfer if all lie on one device.
+    """
+    groups: dict[Any, list[tuple[str, Tensor]]] = {}  # small leaves of one shape are stacked, which takes fewer kernels
     for path, leaf in (*named_tensors(batch), *arrays_of(batch)):
         if _has_rows(leaf, rows):
             flat = leaf.detach().reshape(rows, -1)
@@ -62,7 +66,7 @@ _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: to
 
 
 def _on_host(figures: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Return the figures as numbers: one transfer for each device."""
+    """Return the figures as numbers, with one transfer if all lie on one device."""
     if not figures:
         return []
     devices = {one.device for one in figures}
@@ -83,14 +87,17 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
 
 
 def _figures(stack: Tensor) -> Tensor:
-    """Return (leaves, figures) of leaves of one shape, as whole numbers: lowest, highest, zeros, ignored, non-finite, zeros of the row with
-    fewest and with most, ignored of the row with most, how many rows repeat a number at an end, and which numbers from the lowest on occur.
+    """Return integer figures of shape (leaves, figures) about leaves of one shape.
 
-    Shapes:
-        stack (leaves, rows, entries of a row).
+    The figures are, in this order: lowest and highest value; numbers of zeros, of ignored and of non-finite entries; zeros of the row with
+    the fewest and of the row with the most; ignored entries of the row with the most; the number of rows that repeat a number at an end;
+    then, for integers in leaves of up to 2^20 entries, whether each of the 64 numbers from the lowest on occurs.
+
+    Args:
+        stack: The leaves, of shape (leaves, rows, entries per row).
     """
     if stack.is_floating_point() and stack.element_size() == 1:
-        stack = stack.float()  # few operators know formats of 8 bits
+        stack = stack.float()  # few operators support 8-bit floating-point formats
     zeros = (stack == 0).sum(2)
     none = torch.zeros_like(zeros[:, 0])
     counts = (zeros.sum(1), zeros.amin(1), zeros.amax(1))
@@ -134,7 +141,7 @@ def _facts(path: str, leaf: Tensor, figures: Sequence[int], *, occurs: Sequence[
 
 
 def _order(number: float) -> int:
-    """Return the power of two just above a count; 0 for none."""
+    """Return the exponent of the power of two just above a count; 0 for a count of 0."""
     return int(number).bit_length()
 
 
@@ -143,15 +150,15 @@ def _signed_order(number: float) -> int:
 
 
 def _share(count: float, of: int) -> int | None:
-    """Return the power of two of a share; None where there are none."""
+    """Return the order of magnitude of the share `count / of`; None for a count of 0."""
     return _order(of / count) if count else None
 
 
 class BatchProfiles:
     """The facts of all batches that have been checked.
 
-    A field of sample numbers, or an attribute that holds the last file's name, is new in every batch. So once 64 values of one field,
-    or 8 of one attribute, have been checked, further ones are news no longer.
+    Some fields and attributes are new in every batch, such as sample numbers or the name of the last file. After 64 checked values of one
+    field, or 8 of one attribute, further values are therefore no new facts.
     """
 
     def __init__(self) -> None:
@@ -159,7 +166,7 @@ class BatchProfiles:
         self._values: Counter[tuple[str, str]] = Counter()
 
     def news(self, facts: frozenset[Fact]) -> frozenset[Fact]:
-        """Return those of `facts` that no checked batch had."""
+        """Return the facts that no checked batch had."""
         return frozenset(fact for fact in facts - self._known if not self._varies(fact))
 
     def add(self, facts: frozenset[Fact]) -> None:

@@ -1,7 +1,7 @@
 """Facts outside the batch: counters that a step reads, and changes of its module.
 
-A contrastive term may be switched on in a later epoch, warmed up by the step, or set by a hook; a backbone may be unfrozen. The batch shows
-nothing of that, so these are facts too: batches with new facts are checked before their update (see profile.py).
+A contrastive term may be switched on in a later epoch, warmed up by the step, or set by a hook; a backbone may be unfrozen. The batch
+shows none of these changes. So they are facts too, and a batch with new facts is checked before its update (see profile.py).
 """
 
 import argparse
@@ -23,16 +23,18 @@ from lightning_unified.step.undo.roots import names_of
 
 __all__ = ["Counters", "ModuleFacts", "OutsideFacts", "WatchedIndex"]
 
-_DENSE = 16  # batches of which each is checked where the step reads a step counter; then one in so many
+_DENSE = 16  # if the step reads a step counter: the first 16 batches are checked, then one in 16
 
 Fact = tuple[str, str, Any]
 
 
 class Counters:
-    """Records which counters of the run a step reads: `"epoch"`, `"step"`, `"batch"`, `"rates"` (of learning) or `"metrics"`.
+    """Records the counters of the run that a step reads.
+
+    The counters are `"epoch"`, `"step"`, `"batch"`, `"rates"` (learning rates) and `"metrics"`.
 
     Attributes:
-        read: What has been read so far.
+        read: The counters read so far.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,10 @@ class Counters:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record reads of counters, of metrics and of optimizers, of the module and of its Trainer, inside the block."""
+        """Record reads of counters, metrics and optimizers inside the block.
+
+        These are attributes of the module and of its Trainer.
+        """
         with ExitStack() as undo:
             for owner, names in _READS.items():
                 for name, counter in names.items():
@@ -68,12 +73,15 @@ class Counters:
         return property(read, known.fset, known.fdel, known.__doc__)
 
     def facts(self, *, epoch: int, step: int, batch: int) -> frozenset[Fact]:
-        """Return where the run is, as far as steps read it: each epoch is new, and so are the first 16 steps and one in 16 after them."""
+        """Return the facts about the counters that steps read.
+
+        Each epoch is a new fact, each of the first 16 steps, and then one step in 16. The same holds for batch indices.
+        """
         values = {"epoch": epoch, "step": _sparse(step), "batch": _sparse(batch)}
         return frozenset(("progress", counter, values[counter]) for counter in self.read & values.keys())
 
     def figures(self, trainer: L.Trainer) -> frozenset[Fact]:
-        """Return the learning rates and the metrics known so far, each by its order of magnitude, as far as steps read them."""
+        """Return facts about learning rates and metrics that steps read: their orders of magnitude."""
         facts: set[Fact] = set()
         if "rates" in self.read:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -106,12 +114,12 @@ def _sparse(count: int) -> int:
 
 
 class WatchedIndex(int):
-    """A batch index that notes whether anything is computed with it or compared to it."""
+    """A batch index that records whether a step computes with it or compares it."""
 
     counters: Counters
 
     def __new__(cls, value: int, counters: Counters) -> Self:
-        """Return an index equal to `value`, which notes its use in `counters`."""
+        """Return an index equal to `value` that records its use in `counters`."""
         index = super().__new__(cls, value)
         index.counters = counters
         return index
@@ -135,14 +143,16 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "mod", "floordiv", "truediv", 
 
 
 class ModuleFacts:
-    """Facts about a module that may change its computation: modes, trained parameters, plain attributes.
+    """Facts about a module: modes, trained parameters, plain attributes.
 
-    It may hold its settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. Numbers
-    count by their sign and order of magnitude, so that counters are news ever more rarely. Attributes of torch's own layers are left out.
-    This is asked before every split batch, so the tree of modules is walked only when it has changed.
+    A change of these may change the computation.
+
+    A module may hold settings in a namespace, in an object of the user's, or among its hyperparameters, and a counter in a buffer. The fact
+    of a number is its sign and order of magnitude, so counters give new facts ever more rarely. Attributes of torch's own layers are
+    skipped. `now` runs before every split batch, so it walks the tree of modules only after a change.
 
     Args:
-        module: Whose facts.
+        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,7 +160,7 @@ class ModuleFacts:
         self._children: list[nn.Module | None] | None = None
 
     def now(self) -> frozenset[Fact]:
-        """Return the facts as they are now."""
+        """Return the current facts."""
         children = self._children
         found = None if children is None else self._children_now()
         same = found is not None and len(found) == len(children or ()) and all(map(operator.is_, found, children or ()))
@@ -192,7 +202,7 @@ class ModuleFacts:
         return self._facts
 
     def _counted(self) -> frozenset[Fact]:
-        """Return the facts about buffers of one entry, such as counters of steps."""
+        """Return the facts about buffers with one entry, such as step counters."""
         found = (
             (f"{path}.{name}", one) for path, held in self._buffers for name, one in held.items() if _is_number(one)
         )
@@ -201,7 +211,7 @@ class ModuleFacts:
         )
 
 
-_MOST_ENTRIES = 1024  # of attributes or of a dict; those of larger ones are data
+_MOST_ENTRIES = 1024  # of attributes or of a dict; larger ones hold data, not settings
 _OF_LIGHTNING = frozenset(vars(L.LightningModule()))
 _MOST_BUFFERS = 8  # each costs a transfer from the device
 _NAMES = (bool, str, type(None))
@@ -213,7 +223,10 @@ def _is_number(buffer: Tensor | None) -> bool:
 
 
 def _is_holder(value: Any) -> bool:
-    """Return whether `value` is a namespace, an object of the user's with attributes, a dict of settings, or hyperparameters."""
+    """Return whether `value` may hold settings.
+
+    Such values are namespaces, hyperparameters, dicts of settings, and objects of the user's with attributes.
+    """
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace, AttributeDict)):
         return True
     if isinstance(value, dict):
@@ -227,23 +240,23 @@ def _plain_of(held: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _facts_of_plain(path: str, values: Iterable[tuple[str, Any]]) -> Iterator[Fact]:
-    """Yield a fact for each named value: texts and switches as they are, numbers by their order of magnitude."""
+    """Yield a fact for each named value; a number counts by its order of magnitude."""
     for name, value in values:
         yield f"{path}.{name}", "attribute", value if isinstance(value, _NAMES) else _order(value)
 
 
 class OutsideFacts:
-    """Facts about plain values that the step names in globals and closures.
+    """Facts about plain values in the globals and closures that `training_step` names.
 
     Args:
-        module: Whose `training_step`.
+        module: The module that defines `training_step`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._cells = names_of(module, ("training_step",))
 
     def now(self) -> frozenset[Fact]:
-        """Return the facts as they are now."""
+        """Return the current facts."""
         found = {str(name): value for cell in self._cells for name, value in cell.entries(cell.copy())}
         facts = set(_facts_of_plain("outside", _plain_of(found)))
         for name, value in found.items():
@@ -257,7 +270,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _order(number: float) -> tuple[int, int]:
-    """Return the sign of a number and the power of two just above it."""
+    """Return the sign of a number and the exponent of the power of two just above its magnitude."""
     if not math.isfinite(number):
         return (0, 1 << 16)
     return ((number > 0) - (number < 0), math.frexp(float(number))[1])
