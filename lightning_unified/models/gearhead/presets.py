@@ -62,7 +62,9 @@ class GearHeadConfig:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters: V·D + P·D + E·D + L·(4D² + 2DF + 9D + F) + 2D + C·(D + 1), the head being tied.
+        """The number of parameters, with a tied head.
+
+        The formula is V·D + P·D + E·D + L·(4D² + 2DF + 9D + F) + 2D + C·(D + 1).
 
         A block holds attention 4(D² + D), the inner layer 2DF + F + D, and two layer norms 4D.
         """
@@ -138,7 +140,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> GearHeadConfig:
-    """Return the configuration called `name`, with given sizes replaced; None keeps the preset's.
+    """Return the configuration `name`; given sizes replace the preset's, None keeps them.
 
     Raises:
         ValueError: If there is no such preset, or the sizes contradict each other.

@@ -1,4 +1,7 @@
-"""`LabelData`: labelled texts from a named source, as batches of few fixed lengths that resume."""
+"""`LabelData`: labelled texts from a named source.
+
+The batches have few fixed lengths, and a fit can resume in the middle of an epoch.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +50,9 @@ class _Prepared:
 
 
 class LabelData(ResumableData):
-    """Labelled texts without copies, split by group, as batches of `input_ids`, `attention_mask`, `labels`.
+    """Labelled texts without copies, split by group.
+
+    A batch has `input_ids`, `attention_mask` and `labels`.
 
     All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
     `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.

@@ -1,4 +1,4 @@
-"""Export a trained classifier: a folder for transformers, and a program that needs only torch."""
+"""Export a trained classifier as a folder for transformers, and as a torch-only program."""
 
 import json
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ class _Prepared:
 
 
 class PassageData(ResumableData):
-    """Plain texts, split by document, as batches of passages and their continuations; see `Passages`.
+    """Plain texts, split by document, in batches of passages and continuations; see `Passages`.
 
     All results depend only on the arguments and the source; the global random state is never used. Diagnostic records are used as
     rendered texts.

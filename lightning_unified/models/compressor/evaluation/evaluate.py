@@ -44,7 +44,9 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate policy and baselines at every budget, with 95 % intervals over documents and paired tests.
+    """Evaluate the policy and the baselines at every budget.
+
+    The results have 95 % intervals over documents and paired tests.
 
     Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
     mean over documents of each document's mean over terms.
@@ -120,7 +122,10 @@ def _totalled(
     seed: int,
     progress: Callable[[int, int], None] | None,
 ) -> "_Totals":
-    """Return every measure of every method at every budget, and of the full context, added up by document."""
+    """Return every measure of every method at every budget, and of the full context.
+
+    The measures are summed by document.
+    """
     totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))
@@ -138,7 +143,10 @@ def _totalled(
 def _language_model(
     totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
 ) -> dict[str, Any]:
-    """Return the perplexity of the surprisal baseline's model and of a trigram model on the same tokens."""
+    """Return the perplexities of the surprisal baseline's model and of a trigram model.
+
+    Both are measured on the same tokens.
+    """
     trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
     judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
     following = totals.means()[*_FULL, "continuation_cross_entropy"]
@@ -190,7 +198,10 @@ def _against(
     resamples: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Compare the policy with each baseline; `intervals` names the better one if the intervals are disjoint."""
+    """Compare the policy with each baseline.
+
+    `intervals` names the better method if the intervals are disjoint.
+    """
     found = {(row["method"], row["keep"]): row for row in rows}
     compared = []
     for method in names:

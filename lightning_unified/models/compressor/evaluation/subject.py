@@ -52,7 +52,10 @@ class Subject(Protocol):
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T, V) logits of every original token, given the kept ones and, in order, those before."""
+        """Return the logits (B, T, V) of every original token.
+
+        Each token is predicted from the kept tokens and the original tokens before it.
+        """
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -62,7 +65,10 @@ class Subject(Protocol):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return (B, U, V) logits of the continuation's tokens, given the kept tokens and the continuation before each."""
+        """Return the logits (B, U, V) of the continuation's tokens.
+
+        Each token is predicted from the kept tokens and the continuation before it.
+        """
         ...
 
 

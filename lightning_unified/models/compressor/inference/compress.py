@@ -50,7 +50,7 @@ def compress(
     device: str = "auto",
     seed: int = 0,
 ) -> Compression:
-    """Return `text` with the share `keep` of its tokens: those to which the policy gives the highest scores.
+    """Return `text` with the share `keep` of its tokens: the tokens with the highest scores.
 
     A text longer than those it was trained on is scored in windows; the tokens are then chosen over the whole text, so that a
     dense passage may keep more than an empty one.
@@ -86,7 +86,10 @@ def compress(
 
 @torch.no_grad()
 def _scores(module: Compressor, ids: Sequence[int]) -> Tensor:
-    """Return the policy's scores (N,), on the host; windows are of even length, so that none is a mere rest."""
+    """Return the policy's scores (N,), on the host.
+
+    All windows have nearly the same length, so that no window is a short rest.
+    """
     longest = module.text_length
     windows = list(torch.tensor(ids).tensor_split(-(-len(ids) // longest)))
     was_training = module.training

@@ -35,7 +35,9 @@ _TEMPLATE = (  # chat template of a tokenizer trained here
 
 
 class WordleData(ResumableData):
-    """Two phases in one loader: `sft_steps` batches of solver traces, then endless batches of mid-game states.
+    """Two phases in one loader: solver traces, then mid-game states.
+
+    The first `sft_steps` batches hold solver traces. The batches of states are endless.
 
     `TraceRows` and `PromptRows` describe the batches. All results depend only on the arguments and the words; the global random state
     is never used. Validation secrets are never training secrets, but they stay allowed guesses.
@@ -242,7 +244,10 @@ class WordleData(ResumableData):
 
 
 def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
-    """Return the states for prompts: all later ones, and few first ones, which have one best answer."""
+    """Return the states for prompts: all later states, and few first states.
+
+    First states are few because they have one best answer.
+    """
     later = [trace for trace in states if trace.state.turns]
     first = [trace for trace in states if not trace.state.turns]
     return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])
