@@ -130,7 +130,10 @@ def _events(rows: _Rows, *, boundary: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Return D(0..3): estimated from the number of n-grams that occur 1 to 4 times; 1/2 where these are too few."""
+    """Return D(0..3), estimated from the numbers of n-grams that occur 1 to 4 times.
+
+    D is 1/2 where these numbers are too small.
+    """
     once, twice, thrice, four = (int((counts == number).sum()) for number in (1, 2, 3, 4))
     if not (once and twice):
         return np.array([0.0, 0.5, 0.5, 0.5])

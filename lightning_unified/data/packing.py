@@ -1,4 +1,4 @@
-"""Turn documents into rows: token ids, targets, error codes, and the length to which a row is padded.
+"""Turn documents into rows: token ids, targets, error codes and the padded length.
 
 Plain texts become one stream, `<s> text </s> <s> text </s> ...`, cut into windows of T tokens. A window begins before the
 first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
@@ -92,7 +92,9 @@ def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Liter
 
 
 def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequence]:
-    """Yield windows of up to `length` tokens that start `stride` apart and together score each token once.
+    """Yield windows of up to `length` tokens that start `stride` apart.
+
+    Together, the windows score each token once.
 
     The first window scores all its tokens but the first. Each later window scores the tokens that no earlier window holds.
     """
@@ -132,7 +134,9 @@ def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens in flat arrays, small to pickle for spawned workers; they return whole batches.
+    """Rows of tokens in flat arrays that return whole batches.
+
+    Flat arrays are small to pickle for spawned workers.
 
     A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
     `error_code_ids` (0 = none) and `diagnosis_labels` (-100 = none). A batch always has all four.
@@ -212,5 +216,8 @@ def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: st
 
 
 def _holding(starts: np.ndarray, character: int) -> int:
-    """Return the last token of a character; a character of several bytes may have several tokens."""
+    """Return the last token of a character.
+
+    A character of several bytes may have several tokens.
+    """
     return int(np.searchsorted(starts, character, side="right")) - 1

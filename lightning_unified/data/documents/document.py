@@ -28,7 +28,10 @@ class Document:
 
     @property
     def content(self) -> str:
-        """The text that a model reads; a record is rendered with its tags, a plain text without `<s>` and `</s>`."""
+        """The text that a model reads.
+
+        A record is rendered with its tags, a plain text without `<s>` and `</s>`.
+        """
         return self.text if self.record is None else render(self.record)
 
 

@@ -1,4 +1,6 @@
-"""Fault codes of cars as diagnostic records, from the installed package elm327obd (GPL-2.0-or-later).
+"""Fault codes of cars as diagnostic records, from the installed package elm327obd.
+
+The package's licence is GPL-2.0-or-later.
 
 The package is read at run time and its code is never imported; this repository contains none of its text. It gives two kinds of
 record:
@@ -107,7 +109,10 @@ def _family(code: str) -> str:
 
 
 def _part(description: str) -> str:
-    """Return the part a description names: its trailing words of failure removed, unless nothing else is left."""
+    """Return the component that a description names.
+
+    Trailing words of failure are removed, unless nothing else is left.
+    """
     part = description
     while (shorter := _FAILURE_WORDS.sub("", part).rstrip(" /-,(")) not in {part, ""}:
         part = shorter

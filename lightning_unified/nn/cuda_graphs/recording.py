@@ -1,4 +1,4 @@
-"""Two CUDA graphs for one input shape, forward and backward, replayed as one autograd function."""
+"""Two CUDA graphs for one input shape, forward and backward, as one autograd function."""
 
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -61,7 +61,10 @@ class Call:
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device) -> Call | None:
-    """Return the call; None without a tensor, or with an argument other than plain tensors on `device` and constants."""
+    """Return the call, or None if it cannot be recorded.
+
+    A call needs at least one tensor. Its arguments must be plain tensors on `device`, or constants.
+    """
     values = (*args, *kwargs.values())
     kinds: list[Any] = []
     for value in values:
@@ -126,7 +129,10 @@ _TENSOR = object()
 
 
 class _Replay(torch.autograd.Function):
-    """A recording as an autograd function: parameters are arguments, so that their hooks run and `.grad` accumulates."""
+    """A recording as an autograd function.
+
+    Its parameters are arguments, so that their hooks run and `.grad` accumulates.
+    """
 
     @staticmethod
     @override
@@ -222,7 +228,9 @@ def record(
 
 @cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of all recordings on a device: cuBLAS keeps a workspace of some MiB for each stream.
+    """Return the one stream of all recordings on a device.
+
+    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream.
 
     A small product takes the workspaces here, one for this thread and one for autograd's. Otherwise the first recording would hold
     them in its pool, which could not be freed then, and an earlier plan would not count them.
