@@ -69,7 +69,10 @@ def info_nce(one, other):
 
 
 class SimCLR(Contrastive):
-    """Both views in one call of twice the rows, then a projector with BatchNorm, which sees the whole batch."""
+    """Both views in one call of twice the rows, then a projector with BatchNorm.
+
+    The projector's BatchNorm sees the whole batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +87,10 @@ class SimCLR(Contrastive):
 
 
 class Clip(Contrastive):
-    """Two encoders of different inputs, the second one inside a container, and a learnt temperature."""
+    """Two encoders of different inputs, and a learnt temperature.
+
+    The second encoder is inside a container.
+    """
 
     encoders = ("net", "towers.text")
 

@@ -14,7 +14,7 @@ TEMPERATURE = 0.7
 
 
 class Task:
-    """Pays for the sum of a completion's ids, and nothing for any completion of every third prompt."""
+    """Rewards a completion by the sum of its ids; every third prompt gets no reward."""
 
     stop = ""
 

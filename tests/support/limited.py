@@ -61,7 +61,7 @@ def train(strategy: str) -> L.Trainer:
 
 
 def death_of(strategy: str) -> str | None:
-    """Return the error that a fit ends with, in a process of its own; None if it ends well."""
+    """Run a fit in its own process; return its error, or None if it ends well."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

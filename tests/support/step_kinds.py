@@ -21,7 +21,7 @@ CLASSES, FEATURES, TOKENS, LENGTH = 4, 6, 12, 5
 
 
 class Kind(L.LightningModule):
-    """A small net over rows of features; each subclass changes the net, or what its step does."""
+    """A small net over rows of features; each subclass changes the net or its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,10 @@ class MeanTeacher(Kind):
 
 
 class Centred(Kind):
-    """DINO's centre: the mean of a teacher's outputs, averaged over batches, is taken off before the next batch's loss."""
+    """DINO's centre, subtracted before the next batch's loss.
+
+    The centre is the mean of a teacher's outputs, averaged over batches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +360,10 @@ class Mixup(Kind):
 
 
 class MaskedInTheStep(Kind):
-    """Draws in the step which tokens are scored: nothing in the batch says how many terms a micro-batch has."""
+    """Draws the scored tokens in the step.
+
+    The batch does not show the number of terms of a micro-batch.
+    """
 
     def make_net(self):
         return nn.Sequential(nn.Embedding(TOKENS, 8), nn.Linear(8, TOKENS))

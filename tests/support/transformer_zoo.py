@@ -97,7 +97,7 @@ def _tagged(generator: torch.Generator, row: int) -> dict[str, Tensor]:
 
 
 def _masked(generator: torch.Generator, row: int) -> dict[str, Tensor]:
-    """Return a text some of whose tokens are hidden and scored."""
+    """Return a text in which some tokens are hidden and scored."""
     text = _text(generator, row)
     hidden = (torch.rand(_LENGTH, generator=generator) < 0.3) & (text["attention_mask"] == 1)
     hidden[row % 3] = True

@@ -101,7 +101,10 @@ class Recurs(Plain):
 
 
 class Frozen(Plain):
-    """Writes a parameter without gradient, a buffer and a plain tensor, two of them past their version counters."""
+    """Writes a parameter without gradient, a buffer and a plain tensor.
+
+    Two of the writes bypass version counters.
+    """
 
     def __init__(self):
         super().__init__()
@@ -135,7 +138,10 @@ class Metered(Plain):
 
 
 class Schedules(Plain):
-    """Sets learning rates before the closure, and counts, in `optimizer_step`; an EMA in a hook of the backward pass."""
+    """Sets learning rates before the closure, and counts, in `optimizer_step`.
+
+    A hook of the backward pass updates an EMA.
+    """
 
     def __init__(self):
         super().__init__()
@@ -170,7 +176,10 @@ class NamesGlobals(Plain):
 
 
 def closes_over():
-    """Return a module whose step rebinds a variable of this function, and changes an object in another."""
+    """Return a module whose step rebinds a variable of this function.
+
+    The step also changes an object that another variable holds.
+    """
     count, seen = 0, {"sum": 0}
 
     class ClosesOver(Plain):
@@ -266,7 +275,7 @@ KINDS = {
 
 
 def forget_globals():
-    """Set what `NamesGlobals` names to what it was."""
+    """Reset the globals that `NamesGlobals` names."""
     globals().update(GLOBAL_COUNT=0)
     GLOBAL_LIST.clear()
     GLOBAL_RNG.seed(0)

@@ -1,4 +1,4 @@
-"""Modules whose steps write into them: what each micro-batch may write, and what is written once a batch."""
+"""Modules that write state in their steps: per micro-batch, or once per batch."""
 
 import torch
 from torch import nn
@@ -77,7 +77,10 @@ class Smallest(Writes):
 
 
 class LastTotal(Writes):
-    """The total of the last batch: at first, when it was zero, a sum that grows would be the same."""
+    """Writes the total of the last batch.
+
+    In the first batch a growing sum would give the same value, because it starts at zero.
+    """
 
     total = 0.0
 
@@ -86,7 +89,10 @@ class LastTotal(Writes):
 
 
 class LossOfEachSample(Writes):
-    """A table by sample: zeros at first, when sums and largest values would be the same as what is written."""
+    """Writes a table by sample.
+
+    It starts with zeros, where sums and maxima would equal the written values.
+    """
 
     def __init__(self):
         super().__init__()
