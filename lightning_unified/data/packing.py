@@ -1,6 +1,6 @@
 """Turn documents into rows: token ids, targets, error codes and the padded length.
 
-Plain texts become one stream, `<s> text </s> <s> text </s> ...`, cut into windows of T tokens. A window begins before the
+Plain texts become one stream, `<s> text </s> <s> text </s> ...`, divided into windows of T tokens. A window begins before the
 first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
 
 - training: each window begins with the last token of the one before (stride T - 1);
@@ -48,7 +48,7 @@ class Sequence:
         codes: int32; the id of an error code at its last token, else 0. At an earlier token, the id would give away tokens
             still to be predicted.
         diagnosis: int8; the subsystem (0 to 63) at the token where the diagnostic head predicts it, else -100.
-        is_record: Whether this is one record, which is never cut, or a stream of texts.
+        is_record: Whether this is one record, which is never divided, or a stream of texts.
     """
 
     ids: np.ndarray

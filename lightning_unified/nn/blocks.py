@@ -23,8 +23,8 @@ class Blocks:
 
     Attributes:
         modules: The blocks, none of them inside another.
-        declared: Whether the module says so itself; else they were detected.
-        checkpointed: The names of those that their own code recomputes already.
+        declared: Whether the module declares the blocks; otherwise they were detected.
+        checkpointed: The names of blocks that the module's own code recomputes already.
     """
 
     modules: dict[str, nn.Module]
@@ -33,7 +33,7 @@ class Blocks:
 
     @property
     def plain(self) -> list[nn.Module]:
-        """The blocks that keep their activations as they are."""
+        """The blocks that the module's own code does not recompute."""
         return [block for name, block in self.modules.items() if name not in self.checkpointed]
 
     def __str__(self) -> str:

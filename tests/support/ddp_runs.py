@@ -371,8 +371,8 @@ def _short() -> int:
 def _for_certain() -> None:
     """Plan at any budget, at speeds that make micro-batches dearer than any recomputation.
 
-    The heap that is planned for maps each large tensor by itself. In glibc's own way, holes between tensors would decide what fits, and
-    these change with every byte that a step allocates.
+    The planned heap maps each large tensor separately. With glibc's default, holes between tensors would decide whether a step
+    fits. These holes change with every byte that a step allocates.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
     DistributedFirstStep._is_worth_it = lambda *_: True

@@ -37,7 +37,7 @@ def live_peak(make, batch, *, parts=1, rows=None, steps=2, folder, setup=None, *
 
     The tensors in `batch` do not count.
     """
-    gc.collect()  # what is freed below was made below
+    gc.collect()  # so that the profiler sees only frees of its own allocations
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module = make()
         if setup is not None:

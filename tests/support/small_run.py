@@ -90,7 +90,7 @@ class SmallModule(LightningModule):
 
 
 class StopAfterBatch(Callback):
-    """Stand-in for whatever sets `should_stop`: after `batches` batches of this fit."""
+    """Sets `should_stop` after `batches` batches of this fit, as any callback may."""
 
     def __init__(self, batches, act=None):
         self.left = batches

@@ -233,7 +233,7 @@ class Totals(Tokens):
         return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / total
 
 
-# what the check says of each: the rule that it finds, "unchecked", or "refused"
+# the check's result for each module: the rule that it finds, "unchecked", or "refused"
 EXPECTED = {
     Mean: "rows",
     Dropout: "rows",

@@ -347,7 +347,7 @@ class PythonFlipsAtOnce(Kind):
         return F.cross_entropy(self.net(batch["x"] if random.random() < 0.5 else -batch["x"]), batch["y"])
 
 
-# what cannot be split
+# steps that cannot be split
 
 
 class Mixup(Kind):

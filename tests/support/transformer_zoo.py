@@ -32,7 +32,7 @@ class Architecture:
         model: Its name in transformers.
         config: Arguments of its configuration.
         rows: Makes the row of a batch, from a generator and the row's number.
-        rule: The loss rule that holds for its batches; empty where none does.
+        rule: The loss rule that holds for its batches; empty without one.
         arguments: Of its forward pass, besides the batch.
     """
 

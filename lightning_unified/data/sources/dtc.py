@@ -43,7 +43,7 @@ _FAILURE_WORDS = re.compile(
 
 
 def documents() -> list[Document]:
-    """Return the records of the guide, then those of the code list, in the order of their codes.
+    """Return the guide's records, then the code list's, in the order of their codes.
 
     Raises:
         FileNotFoundError: If elm327obd is not installed or lacks its two data files.

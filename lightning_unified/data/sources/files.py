@@ -178,7 +178,7 @@ def _block_row(lines: list[str], *, file: Path, number: int) -> dict[str, Any]:
 def _pieces(document: Document) -> Iterator[Document]:
     """Divide a text into consecutive pieces of similar length.
 
-    The cuts are at blank lines, or else at line ends.
+    Pieces end at blank lines, or else at line ends.
     """
     parts = [part for part in re.split(r"\n[ \t]*\n", document.text) if part.strip()]
     joint = "\n\n"

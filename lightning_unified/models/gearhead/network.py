@@ -133,7 +133,7 @@ class GearHeadNetwork(nn.Module):
             input_ids: Token ids.
             error_code_ids: Row of the error table at each token, 0 for none; None is 0 everywhere.
             positions: By default 0 to T - 1, plus the cache's length.
-            cache: Keys and values of earlier tokens; those of these tokens are added.
+            cache: Keys and values of earlier tokens; the method adds those of the new tokens.
             mask: By default each token attends to itself and all earlier ones. Needed if a batch is padded on the left, or
                 several tokens follow a filled cache.
 

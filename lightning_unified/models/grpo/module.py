@@ -33,7 +33,7 @@ class GRPO(LightningModule):
     For each prompt, the policy samples G completions, and the task rewards them. A completion's advantage is its reward minus its
     group's mean. The loss is the mean of `Objective` over the active tokens of the optimizer step. `prepare_batch` samples, rewards
     and counts once for the whole batch, before it is split; a repeated step reuses the result. Losses and gradients of micro-batches
-    of any size add up to those of the whole batch. A row is a completion, so a micro-batch is a number of completions.
+    of any size add up to the loss and gradients of the whole batch. A row is a completion, so a micro-batch is a number of completions.
 
     Log-probabilities are computed in chunks from the last hidden states. The reference scores the same rows as the policy, without a
     gradient, so it never takes more memory than the step itself. With `inner_iterations` above 1, the first iteration stores both for

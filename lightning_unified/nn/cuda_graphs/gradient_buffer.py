@@ -48,10 +48,10 @@ class GradientBuffer:
         return {name: found[name] for name in self.parameters}
 
     def receive(self, add: Callable[[], None], *, used: Sequence[bool]) -> list[Tensor | None]:
-        """Add gradients to the buffer and return what autograd receives for each parameter.
+        """Add gradients to the buffer; return each parameter's gradient for autograd.
 
-        None stands for a parameter without a gradient, and for one whose gradient lies in the buffer already, as after an earlier
-        micro-batch. Tensors that share the buffer for another reason keep their values.
+        None stands for a parameter without a gradient. It also stands for a gradient that lies in the buffer already, as after
+        an earlier micro-batch. Tensors that share the buffer for another reason keep their values.
 
         Args:
             add: Adds gradients to the places.
@@ -137,7 +137,7 @@ def differentiate(
     Return which leaves have a gradient, and the gradients of `inputs`.
 
     Args:
-        outputs: The network's outputs; those that require a gradient are differentiated.
+        outputs: The network's outputs; outputs that require a gradient are differentiated.
         leaves: The tensors that stand for the parameters, by name.
         inputs: Tensors whose gradient is needed.
         incoming: Gradients of the outputs, None for an output without one.

@@ -50,7 +50,7 @@ class RecordedCalls:
     All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. If
     memory runs out in a recording, the first error is raised, so that callers may reduce the micro-batch size. After the second,
     calls stay eager, and the run continues. Copies of the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they
-    do after `Module.compile`, whose place in the module this class takes.
+    do after `Module.compile`: this class uses the same attribute of the module.
 
     Python side effects of the forward pass (counters, prints, clocks) happen at the recording and not at replays.
 

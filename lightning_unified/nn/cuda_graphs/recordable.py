@@ -77,8 +77,8 @@ def saves_elsewhere() -> bool:
 class Looking(TorchDispatchMode):
     """Dispatch mode that checks each operation of a forward pass for reasons not to record it.
 
-    Some modules skip a check of values while the stream is being recorded (transformers' masks). Inside this mode they are told
-    that it is, so that the same operations run as in a recording.
+    Some modules skip a check of values while the stream is being recorded (transformers' masks). This mode reports a recording to
+    them, so that the same operations run as in a recording.
 
     Args:
         device: The device on which the whole forward pass must run.

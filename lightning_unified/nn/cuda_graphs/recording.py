@@ -98,7 +98,7 @@ class Recording:
         forward: Reads `inputs`, writes `outputs`.
         backward: Reads `incoming`, adds to `buffer` and writes `of_inputs`.
         inputs: Tensors to which a call's tensors are copied.
-        outputs: The tensors of what the network returns.
+        outputs: The tensors in the network's returned value.
         structure: The tree of the returned value, with everything but tensors.
         incoming: Gradients of the outputs, None for an output without one.
         buffer: The gradient buffer, shared with other recordings.
@@ -178,9 +178,9 @@ def record(
 ) -> Recording:
     """Record `network` called with `call`; replays read the tensors of `call`.
 
-    Nothing is computed. Leaves over the same memory replace the parameters: autograd would accumulate the parameters' gradients on
-    the streams of earlier eager passes, for which no recording may wait. Autocast caches no casts between calls, since a
-    recording's casts lie in its own memory.
+    The recording computes nothing. Leaves over the same memory replace the parameters: autograd would accumulate the parameters'
+    gradients on the streams of earlier eager passes. A recording must not wait for these streams. Autocast caches no casts between
+    calls, since a recording's casts lie in its own memory.
 
     Args:
         network: In train mode, on a CUDA device.

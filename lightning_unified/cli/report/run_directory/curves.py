@@ -17,7 +17,7 @@ def read_curves(files: Iterable[Path]) -> dict[str, Curve]:
 
     Cells without a number are skipped.
 
-    Where the steps of a column go back, a resumed run began. Its values replace those that the earlier part logged from that step on.
+    Where the steps of a column go back, a resumed run began. From that step on, its values replace the earlier part's.
     """
     columns: dict[str, list[tuple[int, float | None]]] = {}
     for file in files:

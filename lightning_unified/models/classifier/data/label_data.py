@@ -64,7 +64,7 @@ class LabelData(ResumableData):
         val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
         text_length: Tokens at which a text is truncated, special ones included.
         padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
-        pretrained: The encoder whose tokenizer is used, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
+        pretrained: The encoder that provides the tokenizer, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         val_fraction: Share of each class for validation, in whole groups.
         test_fraction: Share for the test set if the source has none; 0 for none.

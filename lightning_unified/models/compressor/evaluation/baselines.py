@@ -84,8 +84,8 @@ def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
 def length(encoder: Encoder) -> Scorer:
     """Return the number of characters of the word that a token is part of: short words go first.
 
-    A word begins where a token's text begins with white space, or the one before ends with it. Long words carry more content
-    than short ones, most of which are articles, prepositions and punctuation.
+    A word begins where a token's text begins with white space, or the previous token's text ends with it. Long words carry more
+    content: most short words are articles, prepositions and punctuation.
     """
     text_of = lru_cache(maxsize=None)(lambda token: encoder.decode([token]))
 

@@ -108,8 +108,8 @@ def kept_tokens(count: int, *, keep: float) -> int:
 def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
     """Return which tokens stay: in each row the `kept_tokens` of highest score.
 
-    Equal scores are ordered by draws that depend on the seed and the position alone, so that a row's tokens are the same
-    in any batch, and a method whose scores say little is not turned into a cut of the prefix.
+    Draws that depend on the seed and the position alone order equal scores. A row's tokens are therefore the same in any batch.
+    Without these draws, a method with many equal scores would always keep a prefix.
 
     Shapes:
         `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool, where `mask` is.

@@ -18,8 +18,8 @@ def seconds(
 ) -> list[dict[str, float]]:
     """Return the median wall time of reading one batch, at each budget beside the full context.
 
-    What is read is what an application would hand on: the kept tokens moved together, so that the model's work shrinks. The
-    ways take turns, so that a machine that slows down slows all of them.
+    The model reads the kept tokens moved together, as in an application, so that its work shrinks. The variants take turns, so
+    that a slowdown of the machine affects all of them.
 
     Args:
         subject: In eval mode.

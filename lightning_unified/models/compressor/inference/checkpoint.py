@@ -29,7 +29,7 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(path: str | Path, *, device: str = "auto") -> Compressor:
     """Return the compressor of a training checkpoint, in eval mode, with its tokenizer.
 
-    Its sizes are those it was trained with, whatever the preset of its name is by now.
+    The compressor has the sizes of its training, even if its preset has changed since then.
 
     Args:
         path: The `.ckpt` file.

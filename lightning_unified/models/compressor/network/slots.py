@@ -36,7 +36,7 @@ class Layout:
 
 
 def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
-    """Return the slots with those that are not `real` moved behind all others.
+    """Return the slots, with all slots that are not `real` moved to the end.
 
     Shapes:
         embeddings (B, S, D); real (B, S) bool.

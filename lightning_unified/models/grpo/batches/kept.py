@@ -17,8 +17,8 @@ class KeptRollouts:
 
     The first step stores log-probabilities for the later steps.
 
-    The first step runs with the weights that sampled. Its log-probabilities are those that the ratio and the reference term of later
-    steps need, so no extra pass is made. A micro-batch stores its rows; a repeated one stores them again.
+    The first step runs with the weights that sampled the completions. The ratio and the reference term of later steps need its
+    log-probabilities, so no extra pass is made. A micro-batch stores its rows; a repeated micro-batch stores them again.
     """
 
     def __init__(self) -> None:

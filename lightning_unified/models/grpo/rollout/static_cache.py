@@ -43,7 +43,7 @@ class LayerCache:
         self.slot = slot
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (N, H, 1, D) of the newest token and return those of all slots."""
+        """Write the newest token's keys and values (N, H, 1, D) and return all slots'."""
         self.keys.index_copy_(2, self.slot, keys.to(self.keys.dtype))
         self.values.index_copy_(2, self.slot, values.to(self.values.dtype))
         return self.keys, self.values

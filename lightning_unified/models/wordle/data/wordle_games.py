@@ -29,7 +29,7 @@ class Games:
         train: Training secrets.
         held_out: Held-out secrets.
         chat: The tokenizer.
-        states: Turns of games whose states are prompts of the second phase.
+        states: Turns of games; their states are prompts of the second phase.
     """
 
     words: WordList
