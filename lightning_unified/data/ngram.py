@@ -1,7 +1,7 @@
 """Interpolated modified Kneser-Ney n-gram models: the baseline of a language model.
 
-They are counted on the training tokens and evaluated on the same targets as the network, each with the one or two tokens before it
-in its row. At the start of a row, a boundary mark replaces missing tokens.
+The models are counted on the training tokens and evaluated on the same targets as the network. A target's context is the one or
+two tokens before it in its row. At the start of a row, a boundary mark replaces missing tokens.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Turn documents into rows: token ids, targets, error codes and the padded length.
 
 Plain texts become one stream, `<s> text </s> <s> text </s> ...`, divided into windows of T tokens. A window begins before the
-first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
+first token it scores, so that every token but the stream's first has a context. Each token is scored exactly once:
 
 - training: each window begins with the last token of the one before (stride T - 1);
 - validation: windows advance by T // 2, and each scores its last T // 2 tokens: every token has at least T // 2 tokens of

@@ -43,7 +43,7 @@ def linear_cross_entropy(
     Labels of -100 are not scored.
 
     The backward pass computes the chunks again instead of saving gradients from the forward pass. That takes about a quarter more
-    time in this layer, and no tensor of `weight`'s size lives between the two passes, where the rest of the network runs.
+    time in this layer. No tensor of `weight`'s size lives between the two passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such

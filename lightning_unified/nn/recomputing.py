@@ -82,8 +82,8 @@ class Recomputing:
 
     Args:
         blocks: The blocks; none may be inside another.
-        keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning says once if
-            the first call of a block runs no such kernel (plain products, as on MPS, or a mask or dropout on a CPU).
+        keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning appears once
+            if a block's first call runs no such kernel: plain products, as on MPS, or a mask or dropout on a CPU.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, keep_attention: bool = False) -> None:

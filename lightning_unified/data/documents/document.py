@@ -18,7 +18,7 @@ class Document:
         text: A plain text; empty when `record` is given.
         record: A diagnostic record; None for a plain text.
         keys: Content that other documents may share. Groups with a common key are merged before the split, so that near copies
-            (the same paragraph in two topics, the same fault under two codes) stay on one side.
+            stay on one side. Examples are the same paragraph in two topics, and the same fault under two codes.
     """
 
     group: str

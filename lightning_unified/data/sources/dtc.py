@@ -10,8 +10,8 @@ record:
 - any code with a description: symptom = the part the description names, cause = the whole description. The solution is empty,
   since the package describes no repair there.
 
-Groups: the ten codes that differ in the last digit (P030x) are a family; families that a guide entry covers together, and
-families with a description that differs in numbers and single letters only (cylinder 1 and 2, bank A and B), are one group.
+Groups: the ten codes that differ in the last digit (P030x) are a family. Families that a guide entry covers together are one
+group. So are families with descriptions that differ in numbers and single letters only (cylinder 1 and 2, bank A and B).
 """
 
 import re

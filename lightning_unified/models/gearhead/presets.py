@@ -25,7 +25,7 @@ class GearHeadConfig:
         num_diagnoses: Classes of the diagnostic head, C, or 0 for a plain text model.
         dropout: Share of activations dropped at the embeddings and after the two sublayers of each block.
         depth_scaled_init: Divide the initial standard deviation of the two projections into the residual stream by
-            sqrt(2 L), so that the stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+            sqrt(2 L). The stream's variance then does not grow with depth (Radford et al. 2019, section 2.3).
 
     Raises:
         ValueError: If a size is not positive, the heads do not divide the width, or dropout is not in [0, 1).

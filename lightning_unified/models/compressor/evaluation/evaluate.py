@@ -67,10 +67,14 @@ def evaluate(
         progress: Called after each batch with the numbers of finished and of all batches.
 
     Returns:
-        A record for JSON: `documents`, `pieces`, `tokens`, the settings, `language_model` (its and a trigram model's perplexity
-        on the same tokens, and that of the continuation after the full text), `rows` (method, keep, and of each measure mean,
-        low and high), `policy_against` (baseline, keep, measure, the paired difference, its p-value, and whether the intervals
-        are apart), `seconds`.
+        A record for JSON with these keys, beside the settings:
+
+        - `documents`, `pieces`, `tokens`: their numbers;
+        - `language_model`: its perplexity and a trigram model's on the same tokens, and the perplexity of the continuation
+          after the full text;
+        - `rows`: method, keep, and the mean, low and high of each measure;
+        - `policy_against`: baseline, keep, measure, the paired difference, its p-value, and whether the intervals are apart;
+        - `seconds`: the timings.
 
     Raises:
         ValueError: If a setting is invalid, or texts or corpus are too short.

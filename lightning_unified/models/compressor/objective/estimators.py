@@ -1,7 +1,7 @@
 """Terms of the policy's objective, and the REINFORCE estimator.
 
 The objective per token is J = E[distortion] + price * E[tokens kept] - entropy_weight * entropy. The distortion is the reader's cost of
-dropped tokens in nats, the price the cost of a kept token in nats, and the entropy a bonus for undecided tokens. The optimal logit is
+dropped tokens in nats. The price is the cost of a kept token in nats. The entropy is a bonus for undecided tokens. The optimal logit is
 (saved cost - price) / entropy_weight. So the entropy term makes logits a graded measure of a token's value: the tokens with the highest
 logits are the best for any budget, not only for the trained ratio.
 
