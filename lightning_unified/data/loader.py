@@ -215,7 +215,7 @@ class ResumableLoader:
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: the epoch, its finished batches, and the order's inputs."""
+        """Return the place: the epoch, its finished batches, and the values that set the order."""
         epoch, position = self._epoch, self._position
         if self._resume_at is not None:
             epoch, position = self._resume_at

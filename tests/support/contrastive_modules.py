@@ -22,7 +22,7 @@ def network(inputs=6, outputs=4):
 
 
 class Contrastive(L.LightningModule):
-    """Two views of each row; a loss over all pairs, logged three ways; outputs by row."""
+    """Two views of each row, a loss over all pairs, three kinds of logs, and outputs by row."""
 
     encoders = ("net",)
 
@@ -116,7 +116,7 @@ class Triplet(Contrastive):
 
 
 class Supervised(Contrastive):
-    """Rows of one label are positives."""
+    """Rows with the same label are positives."""
 
     def loss(self, batch):
         embedded = F.normalize(self.net(batch["x"]), dim=-1)
@@ -142,7 +142,7 @@ class Momentum(Contrastive):
 
 
 class Chained(Contrastive):
-    """An encoder of another one's output: its inputs have gradients."""
+    """A second encoder reads the first one's output, so its inputs have gradients."""
 
     encoders = ("net", "head")
 

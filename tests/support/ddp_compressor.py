@@ -34,7 +34,7 @@ def row(number: int) -> dict[str, torch.Tensor]:
 
 
 class OwnNumbers(Compressor):
-    """Draws nothing: a batch brings its random numbers."""
+    """Draws no random numbers: they come with the batch."""
 
     def __init__(self, *, ranks: int, **arguments: Any) -> None:
         super().__init__(preset="compressor-tiny", masks=MASKS, schedule="constant", warmup_steps=1, **arguments)

@@ -1,6 +1,7 @@
 """Small modules that two ranks train.
 
-They are alike, ragged, broken on one rank only, or wait for one another in the middle of a step.
+The ranks have equal or different modules, with batches of equal or different sizes. Some modules fail on one rank only, or
+communicate inside a step.
 """
 
 import os
@@ -80,7 +81,7 @@ class Net(L.LightningModule):
 
 
 class OwnData:
-    """Marks a module that brings its own loader."""
+    """Marks a module that has its own loader."""
 
 
 class RaggedNet(OwnData, Net):

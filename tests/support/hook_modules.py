@@ -253,7 +253,7 @@ class LogsEverywhere(Small):
 
 
 class LogsInACallback(L.Callback):
-    """The same from a callback."""
+    """Logs the same values from a callback."""
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
         self.log("callback: before zero_grad", pl_module.gradient(), **EVERY)

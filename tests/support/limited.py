@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class Wide(L.LightningModule):
-    """About 6 MiB of activations a row, 0.5 MiB of weights: rows decide whether it fits."""
+    """A module with about 6 MiB of activations per row, and 0.5 MiB of weights."""
 
     def __init__(self) -> None:
         super().__init__()

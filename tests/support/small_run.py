@@ -1,4 +1,4 @@
-"""A run of seconds with everything that a resume can get wrong.
+"""A short run with all the state that a resume must restore.
 
 It has dropout, AdamW, a scheduler and a stateful shuffling loader.
 

@@ -1,4 +1,4 @@
-"""Modules that can be split by one rule or by none, with the loaders of their batches.
+"""Modules with one loss-weight rule or none, with the loaders of their batches.
 
 The benchmark of the exactness check runs them too.
 """

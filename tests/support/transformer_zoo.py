@@ -1,6 +1,6 @@
 """Small models of the transformers library with random weights.
 
-Each comes with the batches it is trained on and the loss rule it needs.
+Each comes with its training batches and its loss rule.
 """
 
 from collections.abc import Callable, Mapping

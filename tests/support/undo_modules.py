@@ -22,7 +22,7 @@ FAULTS = {"at": set(), "calls": 0}  # no step names it, so it is not put back
 
 
 class Fails(torch.autograd.Function):
-    """Memory runs out in the backward passes of the given numbers."""
+    """Runs out of memory in the backward passes that `FAULTS` numbers."""
 
     @staticmethod
     def forward(ctx, x):
@@ -55,7 +55,7 @@ class Plain(L.LightningModule):
 
 
 class Holds(Plain):
-    """Keeps `make()` in its attribute `kept`, and moves it on with `move(kept)`."""
+    """Keeps `make()` in its attribute `kept`, and advances it with `move(kept)`."""
 
     def __init__(self, make, move):
         super().__init__()
@@ -66,7 +66,7 @@ class Holds(Plain):
 
 
 class Counts(Plain):
-    """Counts in an attribute, and in one that is not there before the first step."""
+    """Counts in an attribute, and in another attribute that the first step creates."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class CountsInSubmodule(Plain):
 
 
 class Recurs(Plain):
-    """Carries a hidden state over, in a tuple and in a dict that is made anew."""
+    """Carries a hidden state over, in a tuple and in a dict that each step creates again."""
 
     def __init__(self):
         super().__init__()

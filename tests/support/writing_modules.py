@@ -121,14 +121,14 @@ class Teacher(Writes):
 
 
 class DataWrite(Teacher):
-    """Writes `.data`, which moves no version counter."""
+    """Writes `.data`, which does not change a version counter."""
 
     def write(self, batch, out, loss):
         self.teacher.weight.data.mul_(0.9)
 
 
 class LargeTeacher(Teacher):
-    """Parameters of more bytes than are copied before every step."""
+    """Holds more bytes of parameters than the strategy copies before every step."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Pending(Writes):
 
 
 class Kept(Writes):
-    """Keeps things by name."""
+    """Keeps values by name in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +211,7 @@ class InstanceNorm(Writes):
 
 
 class Nothing(Writes):
-    """Writes and puts back."""
+    """Writes an attribute and restores it."""
 
     depth = 0
 

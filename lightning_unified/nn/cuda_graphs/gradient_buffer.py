@@ -93,9 +93,9 @@ class GradientBuffer:
         return [one if is_used else None for one, is_used in zip(self._views(blocks).values(), used, strict=True)]
 
     def _are_gradients(self, used: Sequence[bool]) -> bool:
-        """Return whether only the parameters' gradients share the buffer, without pending hooks.
+        """Return whether only the parameters' gradients share the buffer, and no hook must run.
 
-        A pending hook must run when a gradient is added.
+        A parameter's hooks would have to run whenever a gradient is added.
         """
         if _reduces():
             return False

@@ -67,9 +67,10 @@ def evaluate(
         progress: Called after each batch with the numbers of finished and of all batches.
 
     Returns:
-        A record for JSON with these keys, beside the settings:
+        A record for JSON with these keys:
 
-        - `documents`, `pieces`, `tokens`: their numbers;
+        - `documents`, `pieces`, `tokens`, `continuation_tokens`: their numbers;
+        - `settings`: the arguments of the evaluation, and the corpus's number of tokens;
         - `language_model`: its perplexity and a trigram model's on the same tokens, and the perplexity of the continuation
           after the full text;
         - `rows`: method, keep, and the mean, low and high of each measure;
