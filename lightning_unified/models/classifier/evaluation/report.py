@@ -149,7 +149,10 @@ def _calibration_error(probabilities: Tensor, labels: Tensor, bins: int) -> floa
 
 
 def _brier(probabilities: Tensor, labels: Tensor) -> float:
-    """Source: Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", equation 2."""
+    """Return the Brier score: the mean over rows of the squared errors summed over classes.
+
+    Source: Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", equation 2.
+    """
     wanted = functional.one_hot(labels, probabilities.shape[1])
     return float((probabilities - wanted).square().sum(1).mean())
 
