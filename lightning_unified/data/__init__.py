@@ -1,4 +1,6 @@
-"""Data that several models share: sources, exact splits, a lossless tokenizer, packed rows, loaders that resume.
+"""Data that several models share.
+
+The package has sources, exact splits, a lossless tokenizer, packed rows, and loaders that resume.
 
 No model is imported here. A model's own data module lies with the model, for example `models.classifier.LabelData`.
 `TextData` is imported on first use: a spawned worker imports this package, and importing Lightning takes seconds.

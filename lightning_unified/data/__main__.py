@@ -1,4 +1,7 @@
-"""`python -m lightning_unified.data describe|baselines`: what a source holds, and what counting n-grams scores on it."""
+"""Describe a data source, or measure what n-gram models score on it.
+
+Usage: `python -m lightning_unified.data describe|baselines`.
+"""
 
 import argparse
 import json
@@ -12,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 if what was asked cannot be had."""
+    """Run the command line; return 0, or 2 if a source or an argument is wrong."""
     parser = argparse.ArgumentParser(prog="python -m lightning_unified.data", description=__doc__)
     parser.add_argument("command", choices=["describe", "baselines"])
     parser.add_argument("--source", default="pydoc", help=f"one of {', '.join(SOURCES)}")
@@ -37,7 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _baselines(data: TextData) -> dict[str, float]:
-    """Return perplexities per token, and bits per byte, which can be compared between vocabularies."""
+    """Return perplexities per token, and bits per byte.
+
+    Bits per byte can be compared between vocabularies.
+    """
     validation = data.describe()["validation"]
     report: dict[str, float] = {"vocabulary": data.vocab_size, "scored_tokens": validation["scored_tokens"]}
     for name, value in data.baselines().items():

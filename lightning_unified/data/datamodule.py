@@ -1,4 +1,7 @@
-"""`TextData`: plain texts and diagnostic records from a named source, as batches that resume."""
+"""`TextData`: plain texts and diagnostic records from a named source.
+
+Its loaders can resume in the middle of an epoch.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +39,9 @@ class _Prepared:
 
 
 class TextData(ResumableData):
-    """Text and records, split by group, as batches of `input_ids`, `labels`, `error_code_ids`, `diagnosis_labels`.
+    """Text and records, split by group.
+
+    A batch has `input_ids`, `labels`, `error_code_ids` and `diagnosis_labels`.
 
     Split, tokenizer, rows and order depend only on the arguments and the source, so they are equal in every process. The global
     random state is never used. `Rows` describes the batches, `ResumableLoader` the loader.
@@ -120,7 +125,9 @@ class TextData(ResumableData):
         return _zeros(self.options.rows_of_validation, self.sequence_length)
 
     def baselines(self) -> dict[str, float]:
-        """Return the perplexity of Kneser-Ney models on the validation targets: `{"bigram": ..., "trigram": ...}`.
+        """Return the perplexity of Kneser-Ney models on the validation targets.
+
+        The result has the form `{"bigram": ..., "trigram": ...}`.
 
         The models are counted on the training targets in their original order, and evaluated on exactly the rows of
         `val_dataloader`: the same targets with the same preceding tokens.

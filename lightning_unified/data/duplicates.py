@@ -38,7 +38,9 @@ class Copies:
 
 
 def find_copies(texts: Sequence[str], *, kept: int = 0, similarity: float = SIMILARITY) -> Copies:
-    """Return the texts to leave out so that no two of the others are near copies, except among the first `kept`.
+    """Return the texts to leave out, so that the remaining texts contain no near copies.
+
+    The first `kept` texts may be copies of each other.
 
     Texts are taken in order. A text stays unless it is a near copy of a text that stays already. A chain of near copies therefore
     never removes a text that is similar to none of the others.

@@ -1,8 +1,10 @@
-"""A loader whose order is a function of (seed, epoch), and whose place in the epoch can be saved and restored.
+"""A loader whose order is a function of (seed, epoch).
 
-A plain `DataLoader` takes its order from the global random state, so a run that is resumed in mid-epoch starts the epoch again
-in another order. This loader never reads the global state. Lightning's fit loop saves and restores its place through
-`state_dict` and `load_state_dict`, so that a resumed run sees exactly the batches that were left.
+Its place in the epoch can be saved and restored.
+
+A plain `DataLoader` takes its order from the global random state. A run resumed in mid-epoch therefore starts the epoch again in
+another order. This loader never reads the global state. Lightning's fit loop saves and restores its place through
+`state_dict` and `load_state_dict`, so that a resumed run sees exactly the remaining batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -71,7 +73,10 @@ def plan_epoch(
 
 
 class EpochClock:
-    """The epoch as Lightning sets it: `loader.batch_sampler.sampler.set_epoch` (lightning/fabric/utilities/data.py, 2.6)."""
+    """The epoch that Lightning sets, in the place where Lightning looks for it.
+
+    Lightning calls `loader.batch_sampler.sampler.set_epoch` (lightning/fabric/utilities/data.py, 2.6).
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -116,7 +121,10 @@ class LoaderOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "LoaderOptions":
-        """Return the options among `settings`, the arguments of a data module by name; others are ignored."""
+        """Return the loader's options among `settings`, the arguments of a data module by name.
+
+        Other settings are ignored.
+        """
         return cls(**{name: settings[name] for name in cls.__dataclass_fields__ if name in settings})
 
     @property
@@ -125,7 +133,10 @@ class LoaderOptions:
         return self.val_batch_size or self.batch_size
 
     def validation(self) -> "LoaderOptions":
-        """Return the options of a loader of validation or test rows: every row once, in a fixed order."""
+        """Return the options of a loader of validation or test rows.
+
+        Such a loader gives every row once, in a fixed order.
+        """
         return replace(self, batch_size=self.rows_of_validation, shuffle=False, drop_last=False)
 
     def workers(self) -> dict[str, Any]:
@@ -204,7 +215,7 @@ class ResumableLoader:
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: the epoch, the number of its finished batches, and what the order depends on."""
+        """Return the place: the epoch, its finished batches, and the values that set the order."""
         epoch, position = self._epoch, self._position
         if self._resume_at is not None:
             epoch, position = self._resume_at
@@ -236,7 +247,10 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """The running workers; Lightning shuts them down through this attribute (CombinedLoader.reset, 2.6)."""
+        """The running workers.
+
+        Lightning shuts them down through this attribute (CombinedLoader.reset, 2.6).
+        """
         return None if self._loader is None else self._loader._iterator
 
     @_iterator.setter
@@ -283,7 +297,10 @@ class ResumableLoader:
 
 
 class _Batches:
-    """The remaining batches of the running epoch; a `DataLoader` reads them at the start of each iteration."""
+    """The remaining batches of the running epoch.
+
+    A `DataLoader` reads them at the start of each iteration.
+    """
 
     def __init__(self) -> None:
         self.planned: list[list[int]] = []

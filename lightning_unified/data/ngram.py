@@ -1,7 +1,7 @@
 """Interpolated modified Kneser-Ney n-gram models: the baseline of a language model.
 
-They are counted on the training tokens and evaluated on the same targets as the network, each with the one or two tokens before it
-in its row. At the start of a row, a boundary mark replaces missing tokens.
+The models are counted on the training tokens and evaluated on the same targets as the network. A target's context is the one or
+two tokens before it in its row. At the start of a row, a boundary mark replaces missing tokens.
 """
 
 import math
@@ -130,7 +130,10 @@ def _events(rows: _Rows, *, boundary: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Return D(0..3): estimated from the number of n-grams that occur 1 to 4 times; 1/2 where these are too few."""
+    """Return D(0..3), estimated from the numbers of n-grams that occur 1 to 4 times.
+
+    D is 1/2 where these numbers are too small.
+    """
     once, twice, thrice, four = (int((counts == number).sum()) for number in (1, 2, 3, 4))
     if not (once and twice):
         return np.array([0.0, 0.5, 0.5, 0.5])

@@ -1,7 +1,7 @@
-"""Turn documents into rows: token ids, targets, error codes, and the length to which a row is padded.
+"""Turn documents into rows: token ids, targets, error codes and the padded length.
 
-Plain texts become one stream, `<s> text </s> <s> text </s> ...`, cut into windows of T tokens. A window begins before the
-first token it scores, so that every token but the stream's first has a context, and each is scored exactly once:
+Plain texts become one stream, `<s> text </s> <s> text </s> ...`, divided into windows of T tokens. A window begins before the
+first token it scores, so that every token but the stream's first has a context. Each token is scored exactly once:
 
 - training: each window begins with the last token of the one before (stride T - 1);
 - validation: windows advance by T // 2, and each scores its last T // 2 tokens: every token has at least T // 2 tokens of
@@ -48,7 +48,7 @@ class Sequence:
         codes: int32; the id of an error code at its last token, else 0. At an earlier token, the id would give away tokens
             still to be predicted.
         diagnosis: int8; the subsystem (0 to 63) at the token where the diagnostic head predicts it, else -100.
-        is_record: Whether this is one record, which is never cut, or a stream of texts.
+        is_record: Whether this is one record, which is never divided, or a stream of texts.
     """
 
     ids: np.ndarray
@@ -92,7 +92,9 @@ def sequences(tokenizer: Tokenizer, documents: list[Document], *, loss_on: Liter
 
 
 def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequence]:
-    """Yield windows of up to `length` tokens that start `stride` apart and together score each token once.
+    """Yield windows of up to `length` tokens that start `stride` apart.
+
+    Together, the windows score each token once.
 
     The first window scores all its tokens but the first. Each later window scores the tokens that no earlier window holds.
     """
@@ -132,7 +134,9 @@ def choose_buckets(lengths: ArrayLike, *, longest: int, most: int = 4, multiple:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens in flat arrays, small to pickle for spawned workers; they return whole batches.
+    """Rows of tokens in flat arrays that return whole batches.
+
+    Flat arrays are small to pickle for spawned workers.
 
     A batch is a dict of int64 tensors (B, L): `input_ids`, `labels` (not shifted, -100 where not scored),
     `error_code_ids` (0 = none) and `diagnosis_labels` (-100 = none). A batch always has all four.
@@ -212,5 +216,8 @@ def _record(record: layout.Record, text: str, encoding: Encoding, *, loss_on: st
 
 
 def _holding(starts: np.ndarray, character: int) -> int:
-    """Return the last token of a character; a character of several bytes may have several tokens."""
+    """Return the last token of a character.
+
+    A character of several bytes may have several tokens.
+    """
     return int(np.searchsorted(starts, character, side="right")) - 1

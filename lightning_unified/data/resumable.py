@@ -1,4 +1,4 @@
-"""Base of the data modules: rows on loaders that can be resumed, and a tokenizer that must not change."""
+"""Base of the data modules: rows on resumable loaders, and a fixed tokenizer."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -89,7 +89,10 @@ class ResumableData(LightningDataModule, ABC):
         )
 
     def _processed_batches(self) -> int:
-        """Return how many batches of this epoch the fit loop has finished, as it counts for a resume."""
+        """Return the number of this epoch's batches that the fit loop has finished.
+
+        A resume uses the same count.
+        """
         if self.trainer is None:
             return sys.maxsize
         # declared as the tracker's base class, which has no `processed` (lightning/pytorch/loops/progress.py, 2.6)

@@ -130,7 +130,10 @@ def _checked(train: list[Document], held_out: list[Document]) -> Split:
 
 
 def _lines(document: Document) -> list[str]:
-    """Return what may not be on both sides: a text's lines, or a record's symptom, cause and solution."""
+    """Return the content that must not be on both sides of a split.
+
+    It is a text's lines, or a record's symptom, cause and solution.
+    """
     if document.record is None:
         return [words for line in document.text.splitlines() if (words := " ".join(line.split()))]
     record = document.record

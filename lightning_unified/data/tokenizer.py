@@ -75,7 +75,10 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def encode_records(tokenizer: Tokenizer, texts: list[str]) -> list[Encoding]:
-    """Return ids and character offsets of texts from `record.render`, whose tags are special tokens."""
+    """Return ids and character offsets of texts from `record.render`.
+
+    The tags of these texts are special tokens.
+    """
     with serial():
         return tokenizer.encode_batch(texts, add_special_tokens=False)
 

@@ -30,7 +30,7 @@ def kernel_arguments(kernel: str, *, device: str, precision: str = "32-true") ->
 
 
 def learning_rate_factor(step: int, *, warmup_steps: int, total_steps: float, schedule: str) -> float:
-    """Return the share of the peak learning rate used by optimizer step `step`, the first being 0.
+    """Return optimizer step `step`'s share of the peak learning rate; the first step is 0.
 
     It rises linearly to 1 over `warmup_steps`, then falls to 0 at `total_steps`: linearly, or as half a cosine (Loshchilov
     and Hutter 2017, eq. 5, without restarts); "constant" stays at 1. A run shorter than its warm-up ends while it rises.

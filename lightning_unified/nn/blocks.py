@@ -1,4 +1,4 @@
-"""The blocks of a module: the layers it is a stack of, as it declares them or as its lists of equal layers show them."""
+"""Find a module's blocks: the declared ones, or entries of its lists of equal layers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,8 @@ class Blocks:
 
     Attributes:
         modules: The blocks, none of them inside another.
-        declared: Whether the module says so itself; else they were detected.
-        checkpointed: The names of those that their own code recomputes already.
+        declared: Whether the module declares the blocks; otherwise they were detected.
+        checkpointed: The names of blocks that the module's own code recomputes already.
     """
 
     modules: dict[str, nn.Module]
@@ -33,11 +33,11 @@ class Blocks:
 
     @property
     def plain(self) -> list[nn.Module]:
-        """The blocks that keep their activations as they are."""
+        """The blocks that the module's own code does not recompute."""
         return [block for name, block in self.modules.items() if name not in self.checkpointed]
 
     def __str__(self) -> str:
-        """Return the blocks for people: `"12 blocks of net.layers (TransformerEncoderLayer), detected"`."""
+        """Return a description: `"12 blocks of net.layers (TransformerEncoderLayer), detected"`."""
         places = list(dict.fromkeys(name.rpartition(".")[0] for name in self.modules))
         where = ", ".join(filter(None, places[:_NAMED])) or "the module"
         more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
@@ -141,7 +141,10 @@ def _search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(container: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a container's entries; the entries of an inner container replace it if one has several layers."""
+    """Yield a container's entries.
+
+    The entries of an inner container replace it if one of them has several layers.
+    """
     for child_name, child in container.named_children():
         full = _joined(name, child_name)
         inner = list(_entries(child, full)) if type(child) in (nn.ModuleList, nn.Sequential) else []
@@ -156,7 +159,10 @@ def _joined(name: str, child: str) -> str:
 
 
 def _is_made_of_layers(block: nn.Module) -> bool:
-    """Return whether `block` may save more than its input for backward; a single torch layer does not."""
+    """Return whether `block` may save more than its input for backward.
+
+    A single torch layer saves no more.
+    """
     kinds = (kind for kind in type(block).__mro__ if kind is not nn.Module)
     single = next(block.children(), None) is None and any(kind.__module__.startswith("torch.nn.") for kind in kinds)
     return not single and _can_be_called(block) and next(block.parameters(), None) is not None
@@ -169,7 +175,10 @@ def _can_be_called(block: nn.Module) -> bool:
 
 
 def _checkpoints_itself(module: nn.Module, name: str, block: nn.Module) -> bool:
-    """Return whether Hugging Face's `gradient_checkpointing` is on in the block or a module around it."""
+    """Return whether Hugging Face's `gradient_checkpointing` is on for a block.
+
+    The flag may belong to the block, a module in it or a module around it.
+    """
     if any(getattr(child, "gradient_checkpointing", False) is True for child in block.modules()):
         return True
     if hasattr(block, "gradient_checkpointing"):

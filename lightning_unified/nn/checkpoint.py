@@ -1,4 +1,4 @@
-"""Activation checkpointing of one block, with the same random numbers and the same buffers in both runs.
+"""Activation checkpointing of one block: equal random numbers and buffers in both runs.
 
 `torch.utils.checkpoint` runs the block a second time in the backward pass. Two differences from the first run give gradients or
 statistics that are silently wrong:
@@ -25,7 +25,10 @@ __all__ = ["RandomState", "recompute", "recompute_call"]
 
 
 class RandomState(Protocol):
-    """A random generator with a state to restore, such as `torch.mps` or a wrapper of `torch.Generator`."""
+    """A random generator with a state to restore.
+
+    Examples are `torch.mps` and a wrapper of `torch.Generator`.
+    """
 
     def get_rng_state(self) -> Tensor: ...
 
@@ -33,7 +36,9 @@ class RandomState(Protocol):
 
 
 def recompute(block: Callable[..., Any], *args: Any, random_state: RandomState | None = None, **kwargs: Any) -> Any:
-    """Return `block(*args, **kwargs)` and save only its inputs; the backward pass runs the block again.
+    """Return `block(*args, **kwargs)` and save only its inputs.
+
+    The backward pass runs the block again.
 
     Gradients, buffers and the state of the random generators afterwards equal those of `block(*args, **kwargs)` bit for
     bit. Without gradients, the block is called directly.
@@ -61,7 +66,9 @@ def recompute_call(
     random_state: RandomState | None = None,
     kept: SavedAttention | None = None,
 ) -> Any:
-    """Return `function(*args, **kwargs)` as `recompute` does, for a function that reads and writes the buffers of `owner`.
+    """Return `function(*args, **kwargs)` as `recompute` does.
+
+    The function may read and write the buffers of `owner`.
 
     Args:
         function: The function to call.
@@ -106,7 +113,10 @@ def _eager(
 
 
 def _by_position(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `function` with keyword arguments made positional: torch looks for devices there only."""
+    """Return `function` with keyword arguments made positional.
+
+    Torch looks for devices in positional arguments only.
+    """
     if not names:
         return function
 

@@ -55,7 +55,7 @@ class KVCache:
         return self._store.nbytes
 
     def append(self, layer: int, *, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens' keys and values of one layer and return all of that layer's, old and new.
+        """Write the new tokens' keys and values of a layer; return all of the layer's.
 
         The length grows when `advance` is called, after the last layer has written. No gradient passes through the cache.
 

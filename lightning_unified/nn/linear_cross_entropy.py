@@ -38,10 +38,12 @@ def linear_cross_entropy(
     reduction: Literal["none", "sum", "mean"] = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return `cross_entropy(linear(hidden, weight, bias), labels)`; labels of -100 are not scored.
+    """Return `cross_entropy(linear(hidden, weight, bias), labels)`.
+
+    Labels of -100 are not scored.
 
     The backward pass computes the chunks again instead of saving gradients from the forward pass. That takes about a quarter more
-    time in this layer, and no tensor of `weight`'s size lives between the two passes, where the rest of the network runs.
+    time in this layer. No tensor of `weight`'s size lives between the two passes, while the rest of the network runs.
 
     torch's `linear_cross_entropy` (2.13) computes fp32 and fp64 losses, with reduction "none". Its "sum" and "mean" hold two copies
     of the weight's gradient from the forward pass on, for any chunk size. "sum", which computes no chunk twice, is used only if such
@@ -163,7 +165,10 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _softmax_minus_one_hot_(logits: Tensor, labels: Tensor) -> Tensor:
-    """Turn logits (N, V) into the gradient of their summed loss, in place; rows that are not scored become zero."""
+    """Turn logits (N, V) into the gradient of their summed loss, in place.
+
+    Rows that are not scored become zero.
+    """
     scored = labels != IGNORED
     logits.sub_(logits.amax(1, keepdim=True)).exp_()
     logits.div_(logits.sum(1, keepdim=True))

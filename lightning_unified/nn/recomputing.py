@@ -82,8 +82,8 @@ class Recomputing:
 
     Args:
         blocks: The blocks; none may be inside another.
-        keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning says once if
-            the first call of a block runs no such kernel (plain products, as on MPS, or a mask or dropout on a CPU).
+        keep_attention: Whether outputs of attention kernels are saved, so that these do not run again. A warning appears once
+            if a block's first call runs no such kernel: plain products, as on MPS, or a mask or dropout on a CPU.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, keep_attention: bool = False) -> None:
@@ -160,7 +160,7 @@ class _StandIn:
         return result
 
     def _say(self, what: str) -> None:
-        """Log what is the matter with this class of blocks, once for all of them."""
+        """Log the problem of this class of blocks, once per text."""
         text = f"{type(self._block).__name__} {what}"
         if text not in self._said:
             self._said.add(text)
@@ -174,10 +174,16 @@ class _StandIn:
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether `value` is an object that a block fills with keys and values; a tuple of tensors is not, for it cannot be filled."""
+    """Return whether `value` is an object that a block fills with keys and values.
+
+    A tuple of tensors is none, because a block cannot fill it.
+    """
     return hasattr(value, "get_seq_length") or type(value).__name__.lower().endswith("cache")
 
 
 def _unless_empty(value: Any) -> Any:
-    """Return None for a cache that says it holds nothing yet (`transformers.Cache.get_seq_length`), else `value`."""
+    """Return None for an empty cache, else `value`.
+
+    A cache is empty if its `get_seq_length` is 0 (`transformers.Cache.get_seq_length`).
+    """
     return None if hasattr(value, "get_seq_length") and int(value.get_seq_length()) == 0 else value

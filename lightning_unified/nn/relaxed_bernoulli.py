@@ -1,4 +1,4 @@
-"""Differentiable keep-or-drop decisions: the binary concrete distribution, from uniform numbers.
+"""Differentiable keep-or-drop decisions: binary concrete gates from uniform numbers.
 
 `P(keep) = sigmoid(logit)` asks for logistic noise: `logit + L > 0` with `L = log u - log(1 - u)`. A logistic number is the
 difference of two Gumbel numbers; a single one in its place gives P(keep | logit 0) = 0.632. Drawing it from one uniform number
@@ -19,7 +19,9 @@ _SMALLEST = 1e-7  # uniform numbers of fp32 are multiples of 2^-24; 0 would be i
 
 
 def relaxed_bernoulli(logits: Tensor, *, uniform: Tensor, temperature: float) -> Tensor:
-    """Return gates in (0, 1) that lie above 0.5 with probability `sigmoid(logits)`, and have a gradient.
+    """Return differentiable gates in (0, 1).
+
+    A gate lies above 0.5 with probability `sigmoid(logits)`.
 
     Computed in place in one new tensor, the only one that the backward pass needs.
 
@@ -42,13 +44,19 @@ def relaxed_bernoulli(logits: Tensor, *, uniform: Tensor, temperature: float) ->
 
 
 def hard_bernoulli(logits: Tensor, *, uniform: Tensor) -> Tensor:
-    """Return decisions, True with probability `sigmoid(logits)`: where `relaxed_bernoulli` of the same numbers is above 0.5."""
+    """Return decisions, True with probability `sigmoid(logits)`.
+
+    A decision is True where `relaxed_bernoulli` of the same numbers is above 0.5.
+    """
     with torch.no_grad():
         return _logistic(uniform, logits).add_(logits) > 0
 
 
 def _logistic(uniform: Tensor, like: Tensor) -> Tensor:
-    """Return logistic noise in a new tensor of the shape that both broadcast to, in the type of `like`."""
+    """Return logistic noise in a new tensor, with the dtype and device of `like`.
+
+    Its shape is the one that both arguments broadcast to.
+    """
     shape = torch.broadcast_shapes(uniform.shape, like.shape)
     noise = torch.empty(shape, dtype=like.dtype, device=like.device)
     return noise.copy_(uniform).logit_(eps=_SMALLEST)

@@ -1,4 +1,6 @@
-"""Saved attention output: a checkpointed block's attention kernels run once, everything else in it twice.
+"""Saved attention output: a checkpointed block runs its attention kernels only once.
+
+Everything else in the block runs twice.
 
 Attention is the part of a block whose time grows with the square of the length. Its kernels (flash, memory-efficient, cuDNN) return
 little that must be saved: the output, and one number for each head and position. A kernel that does not run again draws no random
@@ -35,18 +37,27 @@ _KERNELS = (
 
 @cache
 def attention_kernels() -> frozenset[Any]:
-    """Return the operations of this torch whose outputs are saved; MPS runs none of them in training."""
+    """Return the attention operations of this torch whose outputs are saved.
+
+    MPS runs none of them in training.
+    """
     packets = (getattr(torch.ops.aten, name, None) for name in _KERNELS)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def graph_contexts() -> Any:
-    """Return a `context_fn` for `torch.utils.checkpoint` in compiled graphs, which restore random states themselves."""
+    """Return a `context_fn` for `torch.utils.checkpoint` in compiled graphs.
+
+    Compiled graphs restore random states themselves.
+    """
     return partial(create_selective_checkpoint_contexts, list(attention_kernels()))
 
 
 class _Output(NamedTuple):
-    """Result of one kernel run, and its device's generator state afterwards if the kernel drew from it."""
+    """Result of one kernel run, with a generator state.
+
+    The state is that of the device's generator after the run, if the kernel drew from it.
+    """
 
     kernel: Any
     result: Any
@@ -144,5 +155,8 @@ def _set_noise(device: torch.device, state: Tensor) -> None:
 
 
 def _aliases(result: Any) -> Any:
-    """Return new tensors over the same bytes: autograd writes its history to the tensors that it receives."""
+    """Return new tensors over the same bytes.
+
+    Autograd writes its history to the tensors that it receives.
+    """
     return tree_map_only(Tensor, Tensor.detach, result)

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens under a linear head, without holding all logits.
 
-A group of 8 completions of 1,024 tokens over a vocabulary of 151,936 has 5 GB of fp32 logits, and a gradient of the same size. Here
-both exist for a few rows at a time.
+A group of 8 completions of 1,024 tokens over a vocabulary of 151,936 has 5 GB of fp32 logits. Their
+gradient has the same size. In this module, both exist for a few rows at a time.
 """
 
 import math

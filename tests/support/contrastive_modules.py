@@ -22,7 +22,7 @@ def network(inputs=6, outputs=4):
 
 
 class Contrastive(L.LightningModule):
-    """Two views of each row; a loss over all pairs, logged three ways; outputs by row."""
+    """Two views of each row, a loss over all pairs, three kinds of logs, and outputs by row."""
 
     encoders = ("net",)
 
@@ -69,7 +69,10 @@ def info_nce(one, other):
 
 
 class SimCLR(Contrastive):
-    """Both views in one call of twice the rows, then a projector with BatchNorm, which sees the whole batch."""
+    """Both views in one call of twice the rows, then a projector with BatchNorm.
+
+    The projector's BatchNorm sees the whole batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +87,10 @@ class SimCLR(Contrastive):
 
 
 class Clip(Contrastive):
-    """Two encoders of different inputs, the second one inside a container, and a learnt temperature."""
+    """Two encoders of different inputs, and a learnt temperature.
+
+    The second encoder is inside a container.
+    """
 
     encoders = ("net", "towers.text")
 
@@ -110,7 +116,7 @@ class Triplet(Contrastive):
 
 
 class Supervised(Contrastive):
-    """Rows of one label are positives."""
+    """Rows with the same label are positives."""
 
     def loss(self, batch):
         embedded = F.normalize(self.net(batch["x"]), dim=-1)
@@ -136,7 +142,7 @@ class Momentum(Contrastive):
 
 
 class Chained(Contrastive):
-    """An encoder of another one's output: its inputs have gradients."""
+    """A second encoder reads the first one's output, so its inputs have gradients."""
 
     encoders = ("net", "head")
 

@@ -1,4 +1,4 @@
-"""A compressor whose texts and random numbers depend on the row only, and its training.
+"""A compressor with texts and random numbers that depend on the row only, and its training.
 
 A row is therefore the same on any rank.
 """
@@ -17,7 +17,10 @@ ROWS, LENGTH, MASKS = 24, 12, 2
 
 
 def row(number: int) -> dict[str, torch.Tensor]:
-    """Return one text with its random numbers; the rows 2n and 2n + 1 are of one length, so that two ranks score as many tokens."""
+    """Return one text with its random numbers.
+
+    The rows 2n and 2n + 1 have one length, so that two ranks score the same number of tokens.
+    """
     generator = torch.Generator().manual_seed(number)
     length = LENGTH - number // 2 % 5
     mask = torch.arange(LENGTH) < length
@@ -31,7 +34,7 @@ def row(number: int) -> dict[str, torch.Tensor]:
 
 
 class OwnNumbers(Compressor):
-    """Draws nothing: a batch brings its random numbers."""
+    """Draws no random numbers: they come with the batch."""
 
     def __init__(self, *, ranks: int, **arguments: Any) -> None:
         super().__init__(preset="compressor-tiny", masks=MASKS, schedule="constant", warmup_steps=1, **arguments)
@@ -74,7 +77,7 @@ def trained(strategy: Any, *, ranks: int, objective: str) -> dict[str, Any]:
 
 
 def on_two() -> dict[str, dict[str, Any]]:
-    """Fits on two ranks, whole and cut, under both objectives."""
+    """Return fits on two ranks, whole and split, under both objectives."""
     quiet()
     return {
         f"{objective}, {name}": trained(UnifiedDDPStrategy(predict=False, **cut), ranks=2, objective=objective)

@@ -1,4 +1,4 @@
-"""What two ranks with a GPU each run in these tests."""
+"""Runs of two ranks with a GPU each, for the tests of distributed training."""
 
 import gc
 from typing import Any
@@ -18,7 +18,7 @@ CUDA = {"accelerator": "cuda"}
 
 
 class Wide(OwnData, L.LightningModule):
-    """About 24 MiB of activations a row: 64 rows need 1.5 GiB."""
+    """A module with about 24 MiB of activations per row: 64 rows need 1.5 GiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Wide(OwnData, L.LightningModule):
 
 
 class Heavy(OwnData, L.LightningModule):
-    """256 MiB of weights, next to nothing else."""
+    """A module with 256 MiB of weights and almost no activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,10 @@ def same_as_ddp() -> dict[str, Any]:
 
 
 def one_rank_too_small(precision: str) -> dict[str, Any]:
-    """A run in which the second rank's budget does not hold its batch, and one in which both have enough."""
+    """Return a run in which both budgets suffice, and one in which the second is too small.
+
+    Too small means that the second rank's budget does not hold its batch.
+    """
     options = {"max_steps": 8, "max_epochs": -1, "precision": precision, **CUDA}
     enough = fit(Wide(), UnifiedDDPStrategy(budget="60%"), **options)
     torch.cuda.empty_cache()
@@ -82,7 +85,10 @@ def one_rank_too_small(precision: str) -> dict[str, Any]:
 
 
 def step_fails(precision: str) -> dict[str, Any]:
-    """The second rank's optimizer step runs out of memory once; with a scaler in float16."""
+    """Return fits in which the second rank's optimizer step runs out of memory once.
+
+    In float16, the fits use a gradient scaler.
+    """
     scales = []
 
     class Scales(L.Callback):
@@ -100,7 +106,7 @@ def step_fails(precision: str) -> dict[str, Any]:
 
 
 def peaks() -> dict[str, int]:
-    """The peak of live tensors over a few steps of a module that is mostly weights."""
+    """Return each strategy's peak of live tensors, for a module that is mostly weights."""
     found = {}
     for strategy in ("ddp", "unified_ddp"):
         torch.cuda.empty_cache()

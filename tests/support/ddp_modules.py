@@ -1,6 +1,7 @@
 """Small modules that two ranks train.
 
-They are alike, ragged, broken on one rank only, or wait for one another in the middle of a step.
+The ranks have equal or different modules, with batches of equal or different sizes. Some modules fail on one rank only, or
+communicate inside a step.
 """
 
 import os
@@ -40,7 +41,10 @@ class Rows(Dataset):
 
 
 class Net(L.LightningModule):
-    """Small and large parameters, so that gradients are reduced in place and together."""
+    """A net of small and large parameters.
+
+    Their gradients are reduced in place and together.
+    """
 
     def __init__(self, **kinds: bool) -> None:
         super().__init__()
@@ -77,11 +81,11 @@ class Net(L.LightningModule):
 
 
 class OwnData:
-    """Marks a module that brings its own loader."""
+    """Marks a module that has its own loader."""
 
 
 class RaggedNet(OwnData, Net):
-    """Ranks have batches of different sizes."""
+    """A module with batches of different sizes on the ranks."""
 
     def train_dataloader(self):
         own = [range(32), range(32, 44)][rank()]
@@ -89,7 +93,10 @@ class RaggedNet(OwnData, Net):
 
 
 class Blocks(OwnData, L.LightningModule):
-    """Activations that outweigh the weights, in blocks that can be recomputed; a rank's rows are those of no other."""
+    """Activations that outweigh the weights, in blocks that can be recomputed.
+
+    No two ranks share a row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +117,7 @@ class Blocks(OwnData, L.LightningModule):
 
 
 class ManualNet(Net):
-    """Steps its optimizer itself."""
+    """A module that steps its optimizer itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +131,7 @@ class ManualNet(Net):
 
 
 class Tokens(OwnData, L.LightningModule):
-    """Mean over scored tokens, of which ranks and batches have different numbers."""
+    """Mean over scored tokens; their number differs between ranks and batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +165,7 @@ class Tokens(OwnData, L.LightningModule):
 
 
 class Broken(Net):
-    """Has a mistake that only one rank meets."""
+    """A module with an error on one rank only."""
 
     def training_step(self, batch, batch_idx):
         if rank() == 1 and batch_idx == 2:
@@ -167,7 +174,7 @@ class Broken(Net):
 
 
 class TooLarge(Net):
-    """Does not fit on one rank, whatever is tried."""
+    """A module that runs out of memory on one rank at any micro-batch size."""
 
     def training_step(self, batch, batch_idx):
         if rank() == 1 and batch_idx == 2:
@@ -176,7 +183,7 @@ class TooLarge(Net):
 
 
 class Different(Net):
-    """Is another module on each rank."""
+    """A module that differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__(unused=rank() == 1)

@@ -1,4 +1,4 @@
-"""What the ranks of these tests run: faults on one rank only, and what is left of each fit."""
+"""Runs of the ranks in the distributed tests: faults on one rank, and results of each fit."""
 
 import logging
 import os
@@ -30,7 +30,10 @@ RATES = Rates(name="made up", flops={"float32": 1e12}, bandwidth=1e11, launch=1e
 
 
 class Fails(L.Callback):
-    """Raises an out-of-memory error once, on one rank, in the given phase of the given batch, after work has been done."""
+    """Raises an out-of-memory error once, on one rank, in a phase of a batch.
+
+    The error comes after the step has done some work.
+    """
 
     left = Lasting()
 
@@ -120,7 +123,10 @@ class Fails(L.Callback):
 
 
 class ShrinksAt(L.Callback):
-    """The undisturbed twin: uses the smaller size from the same batch on, on all ranks."""
+    """The undisturbed twin of a failing fit.
+
+    From the same batch on, all ranks use the smaller size.
+    """
 
     def __init__(self, limit: int, *, batch: int = 2) -> None:
         self.limit, self.batch, self.seen = limit, batch, -1
@@ -132,7 +138,7 @@ class ShrinksAt(L.Callback):
 
 
 class Gradients(L.Callback):
-    """Notes the gradients the optimizer sees."""
+    """Records the gradients that the optimizer sees."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -166,7 +172,7 @@ def trainer_of(strategy: Any, *callbacks: L.Callback, **options: Any) -> L.Train
 
 
 def fit(module: L.LightningModule, strategy: Any, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
-    """Train from seed 10 + rank; return what this rank has then."""
+    """Train from seed 10 + rank; return this rank's results."""
     recorder = Gradients()
     checkpoint, validates = options.pop("ckpt_path", None), options.pop("validates", False)
     trainer = trainer_of(strategy, recorder, *callbacks, **options)
@@ -206,7 +212,7 @@ def net(kind: type[Any] = Net, **kinds: bool) -> Any:
 
 
 def same_as_ddp() -> dict[str, dict[str, Any]]:
-    """Fits of `ddp` and of ours, whole and cut."""
+    """Return fits of `ddp` and of the unified strategy, whole and split."""
     windows = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
     unused = "ddp_find_unused_parameters_true"
     return {
@@ -229,7 +235,7 @@ def same_as_ddp() -> dict[str, dict[str, Any]]:
 
 
 def unplanned(**options: Any) -> UnifiedDDPStrategy:
-    """A strategy that finds out by running, which is what is looked at here."""
+    """Return a strategy without a plan: it finds its micro-batch size by running."""
     return UnifiedDDPStrategy(predict=False, **options)
 
 
@@ -240,7 +246,7 @@ WEIGHTS = ("clipping", "optimizer step", "half written")
 
 
 def recovered() -> dict[str, dict[str, Any]]:
-    """Fits in which one rank runs out of memory once, and their undisturbed twins."""
+    """Return fits in which one rank runs out of memory once, and their undisturbed twins."""
     step = {"gradient_clip_val": 0.3, "validates": True}
     windows = {**step, "accumulate_grad_batches": 2}
     fits = {phase: fit(net(dropout=True), unplanned(), Fails(phase), **step) for phase in (*STEPS, *WEIGHTS)}
@@ -261,7 +267,10 @@ def recovered() -> dict[str, dict[str, Any]]:
 
 
 class Presses(L.Callback):
-    """Asks for smaller batches as a guard does, together; and lets one rank find out alone that a size does not fit."""
+    """Shrinks the size on all ranks as a guard does, then reports a failed size on one rank.
+
+    The first request is that of a guard.
+    """
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         strategy = trainer.strategy
@@ -273,13 +282,13 @@ class Presses(L.Callback):
 
 
 def sizes() -> dict[str, Any]:
-    """What becomes of a size that all are asked to give up, and of one that fails on one rank only."""
+    """Return the results of a shrink on all ranks, and of a failed size on one rank only."""
     presses = Presses()
     return {**fit(net(), unplanned(), presses), "pressed": presses.pressed, "after": presses.after}
 
 
 class Pickles(L.Callback):
-    """Sends the Trainer through pickle before each optimizer step, as spawned loader workers do."""
+    """Pickles the Trainer before each optimizer step, as spawned loader workers do."""
 
     def __init__(self) -> None:
         self.steps = []
@@ -296,7 +305,7 @@ def pickled() -> list[bool]:
 
 
 def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a window of two batches on two ranks, and that of all their rows as one batch."""
+    """Return a two-batch window's gradient on two ranks, and the gradient of all rows together."""
     module = net(Tokens)
     module.loss(*Tokens.rows()).backward()
     together = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
@@ -306,7 +315,7 @@ def windows_by_terms() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def resumed(folder: str) -> dict[str, dict[str, Any]]:
-    """A run with a failure, one that stops in its middle, and one that goes on from there."""
+    """Return a run with a failure, and the same run stopped in the middle and resumed."""
 
     def run(name: str, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
         own = RunCheckpoint(f"{folder}/{name}", every_n_steps=2, monitor=None)
@@ -318,7 +327,10 @@ def resumed(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def planned() -> dict[str, Any]:
-    """Fits in which ranks have different room: more than they need, or so little that one must recompute; and too little on one."""
+    """Return fits in which the ranks have different budgets.
+
+    A budget is larger than needed, so small that one rank must recompute, or too small on one rank.
+    """
     _for_certain()
     short = _short()
     found: dict[str, Any] = {"enough": _planned(GIB), "one is short": _planned((GIB, short)[rank()]), "short": short}
@@ -330,7 +342,7 @@ def planned() -> dict[str, Any]:
 
 
 def partly_planned() -> dict[str, Any]:
-    """A fit in which one rank cannot trace its step."""
+    """Return a fit in which one rank cannot trace its step."""
     _for_certain()
     plan = DistributedPlanning.plan
     DistributedPlanning.plan = lambda self, *args: plan(self, *args) if rank() == 0 else _untraced()
@@ -338,7 +350,10 @@ def partly_planned() -> dict[str, Any]:
 
 
 def _short() -> int:
-    """Return a budget in which half a batch fits only if everything is recomputed, and a whole batch not even then."""
+    """Return a budget for half a batch with everything recomputed.
+
+    A whole batch does not fit even with everything recomputed. Half a batch does not fit without recomputation.
+    """
     module = net(Blocks)
     batch = next(iter(module.train_dataloader()))
     planner = Planner(module, batch, backend="cpu", counted=CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED))
@@ -354,10 +369,10 @@ def _short() -> int:
 
 
 def _for_certain() -> None:
-    """Plan whatever the budget is, at speeds with which parts cost more than anything that runs again.
+    """Plan at any budget, at speeds that make micro-batches dearer than any recomputation.
 
-    The heap that is planned for maps each large tensor by itself. In glibc's own way, holes between tensors would decide what fits, and
-    these change with every byte that a step allocates.
+    The planned heap maps each large tensor separately. With glibc's default, holes between tensors would decide whether a step
+    fits. These holes change with every byte that a step allocates.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED)
     DistributedFirstStep._is_worth_it = lambda *_: True
@@ -378,7 +393,7 @@ def _untraced() -> None:
 
 
 class Ends(L.Callback):
-    """Ends one rank's process in the middle of training, without a word."""
+    """Ends one rank's process in the middle of training, without an error."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if rank() == 1 and batch_idx == 2:
@@ -394,7 +409,10 @@ def unrecovered(phase: str) -> Any:
 
 
 def half_written() -> Any:
-    """One rank has written some weights when memory runs out, the other none."""
+    """Run a fit in which memory runs out after one rank wrote some weights.
+
+    The other rank has written no weights.
+    """
     return fit(net(), unplanned(), Fails("half written", on=0), Fails("optimizer step", on=1))
 
 
@@ -403,7 +421,7 @@ def dying() -> Any:
 
 
 def refusals() -> dict[str, str]:
-    """What each module is refused with."""
+    """Return the refusal of each module."""
     return {
         **{name: _refusal(net(kind)) for name, kind in REFUSED.items()},
         "SyncBatchNorm": _refusal(net(norm=True), sync_batchnorm=True),

@@ -14,7 +14,7 @@ TEMPERATURE = 0.7
 
 
 class Task:
-    """Pays for the sum of a completion's ids, and nothing for any completion of every third prompt."""
+    """Rewards a completion by the sum of its ids; every third prompt gets no reward."""
 
     stop = ""
 
@@ -30,7 +30,7 @@ class Task:
 
 
 class Dice:
-    """Completions of random ids and lengths, others in each call; says how often it was called."""
+    """Returns other completions of random ids and lengths in each call; `calls` counts them."""
 
     def __init__(self, seed=0):
         self.generator, self.calls, self.given = torch.Generator().manual_seed(seed), 0, []
@@ -96,7 +96,7 @@ def traces(*, seed=1):
 
 
 class Gradients(Callback):
-    """Every step's gradients."""
+    """Records every step's gradients."""
 
     def __init__(self):
         self.steps = []
@@ -132,7 +132,7 @@ def grpo(model=None, **options):
 
 
 class Plain:
-    """Samples token by token, every sequence anew and alone: slow, and plainly from the policy."""
+    """Samples token by token, each sequence separately, directly from the policy."""
 
     def __init__(self, model):
         self.model = model

@@ -1,4 +1,4 @@
-"""GRPO written the plain way, for comparison only.
+"""A plain implementation of GRPO, for comparison only.
 
 It runs sequence by sequence without padding, with all logits at once, in one loop.
 """
@@ -9,7 +9,10 @@ from tests.support.grpo_parts import GROUP, TEMPERATURE, Task, decode
 
 
 def rollouts(given, examples):
-    """Return [(prompt ids, completion ids, advantage)] of one call of the sampler, and whether the group is used."""
+    """Return [(prompt ids, completion ids, advantage)] of one call of the sampler.
+
+    Groups with equal rewards are left out.
+    """
     prompt, prompt_mask, found = given
     rows = []
     for index in range(len(found.ids)):
@@ -46,7 +49,10 @@ def loss(model, rows, *, old, reference, low, high, beta):
 
 
 def train(model, anchor, sampled, examples, *, inner, learning_rate, low, high, beta):
-    """Train `model` on each call's completions `inner` times; return gradients by step, losses and shares clipped."""
+    """Train `model` on each call's completions `inner` times.
+
+    Return the gradients, the losses and the clipped shares, by step.
+    """
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     gradients, losses, shares = [], [], []

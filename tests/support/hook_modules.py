@@ -17,7 +17,7 @@ EVERY = {"on_step": True, "on_epoch": True}
 
 
 class Small(L.LightningModule):
-    """Two linear layers and a mean over rows; `seen` is for what a hook saw."""
+    """Two linear layers and a mean over rows; `seen` records a hook's observations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ReturnsAMapping(Small):
 
 
 class BackpropagatesByItself(Small):
-    """Calls autograd in its own way, and looks at the loss it is given."""
+    """Calls autograd in `backward`, and checks the loss that it gets."""
 
     def backward(self, loss):
         assert loss.shape == ()
@@ -98,7 +98,10 @@ class ZeroesInPlace(Small):
 
 
 class AveragesWeights(Small):
-    """Keeps an average of its weights in `on_before_zero_grad`, after the gradients of the last step."""
+    """Keeps an average of its weights in `on_before_zero_grad`.
+
+    The hook sees the gradients of the last step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +113,10 @@ class AveragesWeights(Small):
 
 
 class MovesATeacher(Small):
-    """Compares rows with a teacher that `on_before_zero_grad` moves, and starts the step's count of rows anew there."""
+    """Compares rows with a teacher that `on_before_zero_grad` moves.
+
+    The same hook resets the step's count of rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +147,10 @@ class CallsTheClosureItself(Small):
 
 
 class StepsEverySecondBatch(Small):
-    """Calls the closure for each batch, as the documentation of `optimizer_step` asks for, and steps at every second one."""
+    """Calls the closure for each batch, and steps at every second batch.
+
+    The documentation of `optimizer_step` asks for a call of the closure for each batch.
+    """
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if batch_idx % 2 == 0:
@@ -204,7 +213,7 @@ class StepsTheSchedulerItself(Small):
 
 
 class LogsEverywhere(Small):
-    """Logs the loss it is given, or the size of the gradient there is, in each hook of a step that may log."""
+    """Logs the given loss, or the size of the gradient, in each hook that may log."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.log("batch start", float(batch_idx), **EVERY)
@@ -244,7 +253,7 @@ class LogsEverywhere(Small):
 
 
 class LogsInACallback(L.Callback):
-    """The same from a callback."""
+    """Logs the same values from a callback."""
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
         self.log("callback: before zero_grad", pl_module.gradient(), **EVERY)

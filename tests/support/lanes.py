@@ -1,4 +1,4 @@
-"""The lanes of a test matrix: chosen cells run in every test run, the other cells with `-m slow`."""
+"""Lanes of a test matrix: chosen cells run always, the other cells with `-m slow`."""
 
 from collections.abc import Iterable
 from itertools import product

@@ -1,10 +1,12 @@
-"""A number that outlasts a repeated step, for what makes a test's step fail only once."""
+"""A number that outlasts a repeated step, for faults that fail a test's step only once."""
 
 from weakref import WeakKeyDictionary
 
 
 class Lasting:
-    """An attribute of modules and callbacks that is kept beside them: the strategy does not put it back with the others.
+    """An attribute of modules and callbacks that the strategy does not restore.
+
+    Its values are kept beside the objects.
 
     Args:
         start: Its value at first.

@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class Wide(L.LightningModule):
-    """About 6 MiB of activations a row, 0.5 MiB of weights: rows decide whether it fits."""
+    """A module with about 6 MiB of activations per row, and 0.5 MiB of weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def train(strategy: str) -> L.Trainer:
 
 
 def death_of(strategy: str) -> str | None:
-    """Return the error that a fit ends with, in a process of its own; None if it ends well."""
+    """Run a fit in its own process; return its error, or None if it ends well."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

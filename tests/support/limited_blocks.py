@@ -20,7 +20,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Block(torch.nn.Module):
-    """About 8 MiB of activations a row."""
+    """A block with about 8 MiB of activations per row."""
 
     def __init__(self) -> None:
         super().__init__()

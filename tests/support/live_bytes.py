@@ -1,4 +1,7 @@
-"""The live bytes of a real fit's second step, from the profiler: what a dry run of it is compared with."""
+"""The live bytes of a real fit's second step, from the profiler.
+
+Tests compare the result of a dry run with them.
+"""
 
 import gc
 
@@ -11,7 +14,10 @@ from lightning_unified.strategies import UnifiedStrategy
 
 
 class Loader:
-    """Gives the same batch again and again, each time in new tensors, and marks where each begins."""
+    """Gives the same batch again and again, each time in new tensors.
+
+    A mark in the profile shows where each batch begins.
+    """
 
     def __init__(self, batch, count):
         self.batch, self.count = batch, count
@@ -27,8 +33,11 @@ class Loader:
 
 
 def live_peak(make, batch, *, parts=1, rows=None, steps=2, folder, setup=None, **settings):
-    """Return the most bytes that were live in the last of `steps` batches, weights and all, the batch in `batch` not counted."""
-    gc.collect()  # what is freed below was made below
+    """Return the most live bytes in the last of `steps` batches, weights included.
+
+    The tensors in `batch` do not count.
+    """
+    gc.collect()  # so that the profiler sees only frees of its own allocations
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         module = make()
         if setup is not None:

@@ -1,4 +1,4 @@
-"""Steps made by hand: so many operations and bytes a row and fixed, cut as the real step is."""
+"""Hand-made traces: operations and bytes per row and fixed, split like the real step."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ def rates(*, flops=1e12, bandwidth=1e11, launch=1e-5, kernel=2e-6, part=0.0):
 
 @dataclass
 class MadeTraces:
-    """A step whose every operation is affine in the rows, as in a real step.
+    """A step whose operations are all affine in the rows, as in a real step.
 
     `works` are (flops fixed, flops a row, bytes fixed, bytes a row), run in the forward and in the backward pass.
     """
@@ -54,7 +54,7 @@ class MadeTraces:
 
 
 def reserve(trace):
-    """What the made step takes, no allocator between."""
+    """Return the peak bytes of the made step, without an allocator."""
     live = most = 0
     sizes = {}
     for event in trace.events:

@@ -25,7 +25,7 @@ class Rows(Dataset):
 
 
 class Recorder(L.Callback):
-    """Notes what a callback sees of each batch."""
+    """Records the values that a callback sees of each batch."""
 
     def __init__(self) -> None:
         self.outputs, self.callback_metrics, self.gradients, self.after_backward, self.zeroed = [], [], [], 0, 0
@@ -47,7 +47,10 @@ class Recorder(L.Callback):
 
 
 class MLP(L.LightningModule):
-    """Mean over rows; logs every reduction and two torchmetrics; returns predictions beside the loss."""
+    """Mean over rows; logs every reduction and torchmetrics.
+
+    The step returns predictions beside the loss.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class MLP(L.LightningModule):
 
 
 class RaggedTokens(L.LightningModule):
-    """Mean over scored tokens, of which each row has another number, one row has none."""
+    """Mean over scored tokens; their number differs between rows, and some rows have none."""
 
     def __init__(self, sums: bool = False) -> None:
         super().__init__()
@@ -141,7 +144,10 @@ class RaggedTokens(L.LightningModule):
 def fit(
     module: L.LightningModule, loader: DataLoader, *, strategy="auto", callbacks=(), **options
 ) -> tuple[Recorder, L.Trainer]:
-    """Train `module` in float64 from seed 3 without any output; return what a callback saw."""
+    """Train `module` in float64 from seed 3; return a callback's records.
+
+    The Trainer shows no output.
+    """
     torch.manual_seed(3)
     recorder = Recorder()
     trainer = L.Trainer(

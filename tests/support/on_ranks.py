@@ -1,4 +1,4 @@
-"""Runs a function as two connected processes, with a limit in time, and says what came of each."""
+"""Run a function as two connected processes with a time limit, and return both results."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorc
 
 
 class Ended:
-    """A rank that raised, or whose process ended without a word."""
+    """A rank that raised, or whose process ended without a result."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind, self.text = kind, text
@@ -30,7 +30,10 @@ class Ended:
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2, limit_s: float = LIMIT_S) -> list[Any]:
-    """Return what `function(*args)` returned on each rank, or an `Ended`; a rank that hangs fails the test."""
+    """Return the result of `function(*args)` on each rank, or an `Ended`.
+
+    A rank that hangs fails the test.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

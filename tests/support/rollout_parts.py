@@ -1,4 +1,7 @@
-"""Tiny language models to sample from, prompts, and the log-probabilities that a plain forward gives."""
+"""Tiny language models to sample from, prompts, and reference log-probabilities.
+
+A plain forward pass gives the log-probabilities.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,10 @@ TINY = {
 
 
 def language_model(kind="Qwen2", *, adapters=False, device="cpu", dtype=torch.float32, **changes):
-    """A model in train mode, its adapters, where it has any, far from zero and with dropout."""
+    """Return a model in train mode.
+
+    Its adapters, if there are any, are far from zero and have dropout.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
@@ -39,7 +45,7 @@ def language_model(kind="Qwen2", *, adapters=False, device="cpu", dtype=torch.fl
 
 
 def prompts(count=3, *, length=7, device="cpu"):
-    """Prompts of several lengths, pads on the left."""
+    """Return prompts of several lengths, with pads on the left."""
     ids = torch.randint(2, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(length) >= torch.arange(count)[:, None] % length
     return (ids * mask).to(device), mask.to(device)
@@ -47,7 +53,10 @@ def prompts(count=3, *, length=7, device="cpu"):
 
 @torch.no_grad()
 def recomputed(model, prompt, mask, completions, *, group=1, temperature=1.0) -> Tensor:
-    """Log-probabilities (N, T) of the completions by one forward over everything, in evaluation mode."""
+    """Return the completions' log-probabilities (N, T) from one forward pass over everything.
+
+    The model runs in evaluation mode.
+    """
     ids = torch.cat([prompt.repeat_interleave(group, 0), completions.ids], dim=1)
     there = torch.cat([mask.repeat_interleave(group, 0), completions.mask], dim=1).long()
     was = model.training
@@ -62,7 +71,7 @@ def recomputed(model, prompt, mask, completions, *, group=1, temperature=1.0) ->
 
 @torch.no_grad()
 def generated(model, prompt, mask, *, new) -> Tensor:
-    """What transformers' own greedy generation appends."""
+    """Return the tokens that transformers' own greedy generation appends."""
     was = model.training
     model.eval()
     ids = model.generate(

@@ -1,4 +1,7 @@
-"""A run of seconds in float16 with a live gradient scaler, on the CPU: torch scales there as it does on a GPU."""
+"""A short float16 run on the CPU with a live gradient scaler.
+
+Torch scales on the CPU as it does on a GPU.
+"""
 
 import lightning as L
 import torch
@@ -11,7 +14,10 @@ ROWS, BATCH = 24, 4
 
 
 class Small(L.LightningModule):
-    """`spoilt`: batches, counted over the run, whose gradients overflow float16 whatever the scale; `found`: those before its first."""
+    """A net whose gradients overflow float16 in chosen batches, at any scale.
+
+    `spoilt` are the numbers of these batches, counted over the run. `found` are the gradients before the first batch.
+    """
 
     def __init__(self, *, fused=False, spoilt=()):
         super().__init__()
@@ -35,7 +41,7 @@ class Small(L.LightningModule):
 
 
 class Scales(L.Callback):
-    """Notes the scale and its growth tracker after each batch."""
+    """Records the scale and its growth tracker after each batch."""
 
     def __init__(self):
         self.seen = []
@@ -58,7 +64,10 @@ def live(scale=2.0**10, growth_interval=3):
 
 
 def fit(module, *callbacks, strategy="unified", resume=None, epochs=2, **options):
-    """Train on one device for `epochs` of six batches; 16-mixed with a live scaler unless a precision is given."""
+    """Train on one device for `epochs` of six batches.
+
+    The precision is 16-mixed with a live scaler unless a precision is given.
+    """
     if "precision" not in options:
         options.setdefault("plugins", [live()])
     trainer = L.Trainer(
@@ -85,7 +94,11 @@ def weights(module):
 
 
 def seen(trainer):
-    """What runs: (device of the module, device of autocast, dtype or None where it is disabled, device of a live scaler)."""
+    """Return the devices and the dtype that run.
+
+    The values are the module's device, autocast's device, autocast's dtype and a live scaler's device. The dtype is
+    None where autocast is disabled.
+    """
     plugin = trainer.precision_plugin
     context = plugin.autocast_context_manager()
     live = plugin.scaler is not None and plugin.scaler.is_enabled()

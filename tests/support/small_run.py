@@ -1,4 +1,4 @@
-"""A run of seconds with everything that a resume can get wrong.
+"""A short run with all the state that a resume must restore.
 
 It has dropout, AdamW, a scheduler and a stateful shuffling loader.
 
@@ -25,7 +25,10 @@ BATCHES = 5
 
 
 class StatefulLoader:
-    """Five batches an epoch in an order of its own per epoch; remembers where it is, as Lightning's protocol asks."""
+    """Five batches an epoch, in an order that depends on the epoch.
+
+    The loader remembers its place, as Lightning's protocol asks.
+    """
 
     def __init__(self):
         generator = torch.Generator().manual_seed(7)
@@ -87,7 +90,7 @@ class SmallModule(LightningModule):
 
 
 class StopAfterBatch(Callback):
-    """Stand-in for whatever sets `should_stop`: after `batches` batches of this fit."""
+    """Sets `should_stop` after `batches` batches of this fit, as any callback may."""
 
     def __init__(self, batches, act=None):
         self.left = batches
@@ -125,7 +128,10 @@ def build(folder, *, callbacks=(), **options):
 
 
 def fit(folder, *, callbacks=(), seed=1, resume=None, loader=None, **options):
-    """Train and return (module, trainer); `seed` is the state of the world when fit begins, which a resume must not feel."""
+    """Train and return (module, trainer).
+
+    `seed` sets the global random state when fit begins; a resume must not depend on it.
+    """
     module, trainer = build(folder, callbacks=callbacks, **options)
     torch.manual_seed(seed + 1000 * trainer.global_rank)
     trainer.fit(module, loader or StatefulLoader(), validation_loader(), ckpt_path=resume)

@@ -1,4 +1,7 @@
-"""Sound modules: each can be split exactly, and is never to be refused. The benchmark of the check runs them too."""
+"""Sound modules: each can be split exactly, and must never be refused.
+
+The benchmark of the exactness check runs them too.
+"""
 
 import importlib.util
 
@@ -14,7 +17,10 @@ CLASSES, LENGTH, WORDS = 3, 7, 12
 
 
 def rows_of(seed: int, number: int = 31) -> list[dict]:
-    """Return rows with features, an image, tokens, ragged labels and a class; the last of their batches is short."""
+    """Return rows with features, an image, tokens, ragged labels and a class.
+
+    The last batch is short.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(number):
@@ -122,7 +128,10 @@ class ScoredTokens(Sound):
 
 
 class Accumulated(Sound):
-    """Trained with gradients clipped and accumulated over two batches, the last of which is short."""
+    """A module trained with clipped gradients, accumulated over two batches.
+
+    The last batch is short.
+    """
 
 
 class GPT2(Sound):

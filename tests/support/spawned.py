@@ -1,4 +1,7 @@
-"""A data module whose worker processes are spawned, and what trains on it; imported by name in the workers."""
+"""A data module with spawned worker processes, and modules that train on it.
+
+The workers import this module by name.
+"""
 
 import lightning as L
 import torch
@@ -10,7 +13,7 @@ from tests.support.modules import MLP
 
 
 class Spawned(L.LightningDataModule):
-    """Collates by a bound method, so that a worker process needs the data module, which holds the Trainer.
+    """Collates by a bound method, so that workers need the data module and its Trainer.
 
     Args:
         start: How worker processes start; None loads in the training process.
@@ -60,7 +63,10 @@ class SpawnedTokens(Spawned):
 
 
 class ValidatedMLP(MLP):
-    """Logs a figure of each validation batch; no metric of it keeps a graph, which could not be sent to a worker."""
+    """Logs a figure of each validation batch.
+
+    No metric of this module keeps a graph, because a graph cannot be sent to a worker.
+    """
 
     def training_step(self, batch, batch_idx):
         logits = self.net(batch["x"])

@@ -1,4 +1,4 @@
-"""Modules that can be split by one rule or by none, with the loaders of their batches.
+"""Modules with one loss-weight rule or none, with the loaders of their batches.
 
 The benchmark of the exactness check runs them too.
 """
@@ -14,7 +14,10 @@ from tests.support.modules import Rows, fit
 
 
 def run(kind, *, strategy=None, precision="64-true", **options):
-    """Train a module of `kind` in micro-batches; return it, what a callback saw, and the strategy."""
+    """Train a module of `kind` in micro-batches.
+
+    Return the module, a callback's records and the strategy.
+    """
     torch.manual_seed(0)
     dtype = torch.float64 if precision == "64-true" else torch.float32
     module = kind().to(dtype)
@@ -24,12 +27,12 @@ def run(kind, *, strategy=None, precision="64-true", **options):
 
 
 def found(strategy):
-    """Return what the strategy tells of loss weights."""
+    """Return the strategy's reason for its loss weights."""
     return strategy.plan.reasons["loss_weight"]
 
 
 class Net(L.LightningModule):
-    """A small net and rows of features with a class each; the subclasses say what the loss is."""
+    """A small net over rows of features with a class each; subclasses define the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +85,10 @@ class FunctionalDropout(Net):
 
 
 class ByItsOwnMode(nn.Module):
-    """Drops out where it is in train mode itself, whatever its layer is in, as transformers' attention does."""
+    """Dropout that follows this module's own train mode, not its layer's.
+
+    The attention of transformers does the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +130,10 @@ class Contrastive(Net):
 
 
 class Group(Net):
-    """Advantages of a group's rows are normalised over the group, as in GRPO; on-policy, so the loss itself says nothing."""
+    """Advantages of rows are normalized over their group, as in GRPO.
+
+    The loss is on-policy, so its value alone does not show this.
+    """
 
     def loss(self, out, batch):
         groups = batch["reward"].view(-1, min(4, len(out)))
@@ -188,7 +197,7 @@ class ShiftedTokens(Tokens):
 
 
 class LateRagged(ShiftedTokens):
-    """Its first batch scores every label, so that no rule can be told from another on it."""
+    """The first batch scores every label, so that it cannot tell rules apart."""
 
     @classmethod
     def is_ragged(cls, row):
@@ -196,7 +205,10 @@ class LateRagged(ShiftedTokens):
 
 
 class RowMeans(Tokens):
-    """Mean over rows of each row's mean over its labels: rows it is, though there are labels."""
+    """Mean over rows of each row's mean over its labels.
+
+    The loss weight is the number of rows, although the batch has labels.
+    """
 
     def loss(self, out, labels):
         terms = F.cross_entropy(out.transpose(1, 2), labels, reduction="none")
@@ -221,7 +233,7 @@ class Totals(Tokens):
         return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / total
 
 
-# what the check says of each: the rule that it finds, "unchecked", or "refused"
+# the check's result for each module: the rule that it finds, "unchecked", or "refused"
 EXPECTED = {
     Mean: "rows",
     Dropout: "rows",

@@ -21,7 +21,7 @@ CLASSES, FEATURES, TOKENS, LENGTH = 4, 6, 12, 5
 
 
 class Kind(L.LightningModule):
-    """A small net over rows of features; each subclass changes the net, or what its step does."""
+    """A small net over rows of features; each subclass changes the net or its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Transformer(Kind):
 
 
 class Recurrent(Kind):
-    """An LSTM and a GRU, each of two layers, one over the other."""
+    """A two-layer LSTM followed by a two-layer GRU."""
 
     dropout = 0.0
 
@@ -139,7 +139,7 @@ class WeightNorm(Kind):
 
 
 class SpectralNorm(Kind):
-    """Its power iteration writes buffers once a forward pass."""
+    """A net with a power iteration that writes buffers once per forward pass."""
 
     def make_net(self):
         hidden = parametrizations.spectral_norm(nn.Linear(FEATURES, 16))
@@ -195,7 +195,7 @@ class MultiTask(Kind):
 
 
 class GradientPenalty(Kind):
-    """Differentiates its output by its input inside the step."""
+    """Differentiates the output with respect to the input inside the step."""
 
     def loss(self, batch):
         x = batch["x"].clone().requires_grad_()
@@ -221,7 +221,10 @@ class MeanTeacher(Kind):
 
 
 class Centred(Kind):
-    """DINO's centre: the mean of a teacher's outputs, averaged over batches, is taken off before the next batch's loss."""
+    """DINO's centre, subtracted before the next batch's loss.
+
+    The centre is the mean of a teacher's outputs, averaged over batches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +239,7 @@ class Centred(Kind):
 
 
 class CentredAtOnce(Centred):
-    """Takes this batch's own mean off: each row's loss depends on the others."""
+    """Subtracts this batch's own mean: each row's loss depends on the other rows."""
 
     def loss(self, batch):
         teacher = self.net(batch["x"] * 0.9).detach()
@@ -264,7 +267,7 @@ class CheckpointedReentrantDropout(CheckpointedReentrant):
 
 
 class Variational(Kind):
-    """A variational autoencoder: noise of its own for each row, mean KL divergence."""
+    """A variational autoencoder with separate noise for each row and a mean KL divergence."""
 
     def make_net(self):
         return nn.ModuleList([nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES)])
@@ -330,7 +333,7 @@ class NumpyNoise(Kind):
 
 
 class PythonFlips(Kind):
-    """Flips each row by a draw of its own."""
+    """Flips each row by a separate draw."""
 
     def loss(self, batch):
         flipped = torch.stack([-x if random.random() < 0.5 else x for x in batch["x"]])
@@ -344,7 +347,7 @@ class PythonFlipsAtOnce(Kind):
         return F.cross_entropy(self.net(batch["x"] if random.random() < 0.5 else -batch["x"]), batch["y"])
 
 
-# what cannot be split
+# steps that cannot be split
 
 
 class Mixup(Kind):
@@ -357,7 +360,10 @@ class Mixup(Kind):
 
 
 class MaskedInTheStep(Kind):
-    """Draws in the step which tokens are scored: nothing in the batch says how many terms a micro-batch has."""
+    """Draws the scored tokens in the step.
+
+    The batch does not show the number of terms of a micro-batch.
+    """
 
     def make_net(self):
         return nn.Sequential(nn.Embedding(TOKENS, 8), nn.Linear(8, TOKENS))

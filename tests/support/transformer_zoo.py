@@ -1,6 +1,6 @@
 """Small models of the transformers library with random weights.
 
-Each comes with the batches it is trained on and the loss rule it needs.
+Each comes with its training batches and its loss rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class Architecture:
         model: Its name in transformers.
         config: Arguments of its configuration.
         rows: Makes the row of a batch, from a generator and the row's number.
-        rule: The loss rule that holds for its batches; empty where none does.
+        rule: The loss rule that holds for its batches; empty without one.
         arguments: Of its forward pass, besides the batch.
     """
 
@@ -97,7 +97,7 @@ def _tagged(generator: torch.Generator, row: int) -> dict[str, Tensor]:
 
 
 def _masked(generator: torch.Generator, row: int) -> dict[str, Tensor]:
-    """Return a text some of whose tokens are hidden and scored."""
+    """Return a text in which some tokens are hidden and scored."""
     text = _text(generator, row)
     hidden = (torch.rand(_LENGTH, generator=generator) < 0.3) & (text["attention_mask"] == 1)
     hidden[row % 3] = True

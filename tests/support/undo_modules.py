@@ -22,7 +22,7 @@ FAULTS = {"at": set(), "calls": 0}  # no step names it, so it is not put back
 
 
 class Fails(torch.autograd.Function):
-    """Memory runs out in the backward passes of the given numbers."""
+    """Runs out of memory in the backward passes that `FAULTS` numbers."""
 
     @staticmethod
     def forward(ctx, x):
@@ -55,7 +55,7 @@ class Plain(L.LightningModule):
 
 
 class Holds(Plain):
-    """Keeps `make()` in its attribute `kept`, and moves it on with `move(kept)`."""
+    """Keeps `make()` in its attribute `kept`, and advances it with `move(kept)`."""
 
     def __init__(self, make, move):
         super().__init__()
@@ -66,7 +66,7 @@ class Holds(Plain):
 
 
 class Counts(Plain):
-    """Counts in an attribute, and in one that is not there before the first step."""
+    """Counts in an attribute, and in another attribute that the first step creates."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class CountsInSubmodule(Plain):
 
 
 class Recurs(Plain):
-    """Carries a hidden state over, in a tuple and in a dict that is made anew."""
+    """Carries a hidden state over, in a tuple and in a dict that each step creates again."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,10 @@ class Recurs(Plain):
 
 
 class Frozen(Plain):
-    """Writes a parameter without gradient, a buffer and a plain tensor, two of them past their version counters."""
+    """Writes a parameter without gradient, a buffer and a plain tensor.
+
+    Two of the writes bypass version counters.
+    """
 
     def __init__(self):
         super().__init__()
@@ -135,7 +138,10 @@ class Metered(Plain):
 
 
 class Schedules(Plain):
-    """Sets learning rates before the closure, and counts, in `optimizer_step`; an EMA in a hook of the backward pass."""
+    """Sets learning rates before the closure, and counts, in `optimizer_step`.
+
+    A hook of the backward pass updates an EMA.
+    """
 
     def __init__(self):
         super().__init__()
@@ -170,7 +176,10 @@ class NamesGlobals(Plain):
 
 
 def closes_over():
-    """Return a module whose step rebinds a variable of this function, and changes an object in another."""
+    """Return a module whose step rebinds a variable of this function.
+
+    The step also changes an object that another variable holds.
+    """
     count, seen = 0, {"sum": 0}
 
     class ClosesOver(Plain):
@@ -266,7 +275,7 @@ KINDS = {
 
 
 def forget_globals():
-    """Set what `NamesGlobals` names to what it was."""
+    """Reset the globals that `NamesGlobals` names."""
     globals().update(GLOBAL_COUNT=0)
     GLOBAL_LIST.clear()
     GLOBAL_RNG.seed(0)

@@ -1,4 +1,4 @@
-"""Modules whose steps write into them: what each micro-batch may write, and what is written once a batch."""
+"""Modules that write state in their steps: per micro-batch, or once per batch."""
 
 import torch
 from torch import nn
@@ -77,7 +77,10 @@ class Smallest(Writes):
 
 
 class LastTotal(Writes):
-    """The total of the last batch: at first, when it was zero, a sum that grows would be the same."""
+    """Writes the total of the last batch.
+
+    In the first batch a growing sum would give the same value, because it starts at zero.
+    """
 
     total = 0.0
 
@@ -86,7 +89,10 @@ class LastTotal(Writes):
 
 
 class LossOfEachSample(Writes):
-    """A table by sample: zeros at first, when sums and largest values would be the same as what is written."""
+    """Writes a table by sample.
+
+    It starts with zeros, where sums and maxima would equal the written values.
+    """
 
     def __init__(self):
         super().__init__()
@@ -115,14 +121,14 @@ class Teacher(Writes):
 
 
 class DataWrite(Teacher):
-    """Writes `.data`, which moves no version counter."""
+    """Writes `.data`, which does not change a version counter."""
 
     def write(self, batch, out, loss):
         self.teacher.weight.data.mul_(0.9)
 
 
 class LargeTeacher(Teacher):
-    """Parameters of more bytes than are copied before every step."""
+    """Holds more bytes of parameters than the strategy copies before every step."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +181,7 @@ class Pending(Writes):
 
 
 class Kept(Writes):
-    """Keeps things by name."""
+    """Keeps values by name in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +211,7 @@ class InstanceNorm(Writes):
 
 
 class Nothing(Writes):
-    """Writes and puts back."""
+    """Writes an attribute and restores it."""
 
     depth = 0
 

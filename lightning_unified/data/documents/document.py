@@ -18,7 +18,7 @@ class Document:
         text: A plain text; empty when `record` is given.
         record: A diagnostic record; None for a plain text.
         keys: Content that other documents may share. Groups with a common key are merged before the split, so that near copies
-            (the same paragraph in two topics, the same fault under two codes) stay on one side.
+            stay on one side. Examples are the same paragraph in two topics, and the same fault under two codes.
     """
 
     group: str
@@ -28,7 +28,10 @@ class Document:
 
     @property
     def content(self) -> str:
-        """The text that a model reads; a record is rendered with its tags, a plain text without `<s>` and `</s>`."""
+        """The text that a model reads.
+
+        A record is rendered with its tags, a plain text without `<s>` and `</s>`.
+        """
         return self.text if self.record is None else render(self.record)
 
 

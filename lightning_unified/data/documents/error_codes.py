@@ -1,4 +1,4 @@
-"""Fault codes in texts: their positions, their rows of the error table, and their subsystems.
+"""Fault codes in texts: positions, rows of the error table, and subsystems.
 
 Three families are read. OBD-II (SAE J2012): a letter P, B, C or U, a digit 0 to 3 and three hexadecimal digits. J1939 and
 J1587: a keyword (SPN, FMI, MID, PID, SID, PSID, PPID, CID, EID) and a number, joined or apart. Vendors' own: `E1234`
@@ -106,7 +106,7 @@ class Code:
 
 
 def parse(text: str) -> list[Code]:
-    """Return every code in `text`, from left to right, none overlapping."""
+    """Return every code in `text`, from left to right, without overlaps."""
     found = []
     for match in _PATTERN.finditer(text):
         spelling = _spell(match)
@@ -115,7 +115,10 @@ def parse(text: str) -> list[Code]:
 
 
 def find(text: str) -> list[tuple[int, int, int]]:
-    """Return `(start, end, id)` of every code in `text`, to be aligned with a tokenizer's offsets."""
+    """Return `(start, end, id)` of every code in `text`.
+
+    The positions are aligned with a tokenizer's offsets later.
+    """
     return [(code.start, code.end, code.id) for code in parse(text)]
 
 
@@ -184,7 +187,9 @@ def subsystem(code: str) -> int:
 
 
 def subsystem_name(index: int) -> str:
-    """Return the name of a class of the diagnostic head: `"powertrain P_3: ignition, misfire and engine speed"`.
+    """Return the name of a class of the diagnostic head.
+
+    An example is `"powertrain P_3: ignition, misfire and engine speed"`.
 
     Raises:
         ValueError: If `index` is not 0 to 63.

@@ -1,4 +1,4 @@
-"""Sources by name, and two corpora of plain text: Python's help topics and botocore's documentation.
+"""Sources by name, and two corpora: Python's help topics and botocore's documentation.
 
 `pydoc` ships with Python: nothing is downloaded, and the text changes with the Python version. `botocore` (Apache-2.0) is
 27 MB of technical English. Both are read at run time and never copied into this package.
@@ -52,7 +52,10 @@ def load(source: str, *, path: str | None = None, max_groups: int | None = None,
 
 
 def pydoc() -> list[Document]:
-    """Return the topics of `help()`: one document each; topics that share a paragraph are linked."""
+    """Return the topics of `help()`, one document each.
+
+    Topics that share a paragraph are linked.
+    """
     return [
         Document(group=name, text=text.strip(), keys=tuple(_long_paragraphs(text)))
         for name, text in sorted(topics.items())
@@ -60,7 +63,9 @@ def pydoc() -> list[Document]:
 
 
 def botocore(*, max_groups: int | None = None, seed: int = 0) -> list[Document]:
-    """Return the documentation of AWS services: one document a service, one passage a line, no passage twice.
+    """Return the documentation of AWS services, one document per service.
+
+    A line holds one passage; no passage appears twice.
 
     The newest API version of each service is read. A passage is a string under the key `documentation`, without tags and longer
     than 60 characters.

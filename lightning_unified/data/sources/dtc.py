@@ -1,4 +1,6 @@
-"""Fault codes of cars as diagnostic records, from the installed package elm327obd (GPL-2.0-or-later).
+"""Fault codes of cars as diagnostic records, from the installed package elm327obd.
+
+The package's licence is GPL-2.0-or-later.
 
 The package is read at run time and its code is never imported; this repository contains none of its text. It gives two kinds of
 record:
@@ -8,8 +10,8 @@ record:
 - any code with a description: symptom = the part the description names, cause = the whole description. The solution is empty,
   since the package describes no repair there.
 
-Groups: the ten codes that differ in the last digit (P030x) are a family; families that a guide entry covers together, and
-families with a description that differs in numbers and single letters only (cylinder 1 and 2, bank A and B), are one group.
+Groups: the ten codes that differ in the last digit (P030x) are a family. Families that a guide entry covers together are one
+group. So are families with descriptions that differ in numbers and single letters only (cylinder 1 and 2, bank A and B).
 """
 
 import re
@@ -41,7 +43,7 @@ _FAILURE_WORDS = re.compile(
 
 
 def documents() -> list[Document]:
-    """Return the records of the guide, then those of the code list, in the order of their codes.
+    """Return the guide's records, then the code list's, in the order of their codes.
 
     Raises:
         FileNotFoundError: If elm327obd is not installed or lacks its two data files.
@@ -107,7 +109,10 @@ def _family(code: str) -> str:
 
 
 def _part(description: str) -> str:
-    """Return the part a description names: its trailing words of failure removed, unless nothing else is left."""
+    """Return the component that a description names.
+
+    Trailing words of failure are removed, unless nothing else is left.
+    """
     part = description
     while (shorter := _FAILURE_WORDS.sub("", part).rstrip(" /-,(")) not in {part, ""}:
         part = shorter

@@ -137,7 +137,10 @@ def _txt(file: Path, text: str) -> Iterator[Document]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the first line number and the lines of each block between rules, without blank blocks."""
+    """Yield the first line number and the lines of each block between rules.
+
+    Blank blocks are left out.
+    """
     first, lines = 1, []
     for number, line in enumerate([*text.splitlines(), "---"], start=1):
         if not _RULE.fullmatch(line.strip()):
@@ -173,7 +176,10 @@ def _block_row(lines: list[str], *, file: Path, number: int) -> dict[str, Any]:
 
 
 def _pieces(document: Document) -> Iterator[Document]:
-    """Divide a text at blank lines, or else at line ends, into consecutive pieces of similar length."""
+    """Divide a text into consecutive pieces of similar length.
+
+    Pieces end at blank lines, or else at line ends.
+    """
     parts = [part for part in re.split(r"\n[ \t]*\n", document.text) if part.strip()]
     joint = "\n\n"
     if len(parts) < 2:

@@ -1,4 +1,7 @@
-"""`python -m lightning_unified.models.classifier predict|export|explain`: use a trained classifier."""
+"""Command line of a trained classifier: predict, export or explain.
+
+Usage: `python -m lightning_unified.models.classifier predict|export|explain`.
+"""
 
 import argparse
 import csv

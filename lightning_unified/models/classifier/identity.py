@@ -9,7 +9,9 @@ __all__ = ["Identity"]
 
 
 class Identity:
-    """Label names, tokenizer and lengths; empty until data or a checkpoint sets them, then fixed.
+    """Label names, tokenizer and lengths of a classifier.
+
+    They are empty until data or a checkpoint sets them, then fixed.
 
     Attributes:
         label_names: Names in the order of the logits; empty until set.

@@ -1,4 +1,4 @@
-"""The classifier as a LightningModule: splits exactly, is calibrated, and saves complete checkpoints."""
+"""The classifier as a LightningModule: exact splits, calibration, complete checkpoints."""
 
 import math
 import warnings
@@ -267,7 +267,7 @@ class TextClassifier(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW and its schedule, one value a step, for the Trainer's estimated number of steps.
+        """Return AdamW and its schedule, one value per step, for the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule depends on the last step and the run has no end.
@@ -284,7 +284,7 @@ class TextClassifier(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save architecture, label names and tokenizer beside the weights, so that one file is enough."""
+        """Save architecture, label names and tokenizer beside the weights: one file is enough."""
         own = {"architecture": self.network.architecture(), "load_pretrained": False, "labels": self.network.labels}
         checkpoint["hyper_parameters"] = {**checkpoint.get("hyper_parameters", {}), **own}
         checkpoint["classifier"] = {**self.identity.state(), "label_names": self.label_names}

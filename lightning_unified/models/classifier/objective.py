@@ -1,4 +1,7 @@
-"""Cross-entropy with class weights and label smoothing, as a share of the whole batch's loss."""
+"""Cross-entropy with class weights and label smoothing.
+
+A micro-batch's loss is a share of the whole batch's loss.
+"""
 
 from collections.abc import Sequence
 
@@ -46,7 +49,10 @@ def class_weights(given: str | Sequence[float], *, labels: int, counts: Sequence
 
 
 def total_weight(labels: Tensor, *, weights: Tensor | None) -> Tensor:
-    """Return the summed class weights (a scalar) of the scored rows (B); their number for equal weights."""
+    """Return the summed class weights (a scalar) of the scored rows (B).
+
+    Equal weights give the number of scored rows.
+    """
     scored = labels != IGNORED
     if weights is None:
         return scored.sum()

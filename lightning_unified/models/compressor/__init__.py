@@ -1,4 +1,4 @@
-"""The compressor: a policy drops tokens of a text, and a language model restores or continues it.
+"""The compressor: a policy drops tokens; a language model restores or continues the text.
 
 The names below are imported on first use, so that importing the package does not import Lightning.
 """

@@ -1,4 +1,7 @@
-"""`python -m lightning_unified.models.compressor evaluate|compress`: evaluate a compressor, or use it."""
+"""Command line of the compressor: evaluate a trained compressor, or compress a text.
+
+Usage: `python -m lightning_unified.models.compressor evaluate|compress`.
+"""
 
 import argparse
 import json

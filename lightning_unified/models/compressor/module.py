@@ -1,4 +1,4 @@
-"""The compressor as a LightningModule: policy and reader train together, on exactly split batches."""
+"""The compressor as a LightningModule: policy and reader train on exactly split batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,11 @@ _CHOICES = {
 
 
 class Compressor(LightningModule):
-    """A policy that decides which tokens to keep, and a language model that restores or continues the text.
+    """A policy that chooses the tokens to keep, and a reader of the kept tokens.
+
+    The reader is a language model that restores or continues the text.
+
+    The reader is a language model.
 
     Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
     divided by the whole batch's number of terms. `prepare_batch` counts these before the batch is split, and draws the random numbers
@@ -267,7 +271,10 @@ class Compressor(LightningModule):
         self.tokenizer = given
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is True at tokens, False at pads."""
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T).
+
+        `mask` (B, T) is True at tokens and False at pads.
+        """
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
@@ -280,13 +287,15 @@ class Compressor(LightningModule):
         return self.codec.scores(self.codec.restored(embeddings, gates=keep.to(embeddings.dtype), mask=mask))
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the next-token logits (B, T, V) of the reader as a plain language model of the whole text."""
+        """Return the reader's next-token logits (B, T, V) as a language model of the whole text."""
         return self.codec.next_logits(ids, mask)
 
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation, given the kept tokens and the continuation before.
+        """Return the logits (B, U, V) of the continuation.
+
+        Each token is predicted from the kept tokens and the continuation before it.
 
         The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
 
@@ -344,7 +353,9 @@ class Compressor(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with two groups, policy and reader, and a schedule for the Trainer's estimated steps.
+        """Return AdamW with two groups, policy and reader, and its schedule.
+
+        The schedule covers the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.

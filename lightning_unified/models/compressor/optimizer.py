@@ -16,7 +16,9 @@ __all__ = ["build_optimizer"]
 def build_optimizer(
     codec: Codec, *, hparams: Mapping[str, Any], total_steps: float, precision: str = "32-true"
 ) -> OptimizerLRSchedulerConfig:
-    """Return AdamW and its schedule, one value a step; the mask's embedding and the separator are in the reader's group.
+    """Return AdamW and its schedule, one value per step.
+
+    The mask's embedding and the separator are in the reader's group.
 
     Args:
         codec: The networks to train.

@@ -44,7 +44,10 @@ class PolicyConfig:
         _check_sizes(self, ("positions", "window", "width", "features", "position_width", "head"))
 
     def parameters(self, embedding_width: int) -> int:
-        """Return the number of parameters over embeddings of size D: DW + W + W² + W + cW² + W + WF + F + TP + (F+P)H + H + H + 1."""
+        """Return the number of parameters over embeddings of size D.
+
+        The formula is DW + W + W² + W + cW² + W + WF + F + TP + (F+P)H + H + H + 1.
+        """
         D, W, F, H = embedding_width, self.width, self.features, self.head
         window = self.window * W * W + W + W * F + F
         head = (F + self.position_width) * H + H + H + 1
@@ -217,7 +220,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> CompressorConfig:
-    """Return the configuration called `name`, with given sizes replaced; None keeps the preset's.
+    """Return the configuration `name`; given sizes replace the preset's, None keeps them.
 
     Args:
         name: A key of `PRESETS`.

@@ -14,7 +14,7 @@ __all__ = ["Sampling", "filter_logits", "generate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Rules by which the next token is drawn.
+    """Rules for drawing the next token.
 
     Attributes:
         max_new_tokens: Stop after this many.

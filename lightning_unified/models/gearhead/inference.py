@@ -151,7 +151,10 @@ class Diagnoser:
 
     @torch.no_grad()
     def _subsystem(self, tokens: list[int], rows: list[int]) -> dict[str, Any]:
-        """Return the likeliest subsystem at `<error>`, where the head was trained, before any code is read."""
+        """Return the likeliest subsystem at `<error>`, before the head reads any code.
+
+        The head was trained at this position.
+        """
         error = self.tokenizer.token_to_id("<error>")
         if self.network.diagnostic_head is None or error not in tokens:
             return {"subsystem": None, "subsystem_probability": None}

@@ -28,7 +28,9 @@ __all__ = ["GearHead"]
 
 
 class GearHead(LightningModule):
-    """A language model for equipment diagnostics, or, with the preset `gearhead-text`, for plain text.
+    """A language model for equipment diagnostics.
+
+    The preset `gearhead-text` makes it a language model of plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
@@ -160,7 +162,10 @@ class GearHead(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch)
 
     def prepare_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the batch with `scored_tokens` and `scored_diagnoses`, the whole batch's numbers of loss terms (scalars)."""
+        """Return the batch with `scored_tokens` and `scored_diagnoses` (scalars).
+
+        They are the whole batch's numbers of loss terms.
+        """
         diagnoses = batch.get("diagnosis_labels")
         asked = torch.zeros((), dtype=torch.int64, device=batch["labels"].device)
         if diagnoses is not None:
@@ -231,7 +236,7 @@ class GearHead(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW and its schedule, one value a step, for the Trainer's estimated number of steps.
+        """Return AdamW and its schedule, one value per step, for the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.

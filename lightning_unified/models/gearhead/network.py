@@ -1,4 +1,6 @@
-"""The GearHead network: a pre-norm decoder with learned positions, a tied head, fault codes as a second embedding.
+"""The GearHead network: a pre-norm decoder with learned positions and a tied head.
+
+A second embedding holds fault codes.
 
 Letters for shapes: B batch, T tokens, D width, H heads, K width of a head, V vocabulary, C diagnoses.
 """
@@ -20,7 +22,10 @@ _INITIAL_STD = 0.02
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, without dropout on its weights, which would materialise B x H x T x T."""
+    """Causal self-attention, without dropout on its weights.
+
+    Such dropout would materialize B x H x T x T.
+    """
 
     def __init__(self, config: GearHeadConfig, *, layer: int) -> None:
         super().__init__()
@@ -68,7 +73,9 @@ class _Block(nn.Module):
 
 
 class GearHeadNetwork(nn.Module):
-    """Decoder from token ids to one vector a position; callers apply the head, possibly in chunks.
+    """Decoder from token ids to one vector per position.
+
+    Callers apply the head, possibly in chunks.
 
     Args:
         config: The sizes.
@@ -126,7 +133,7 @@ class GearHeadNetwork(nn.Module):
             input_ids: Token ids.
             error_code_ids: Row of the error table at each token, 0 for none; None is 0 everywhere.
             positions: By default 0 to T - 1, plus the cache's length.
-            cache: Keys and values of earlier tokens; those of these tokens are added.
+            cache: Keys and values of earlier tokens; the method adds those of the new tokens.
             mask: By default each token attends to itself and all earlier ones. Needed if a batch is padded on the left, or
                 several tokens follow a filled cache.
 
@@ -176,7 +183,7 @@ class GearHeadNetwork(nn.Module):
         return self.diagnostic_head(hidden)
 
     def new_cache(self, *, batch: int, length: int) -> KVCache:
-        """Return an empty cache for `batch` texts of up to `length` tokens, on this network's device."""
+        """Return an empty cache for `batch` texts of up to `length` tokens, on the model's device."""
         weight, heads = self.token_embedding.weight, self.config.heads
         return KVCache(
             layers=self.config.layers,

@@ -25,7 +25,7 @@ class GearHeadConfig:
         num_diagnoses: Classes of the diagnostic head, C, or 0 for a plain text model.
         dropout: Share of activations dropped at the embeddings and after the two sublayers of each block.
         depth_scaled_init: Divide the initial standard deviation of the two projections into the residual stream by
-            sqrt(2 L), so that the stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+            sqrt(2 L). The stream's variance then does not grow with depth (Radford et al. 2019, section 2.3).
 
     Raises:
         ValueError: If a size is not positive, the heads do not divide the width, or dropout is not in [0, 1).
@@ -62,7 +62,9 @@ class GearHeadConfig:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters: V·D + P·D + E·D + L·(4D² + 2DF + 9D + F) + 2D + C·(D + 1), the head being tied.
+        """The number of parameters, with a tied head.
+
+        The formula is V·D + P·D + E·D + L·(4D² + 2DF + 9D + F) + 2D + C·(D + 1).
 
         A block holds attention 4(D² + D), the inner layer 2DF + F + D, and two layer norms 4D.
         """
@@ -138,7 +140,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> GearHeadConfig:
-    """Return the configuration called `name`, with given sizes replaced; None keeps the preset's.
+    """Return the configuration `name`; given sizes replace the preset's, None keeps them.
 
     Raises:
         ValueError: If there is no such preset, or the sizes contradict each other.

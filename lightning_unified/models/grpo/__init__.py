@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (GRPO) of causal language models with verifiable rewards."""
+"""Group-relative policy optimization (GRPO) of language models with verifiable rewards."""
 
 from lightning_unified.models.grpo.batches.buffer import RolloutBuffer
 from lightning_unified.models.grpo.batches.sequences import outline

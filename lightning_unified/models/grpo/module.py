@@ -33,7 +33,7 @@ class GRPO(LightningModule):
     For each prompt, the policy samples G completions, and the task rewards them. A completion's advantage is its reward minus its
     group's mean. The loss is the mean of `Objective` over the active tokens of the optimizer step. `prepare_batch` samples, rewards
     and counts once for the whole batch, before it is split; a repeated step reuses the result. Losses and gradients of micro-batches
-    of any size add up to those of the whole batch. A row is a completion, so a micro-batch is a number of completions.
+    of any size add up to the loss and gradients of the whole batch. A row is a completion, so a micro-batch is a number of completions.
 
     Log-probabilities are computed in chunks from the last hidden states. The reference scores the same rows as the policy, without a
     gradient, so it never takes more memory than the step itself. With `inner_iterations` above 1, the first iteration stores both for
@@ -175,7 +175,10 @@ class GRPO(LightningModule):
         return slot.made
 
     def _spare(self) -> int | None:
-        """Return the bytes that the strategy's plan leaves for the sampler's cache; None without a plan or CUDA."""
+        """Return the bytes that the strategy's plan leaves for the sampler's cache.
+
+        The value is None without a plan or CUDA.
+        """
         trainer = self._trainer if self.device.type == "cuda" else None
         return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)
 
@@ -194,7 +197,9 @@ class GRPO(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch as `training_step` takes it, see `sequences`; a prepared batch stays as it is.
+        """Return the batch in the form for `training_step`; see `sequences`.
+
+        A prepared batch stays unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
@@ -245,7 +250,10 @@ class GRPO(LightningModule):
         return found
 
     def _begin(self) -> None:
-        """Make the policy the reference and clear the optimizer's state, at the first batch of prompts."""
+        """Copy the policy to the reference and clear the optimizer's state.
+
+        This happens at the first batch of prompts.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -314,7 +322,10 @@ class GRPO(LightningModule):
             return self._score(batch)[0]
 
     def _log_terms(self, batch: Mapping[str, Any], terms: Terms, old: Tensor, entropy: Tensor) -> None:
-        """Log a micro-batch's values as shares of the whole batch, which add up, and the batch's figures."""
+        """Log a micro-batch's values and the batch's figures.
+
+        The values are shares of the whole batch and add up over micro-batches.
+        """
         mask, total = batch["mask"], max(batch["total"], 1)
         gap = (old - batch["sampled_log_probs"]).abs()
         shares = {
@@ -337,7 +348,7 @@ class GRPO(LightningModule):
 
     @override
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int = 0) -> None:
-        """Log the cross-entropy of a supervised batch, or the rewards of one completion of each prompt."""
+        """Log a supervised batch's cross-entropy, or the rewards of one completion per prompt."""
         if "labels" in batch:
             found = supervised(batch["tokens"], batch["labels"])
             log_probs = self._score(found)[0].masked_fill(~found["mask"], 0.0)
@@ -353,7 +364,9 @@ class GRPO(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW over the trained weights and a schedule of two phases, for the Trainer's estimated steps.
+        """Return AdamW over the trained weights and a schedule of two phases.
+
+        The schedule covers the Trainer's estimated steps.
 
         Raises:
             ValueError: If the schedule falls to 0 and the run has no end.

@@ -1,4 +1,4 @@
-"""GRPO's loss: the clipped ratio times the advantage, plus the divergence from the reference.
+"""GRPO's loss: clipped ratio times advantage, plus the divergence from the reference.
 
 Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; Shao et al. 2024, "DeepSeekMath", eq. 3 and 4; Yu et
 al. 2025, "DAPO", section 3.1 (two limits) and 3.3 (mean over tokens).
@@ -29,7 +29,9 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The mean over all active tokens of an optimizer step of `-min(r A, clip(r, 1 - low, 1 + high) A) + beta k3`.
+    """GRPO's loss, as a mean over all active tokens of an optimizer step.
+
+    A token's term is `-min(r A, clip(r, 1 - low, 1 + high) A) + beta k3`.
 
     Attributes:
         clip_low: Distance of the ratio below 1 at which a negative advantage has no gradient.
@@ -97,7 +99,9 @@ class Objective:
 
 
 def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Return `exp(q) - q - 1` at `q = reference - log_probs`: an estimate of KL(policy, reference) that is never negative.
+    """Return `exp(q) - q - 1` at `q = reference - log_probs`.
+
+    It is an estimate of KL(policy, reference) that is never negative.
 
     Source: Schulman 2020, "Approximating KL Divergence" (the estimator called k3 there).
     """

@@ -1,4 +1,7 @@
-"""AdamW over a policy's trained weights, with a learning rate of two phases: supervised, then GRPO."""
+"""AdamW over a policy's trained weights, with a learning rate of two phases.
+
+The phases are supervised training and GRPO.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -71,7 +74,11 @@ def build_optimizer(
 def phased_factor(
     step: int, *, sft_steps: int, sft_share: float, warmup_steps: int, total_steps: float, schedule: str
 ) -> float:
-    """Return the share of GRPO's peak learning rate used by optimizer step `step`; each phase rises and falls by itself.
+    """Return the learning rate of optimizer step `step` as a share of GRPO's peak.
+
+    The learning rate rises and falls once in each phase.
+
+    The learning rate rises and falls once in each phase.
 
     Args:
         step: The first is 0.

@@ -1,4 +1,4 @@
-"""Build or load the policy: a causal language model of transformers, with or without adapters."""
+"""Build or load the policy: a causal model of transformers, with or without adapters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,9 @@ def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", att
 
 
 def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
-    """Load the causal language model in `folder`, with weights in memory once; see `pretrained.streaming`.
+    """Load the causal language model in `folder`, with one copy of the weights in memory.
+
+    See `pretrained.streaming`.
 
     Args:
         folder: As `find_policy` returns.
@@ -111,7 +113,9 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
 def adapt(
     model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
 ) -> None:
-    """Freeze a causal language model and add adapters to its linear layers except the head, in place.
+    """Freeze a causal language model and add adapters, in place.
+
+    All linear layers except the head receive adapters.
 
     Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
 
@@ -152,7 +156,7 @@ def architecture_of(model: nn.Module) -> dict[str, Any]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's blocks in the order in which they run: its longest list of modules of one class."""
+    """Return the model's blocks in running order: its longest list of modules of one class."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
     return max(alike, key=len, default=[])

@@ -15,7 +15,10 @@ _ROUNDING = 0.05  # judgement: rounding of half-precision logits relative to the
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """Return the module that computes hidden states, adapters included, also inside peft's wrapper."""
+    """Return the module that computes hidden states, adapters included.
+
+    The module is found inside peft's wrapper too.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base.get_decoder()
 
@@ -67,7 +70,9 @@ def check_head(model: Any) -> None:
 def score(
     model: Any, tokens: Tensor, *, start: Tensor, chosen: Tensor, temperature: float, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `chosen`, and the entropies at their positions, without a gradient.
+    """Return the log-probabilities of `chosen` and the entropies, without a gradient.
+
+    The entropies are taken at the positions of `chosen`.
 
     Sequences are read from position 0 by causal attention without a mask: pads at the end change nothing before them.
 

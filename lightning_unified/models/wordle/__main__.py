@@ -1,4 +1,7 @@
-"""`python -m lightning_unified.models.wordle play|evaluate|solve`: play Wordle, or evaluate a player."""
+"""Command line of Wordle: play the game, or evaluate a player.
+
+Usage: `python -m lightning_unified.models.wordle play|evaluate|solve`.
+"""
 
 import argparse
 import json

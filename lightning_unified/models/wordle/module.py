@@ -244,7 +244,9 @@ class Wordle(GRPO):
             return self.prepare_batch({name: value.to("meta") for name, value in batch.items()})
 
     def generations(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """Return the sizes of the sampling before a step on `batch`: sequences, prompts, tokens; none for traces.
+        """Return the sizes of the sampling before a step on `batch`: sequences, prompts, tokens.
+
+        A batch of traces has no sampling.
 
         A plan computes sampling by formula instead of a trace; the keys are the formula's arguments.
         """
@@ -272,7 +274,10 @@ class Wordle(GRPO):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save tokenizer and sizes beside the weights; playing needs only this file and left-out weights."""
+        """Save tokenizer and sizes beside the weights.
+
+        Playing needs only this file and the left-out weights.
+        """
         super().on_save_checkpoint(checkpoint)
         checkpoint["wordle"] = {
             "chat": None if self._text.chat is None else self._text.chat.to_dict(),

@@ -42,7 +42,9 @@ class WordleTask:
         self._examples = examples
 
     def rewards(self, examples: Tensor, completions: Sequence[str], *, step: int = 0) -> dict[str, Tensor]:
-        """Return the components and their sum as "total", each (B · G) float32 on the device of `examples` (B · G).
+        """Return the components and their sum as "total", each (B · G) float32.
+
+        The device is that of `examples` (B · G).
 
         Raises:
             RuntimeError: If no data has set the prompts.

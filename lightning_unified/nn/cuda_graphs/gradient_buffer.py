@@ -48,10 +48,10 @@ class GradientBuffer:
         return {name: found[name] for name in self.parameters}
 
     def receive(self, add: Callable[[], None], *, used: Sequence[bool]) -> list[Tensor | None]:
-        """Add gradients to the buffer and return what autograd receives for each parameter.
+        """Add gradients to the buffer; return each parameter's gradient for autograd.
 
-        None stands for a parameter without a gradient, and for one whose gradient lies in the buffer already, as after an earlier
-        micro-batch. Tensors that share the buffer for another reason keep their values.
+        None stands for a parameter without a gradient. It also stands for a gradient that lies in the buffer already, as after
+        an earlier micro-batch. Tensors that share the buffer for another reason keep their values.
 
         Args:
             add: Adds gradients to the places.
@@ -93,7 +93,10 @@ class GradientBuffer:
         return [one if is_used else None for one, is_used in zip(self._views(blocks).values(), used, strict=True)]
 
     def _are_gradients(self, used: Sequence[bool]) -> bool:
-        """Return whether only the parameters' gradients share the buffer, and no hook must run when more is added."""
+        """Return whether only the parameters' gradients share the buffer, and no hook must run.
+
+        A parameter's hooks would have to run whenever a gradient is added.
+        """
         if _reduces():
             return False
         users = dict(zip((block.data_ptr() for block in self.blocks), self._own, strict=True))
@@ -109,7 +112,10 @@ class GradientBuffer:
 
 
 def _reduces() -> bool:
-    """Return whether processes may reduce gradients: they wait for autograd, and buckets may hold the gradients."""
+    """Return whether processes may reduce gradients.
+
+    Such reductions wait for autograd, and their buckets may hold the gradients.
+    """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -126,10 +132,12 @@ def differentiate(
     incoming: Sequence[Tensor | None],
     buffer: GradientBuffer,
 ) -> tuple[list[bool], list[Tensor]]:
-    """Add each gradient of `leaves` to its place at once; return which leaves have one, and the gradients of `inputs`.
+    """Add each gradient of `leaves` to its place at once.
+
+    Return which leaves have a gradient, and the gradients of `inputs`.
 
     Args:
-        outputs: The network's outputs; those that require a gradient are differentiated.
+        outputs: The network's outputs; outputs that require a gradient are differentiated.
         leaves: The tensors that stand for the parameters, by name.
         inputs: Tensors whose gradient is needed.
         incoming: Gradients of the outputs, None for an output without one.

@@ -1,4 +1,4 @@
-"""Record a network's forward and backward passes as CUDA graphs, one pair for each input shape.
+"""Record a network's forward and backward passes as CUDA graphs, a pair per input shape.
 
 A step of a small model waits for its host: Python launches hundreds of kernels one by one. A replay launches them with one
 call. benchmarks/models/classifier/rivals.py measures the gain.
@@ -32,7 +32,9 @@ _CHANGES = 64  # judgement: changes of the network after which its calls stay ea
 
 
 class RecordedCalls:
-    """Replace the training calls of `network` until `remove`, and replay the shapes that are recorded.
+    """Replace the training calls of `network` until `remove`.
+
+    Recorded shapes are replayed.
 
     Outputs and gradients equal those of eager calls: the same kernels read the same weights, and each replay draws new random
     numbers. Autograd receives the gradients, accumulates them and calls the parameters' hooks. A call runs eagerly
@@ -48,7 +50,7 @@ class RecordedCalls:
     All recordings share one memory pool and one gradient buffer, which holds the gradients between a replay and `zero_grad`. If
     memory runs out in a recording, the first error is raised, so that callers may reduce the micro-batch size. After the second,
     calls stay eager, and the run continues. Copies of the network (`copy.deepcopy`, `pickle`, `torch.save`) run eagerly, as they
-    do after `Module.compile`, whose place in the module this class takes.
+    do after `Module.compile`: this class uses the same attribute of the module.
 
     Python side effects of the forward pass (counters, prints, clocks) happen at the recording and not at replays.
 
@@ -162,7 +164,10 @@ class RecordedCalls:
 
     @property
     def _waits(self) -> bool:
-        """Whether a replayed forward pass waits for its backward pass, whose memory another replay would overwrite."""
+        """Whether a replayed forward pass waits for its backward pass.
+
+        Another replay would overwrite the memory that the backward pass reads.
+        """
         turn = None if self._turn is None else self._turn()
         return turn is not None and not turn.over
 
@@ -189,7 +194,10 @@ class RecordedCalls:
             self._refuse(reason)
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call of a shape, which warms up the kernels, and check whether it can be recorded."""
+        """Run the first call of a shape, and check whether it can be recorded.
+
+        This call warms up the kernels.
+        """
         if len(self._known) >= self._most:
             self._forget_stale()
         if len(self._known) >= self._most:
@@ -227,7 +235,9 @@ class RecordedCalls:
         return reads_outside(outputs, inputs=call.tensors, parameters=[*self._network.parameters()])
 
     def _record(self) -> bool:
-        """Record the shapes that came more than once, the largest first: smaller ones reuse its memory.
+        """Record the shapes that came more than once, the largest first.
+
+        Smaller shapes reuse the memory of the largest one.
 
         Returns:
             Whether recording succeeded; False is final.
@@ -290,12 +300,18 @@ def is_recorded(network: nn.Module) -> bool:
 
 
 def may_be_recorded(network: nn.Module) -> bool:
-    """Return whether calls of `network` or a module in it may be recorded; reserved memory then does not show waste."""
+    """Return whether calls of `network` or a module in it may be recorded.
+
+    Reserved memory does not show waste then.
+    """
     return any(not one.is_refused for one in _stand_ins(network))
 
 
 def release_recordings(network: nn.Module) -> None:
-    """Free the recordings of `network` and of all modules in it, for example where memory is short."""
+    """Free the recordings of `network` and all modules in it.
+
+    This helps where memory is short.
+    """
     for one in _stand_ins(network):
         one.release()
 

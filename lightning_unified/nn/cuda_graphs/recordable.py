@@ -24,7 +24,9 @@ _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def state_of(network: nn.Module) -> tuple[Any, ...]:
-    """Return the state of `network` that a recording assumes: tensor addresses, trained parameters, modes, hooks, replaced forwards.
+    """Return the state of `network` that a recording assumes.
+
+    It consists of tensor addresses, trained parameters, modes, hooks and replaced forwards.
 
     It runs at every call, so it is a plain walk: a tenth of a millisecond for a hundred modules.
     """
@@ -45,7 +47,7 @@ def state_of(network: nn.Module) -> tuple[Any, ...]:
 
 
 def why_not(network: nn.Module) -> str | None:
-    """Return the reason why no call of `network` can be recorded in its present state; None without one."""
+    """Return the reason that prevents recording `network` in its present state, or None."""
     for name, module in network.named_modules():
         where = f"{name or 'it'} ({type(module).__name__})"
         if is_recomputed(module):
@@ -65,15 +67,18 @@ def why_not(network: nn.Module) -> str | None:
 
 
 def saves_elsewhere() -> bool:
-    """Return whether hooks recompute (torch.utils.checkpoint), move or pack tensors saved for the backward pass."""
+    """Return whether hooks change the tensors saved for the backward pass.
+
+    Such hooks recompute (torch.utils.checkpoint), move or pack them.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Looking(TorchDispatchMode):
-    """Dispatch mode that checks every operation of a forward pass for reasons against a recording.
+    """Dispatch mode that checks each operation of a forward pass for reasons not to record it.
 
-    Some modules skip a check of values while the stream is being recorded (transformers' masks). Inside this mode they are told
-    that it is, so that the same operations run as in a recording.
+    Some modules skip a check of values while the stream is being recorded (transformers' masks). This mode reports a recording to
+    them, so that the same operations run as in a recording.
 
     Args:
         device: The device on which the whole forward pass must run.
@@ -137,7 +142,9 @@ def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def reads_outside(outputs: Sequence[Tensor], *, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> str | None:
-    """Return a tensor, in words, on which the outputs depend beside inputs and parameters; None without one.
+    """Return, in words, a tensor outside inputs and parameters on which the outputs depend.
+
+    The result is None without such a tensor.
 
     A recording would silently leave out its gradient. The older form of torch's checkpointing, which cannot be recorded, is
     found here too.

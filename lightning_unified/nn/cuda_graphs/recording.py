@@ -1,4 +1,4 @@
-"""Two CUDA graphs for one input shape, forward and backward, replayed as one autograd function."""
+"""Two CUDA graphs for one input shape, forward and backward, as one autograd function."""
 
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -61,7 +61,10 @@ class Call:
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device) -> Call | None:
-    """Return the call; None without a tensor, or with an argument other than plain tensors on `device` and constants."""
+    """Return the call, or None if it cannot be recorded.
+
+    A call needs at least one tensor. Its arguments must be plain tensors on `device`, or constants.
+    """
     values = (*args, *kwargs.values())
     kinds: list[Any] = []
     for value in values:
@@ -95,7 +98,7 @@ class Recording:
         forward: Reads `inputs`, writes `outputs`.
         backward: Reads `incoming`, adds to `buffer` and writes `of_inputs`.
         inputs: Tensors to which a call's tensors are copied.
-        outputs: The tensors of what the network returns.
+        outputs: The tensors in the network's returned value.
         structure: The tree of the returned value, with everything but tensors.
         incoming: Gradients of the outputs, None for an output without one.
         buffer: The gradient buffer, shared with other recordings.
@@ -126,7 +129,10 @@ _TENSOR = object()
 
 
 class _Replay(torch.autograd.Function):
-    """A recording as an autograd function: parameters are arguments, so that their hooks run and `.grad` accumulates."""
+    """A recording as an autograd function.
+
+    Its parameters are arguments, so that their hooks run and `.grad` accumulates.
+    """
 
     @staticmethod
     @override
@@ -172,9 +178,9 @@ def record(
 ) -> Recording:
     """Record `network` called with `call`; replays read the tensors of `call`.
 
-    Nothing is computed. Leaves over the same memory replace the parameters: autograd would accumulate the parameters' gradients on
-    the streams of earlier eager passes, for which no recording may wait. Autocast caches no casts between calls, since a
-    recording's casts lie in its own memory.
+    The recording computes nothing. Leaves over the same memory replace the parameters: autograd would accumulate the parameters'
+    gradients on the streams of earlier eager passes. A recording must not wait for these streams. Autocast caches no casts between
+    calls, since a recording's casts lie in its own memory.
 
     Args:
         network: In train mode, on a CUDA device.
@@ -222,7 +228,9 @@ def record(
 
 @cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of all recordings on a device: cuBLAS keeps a workspace of some MiB for each stream.
+    """Return the one stream of all recordings on a device.
+
+    One stream saves memory: cuBLAS keeps a workspace of some MiB for each stream.
 
     A small product takes the workspaces here, one for this thread and one for autograd's. Otherwise the first recording would hold
     them in its pool, which could not be freed then, and an earlier plan would not count them.

@@ -26,7 +26,10 @@ _VISIBLE = 5  # runs share a scale up to this ratio of their largest sizes
 
 
 def peak_bars(runs: Sequence[Run]) -> str:
-    """Return each run's budget, predicted peak by category and measured peak, on one scale where all stay visible."""
+    """Return each run's budget, predicted peak by category and measured peak.
+
+    All of them share one scale on which they stay visible.
+    """
     sizes = [_greatest(run) for run in runs]
     known = [size for size in sizes if size]
     if not known:
@@ -84,7 +87,10 @@ def _row(label: str, size: float | None, most: float, *, color: str, note: str =
 
 
 def instant_bars(run: Run) -> str:
-    """Return the predicted memory at each place of a step, in order; of very many places the largest."""
+    """Return the predicted memory at each place of a step, in order.
+
+    If there are very many places, only the largest remain.
+    """
     found = instants(run)
     if not found:
         return ""

@@ -35,7 +35,10 @@ _FAR = 2.5  # a level above this multiple of the curves gets a second chart with
 
 
 def across(runs: Sequence[Run]) -> tuple[int, int] | None:
-    """Return the first and last step of all charts of a page; the first is 0 unless the runs begin far from it."""
+    """Return the first and last step of all charts of a page.
+
+    The first step is 0 unless the runs begin far from it.
+    """
     steps = [step for run in runs for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
     steps += [moment.step for run in runs for moment in run.moments if moment.step is not None]
     if not steps:
@@ -49,7 +52,10 @@ def slug(text: str) -> str:
 
 
 def memory_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Return the charts of memory over steps: one chart with all figures of one run, else one chart per figure."""
+    """Return the charts of memory over steps.
+
+    A single run has one chart with all figures; several runs have one chart per figure.
+    """
     if len(runs) == 1:
         whole = _memory_of(runs[0])
         closer = _closer(whole, title="The same, closer")
@@ -220,7 +226,10 @@ def _lines(
     label: str = "",
     color: str | None = None,
 ) -> list[Line]:
-    """Return a line for each run that has the curve, named after the run, or after its metric for a single run."""
+    """Return a line for each run that has the curve.
+
+    The line is named after the run, or after its metric for a single run.
+    """
     lines = []
     for index, run in enumerate(runs):
         curve = curve_of(run)
@@ -237,7 +246,10 @@ def _lines(
 
 
 def _marks(run: Run, *, index: int | None = None) -> list[Mark]:
-    """Return marks for recoveries, pressure, failures and resumes; with several runs in the run's color."""
+    """Return marks for recoveries, pressure, failures and resumes.
+
+    With several runs, a mark has the run's color.
+    """
     return [
         Mark(
             step=moment.step,

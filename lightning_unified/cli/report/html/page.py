@@ -34,7 +34,10 @@ __all__ = ["page"]
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return one HTML page about `runs`; style, script and charts are embedded, so it needs no network."""
+    """Return one HTML page about `runs`.
+
+    It needs no network: style, script and charts are embedded.
+    """
     own = files(__package__ or "lightning_unified.cli.report.html")
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = {
@@ -104,7 +107,10 @@ def _section(title: str, content: str) -> str:
 
 
 def _charts(plots: Sequence[Plot], runs: Sequence[Run], *, among: int = 0) -> str:
-    """Return the charts of `runs`; more runs on a page mean fewer points per curve, so that it stays small."""
+    """Return the charts of `runs`.
+
+    More runs on a page mean fewer points per curve, so that the page stays small.
+    """
     among = among or len(runs)
     steps, most = across(runs), max(60, min(500, 1500 // among))
     drawn = "".join(draw(replace(plot, across=steps, points=most)) for plot in plots)

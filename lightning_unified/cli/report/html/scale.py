@@ -16,7 +16,10 @@ _STEPS = (1, 2, 2.5, 5, 10)
 
 
 def ticks(low: float, high: float, *, unit: Unit = "", most: int = 6, whole: bool = False) -> list[float]:
-    """Return at most `most` round values from `low` to `high`; bytes are round in the unit of their labels."""
+    """Return at most `most` round values from `low` to `high`.
+
+    Bytes are round in the unit of their labels.
+    """
     if not high > low:
         return [low]
     base = next((size for size in (GIB, MIB, KIB) if high >= size), 1) if unit == "bytes" else 1

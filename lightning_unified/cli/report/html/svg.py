@@ -18,7 +18,10 @@ _SIDE = 1000  # of the square that is stretched into the chart's frame
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A curve. `color` names a color of the style sheet, `style` is solid, dashed or dotted; `steps` draws a step function."""
+    """A curve with its color, style and kind.
+
+    `color` names a color of the style sheet. `style` is solid, dashed or dotted. `steps` draws a step function.
+    """
 
     label: str
     curve: Curve
@@ -199,7 +202,10 @@ def _path(line: Line, view: _View, *, most: int) -> str:
 
 
 def _thinned(curve: Curve, *, most: int) -> list[tuple[int, float | None]]:
-    """Return about `most` points: the minimum and maximum of each stretch of steps, and values that are not finite."""
+    """Return about `most` points of a curve.
+
+    They are the minimum and maximum of each stretch of steps, and values that are not finite.
+    """
     points = list(zip(curve.steps, curve.values, strict=True))
     if len(points) <= most:
         return points
@@ -216,7 +222,10 @@ def _thinned(curve: Curve, *, most: int) -> list[tuple[int, float | None]]:
 
 
 def _names(plot: Plot, view: _View) -> Iterable[str]:
-    """Yield the names of levels, each on its line, or below the previous name where lines are close."""
+    """Yield the names of levels, each on its line.
+
+    Where lines are close, a name stands below the previous name.
+    """
     place = math.inf
     for level in sorted(plot.levels, key=lambda level: -level.value):
         place = min(view.up(level.value), place - _NAME_HEIGHT)
@@ -236,7 +245,10 @@ def _legend(plot: Plot, lines: Sequence[Line]) -> str:
 
 
 def _data(plot: Plot, lines: Sequence[Line], view: _View) -> dict[str, Any]:
-    """Return the data shown at the pointer: the points of each line, rounded to six digits, and the marks."""
+    """Return the data shown at the pointer: the marks and the points of each line.
+
+    The points are rounded to six digits.
+    """
     series = []
     for line in lines:
         points = _thinned(line.curve, most=plot.points)

@@ -1,4 +1,7 @@
-"""The results of a sweep: its runs from best to worst, and the validation loss over each varied number."""
+"""The results of a sweep: runs from best to worst, and charts of the varied numbers.
+
+A chart shows the validation loss over a varied number.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +20,10 @@ _WIDE = 10  # a range of this ratio or more gets a logarithmic axis
 
 
 def varied_section(runs: Sequence[Run]) -> str:
-    """Return a table of the runs, best first, and a chart for each varied number; empty if nothing was varied."""
+    """Return a table of the runs, best first, and a chart for each varied number.
+
+    The result is empty if nothing was varied.
+    """
     given = _varied(runs)
     if not given:
         return ""
@@ -29,7 +35,10 @@ def varied_section(runs: Sequence[Run]) -> str:
 
 
 def _varied(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Return the varied keys with each run's value as given, None where a run was not given the key."""
+    """Return the varied keys with each run's value, as given on its command line.
+
+    The value is None where a run has no such key.
+    """
     given: list[dict[str, str]] = []
     for run in runs:
         pairs = (text.lstrip("+").partition("=") for text in run.overrides)
@@ -104,7 +113,10 @@ def _chart(key: str, points: Sequence[tuple[float, float, int]]) -> str:
 
 
 def _axis(values: Sequence[float], *, margin: float) -> Callable[[float], float]:
-    """Return a function that maps a value to its position on an axis of length `_SIDE` that holds all `values`."""
+    """Return a function that maps a value to its position on an axis.
+
+    The axis has length `_SIDE` and holds all `values`.
+    """
     low, high = min(values), max(values)
     room = high - low
     if room == 0:

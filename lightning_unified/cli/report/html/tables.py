@@ -59,7 +59,10 @@ def text_of(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
-    """Return a table of HTML cells; the first cell of a row is its heading. Wide tables scroll sideways."""
+    """Return a table of HTML cells; wide tables scroll sideways.
+
+    The first cell of a row is its heading.
+    """
     body = "".join(
         f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows
     )
@@ -150,7 +153,10 @@ def alternatives_table(run: Run) -> str:
 
 
 def _chosen(run: Run, weighed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the chosen alternative: that of the predicted size and peak. A recovery may have left a smaller size."""
+    """Return the chosen alternative: the one with the predicted size and peak.
+
+    A recovery may have left a smaller size than predicted.
+    """
     rows, peak = number(prediction(run), "rows"), predicted_peak(run)
     rows = number(run.plan, "micro_batch_size") if rows is None else rows
     alike = [

@@ -1,1 +1,1 @@
-"""Run directories read into records: files, metrics, events, and the figures derived from them."""
+"""Run directories read into records: files, metrics, events and derived figures."""

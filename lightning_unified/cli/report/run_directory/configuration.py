@@ -13,7 +13,10 @@ _HERE = "<run directory>"
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Return a run's configuration by dotted keys, without copies; its own directory is replaced by a placeholder."""
+    """Return a run's configuration by dotted keys, without copies.
+
+    A placeholder replaces the run's own directory.
+    """
     keys = dict(_flat(run.config, ""))
     own = str(keys.get("run_dir") or run.directory)
     keys = {key: _moved(value, own) for key, value in keys.items()}

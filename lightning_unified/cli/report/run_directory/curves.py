@@ -13,9 +13,11 @@ _NO_METRIC = ("step", "epoch")
 
 
 def read_curves(files: Iterable[Path]) -> dict[str, Curve]:
-    """Return the columns of `files`, oldest first, each as one curve; cells without a number are skipped.
+    """Return the columns of `files`, oldest first, each as one curve.
 
-    Where the steps of a column go back, a resumed run began. Its values replace those that the earlier part logged from that step on.
+    Cells without a number are skipped.
+
+    Where the steps of a column go back, a resumed run began. From that step on, its values replace the earlier part's.
     """
     columns: dict[str, list[tuple[int, float | None]]] = {}
     for file in files:

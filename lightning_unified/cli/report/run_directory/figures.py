@@ -66,7 +66,10 @@ def categories(run: Run) -> dict[str, float]:
 
 
 def held(run: Run) -> dict[str, float]:
-    """Return the bytes by category that the run held before any activation, from its first event."""
+    """Return the bytes by category that the run held before any activation.
+
+    They come from the run's first event.
+    """
     return _amounts(at(run.machine, "held"))
 
 
@@ -95,13 +98,18 @@ def peak_source(run: Run) -> str:
 
 
 def counts_process(run: Run) -> bool:
-    """Return whether the measured peak is of the whole process, which includes Python and libraries."""
+    """Return whether the measured peak is that of the whole process.
+
+    Such a peak includes Python and libraries.
+    """
     source = peak_source(run)
     return bool(_OF_PROCESS.search(source)) or (not source and at(run.machine, "device") == "cpu")
 
 
 def peak_error(run: Run) -> float | None:
-    """Return the prediction's relative error, positive if too high; None where prediction and counter differ in scope.
+    """Return the prediction's relative error, positive if the prediction is too high.
+
+    The result is None where prediction and counter differ in scope.
 
     The prediction is the larger of training and validation, because the measured peak covers both.
     """

@@ -18,7 +18,9 @@ _DEPTH = 4  # runs/sweep/<time>/<overrides>
 
 
 def find_runs(given: Sequence[str]) -> list[Path]:
-    """Return the run directories of `given`, each once, in that order; a folder of runs means all its runs.
+    """Return the run directories of `given`, each once, in that order.
+
+    A folder of runs means all its runs.
 
     Raises:
         ConfigurationError: If a path is no run directory and contains none, or if there are more than `MOST_RUNS`.
@@ -75,7 +77,10 @@ def _refusal(text: str, path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Suggest runs: in the nearest folder that has any, those with the most similar names, else the newest."""
+    """Suggest runs of the nearest folder that has any.
+
+    The suggestions have the most similar names, or else are the newest runs.
+    """
     places = ((path.parent, 1), (Path.cwd() / "runs", _DEPTH), (path.parent.parent, 2))
     for folder, depth in places:
         runs = {_short(run): run for run in _runs_in(folder, depth=depth)}

@@ -49,7 +49,10 @@ def tell(
 
 
 def _of_journal(lines: Iterable[Mapping[str, Any]]) -> Iterable[Moment]:
-    """Yield a moment per line. Each process counts recoveries from 0, so those of earlier parts are added."""
+    """Yield one moment per line.
+
+    Each process counts recoveries from 0, so the counts of earlier parts are added.
+    """
     before = newest = 0
     for line in lines:
         kind = next((each for each in get_args(Kind) if each == line.get("kind")), None)

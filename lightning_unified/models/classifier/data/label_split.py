@@ -98,7 +98,9 @@ def part(texts: Sequence[LabelledText], *, val_fraction: float, test_fraction: f
 def _held_out(
     texts: list[LabelledText], *, fraction: float, seed: int, what: str
 ) -> tuple[list[LabelledText], list[LabelledText]]:
-    """Return the remaining and the held-out texts: whole groups of each class, up to the class's share.
+    """Return the remaining and the held-out texts.
+
+    Whole groups of each class are held out, up to the class's share.
 
     A group belongs to the class of most of its texts. The choice of groups does not depend on the order of the texts.
     """

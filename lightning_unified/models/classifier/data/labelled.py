@@ -1,4 +1,7 @@
-"""A labelled text, and the 48 built-in sentences in three classes, written for tests and demonstrations."""
+"""A labelled text, and 48 built-in sentences in three classes.
+
+The sentences were written for tests and demonstrations.
+"""
 
 from dataclasses import dataclass
 

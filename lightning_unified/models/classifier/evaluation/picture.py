@@ -7,7 +7,7 @@ from lightning_unified.models.classifier.evaluation.report import Report
 
 __all__ = ["draw", "figure_of"]
 
-_MOST_NUMBERS = 24  # up to so many classes, every cell shows its number
+_MOST_NUMBERS = 24  # classes; up to this number, every cell shows its number
 
 
 def draw(report: Report, path: str | Path) -> Path:

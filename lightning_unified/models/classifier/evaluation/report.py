@@ -59,7 +59,7 @@ class Report:
         auroc: Mean area under the ROC curve, one class against the rest, over classes with rows; None for fewer than two.
         calibration_error: Expected calibration error: mean distance of confidence and accuracy over bins of confidence.
         brier: Mean squared distance of the probabilities from the label's one-hot vector, between 0 and 2.
-        temperature: By which logits are divided for the two below; None without calibration.
+        temperature: Divisor of the logits for the two figures below; None without calibration.
         scaled_calibration_error: The calibration error of the scaled probabilities; likewise the Brier score.
         scaled_brier: See above.
         confusion: Rows of class i that were taken for class j.
@@ -81,7 +81,7 @@ class Report:
     reliability: list[tuple[int, float, float]]
 
     def figures(self) -> dict[str, float]:
-        """Return what can be logged: the numbers that are known, by name."""
+        """Return the known numbers by name, for logging."""
         values = asdict(self)
         left_out = {"rows", "label_names", "confusion", "reliability"}
         return {name: value for name, value in values.items() if name not in left_out and value is not None}
@@ -149,7 +149,10 @@ def _calibration_error(probabilities: Tensor, labels: Tensor, bins: int) -> floa
 
 
 def _brier(probabilities: Tensor, labels: Tensor) -> float:
-    """Source: Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", equation 2."""
+    """Return the Brier score: the mean over rows of the squared errors summed over classes.
+
+    Source: Brier 1950, "Verification of Forecasts Expressed in Terms of Probability", equation 2.
+    """
     wanted = functional.one_hot(labels, probabilities.shape[1])
     return float((probabilities - wanted).square().sum(1).mean())
 

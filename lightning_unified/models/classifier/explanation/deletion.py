@@ -1,4 +1,7 @@
-"""Words masked one after the other: an order that names the important ones first makes the probability fall fast."""
+"""Deletion test: mask words one after the other and measure the label's probability.
+
+An order that names the important words first makes the probability fall fast.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +87,6 @@ def delete_in_order(
 
 
 def _stages(words: int) -> list[int]:
-    """Return the numbers of masked words at which the probability is computed; the last is all words."""
+    """Return the numbers of masked words to measure the probability at; the last is all words."""
     count = min(words, _STAGES)
     return [round(words * (index + 1) / count) for index in range(count)]

@@ -1,4 +1,7 @@
-"""Render an explanation for a terminal or as HTML: words for the label in green, against it in red."""
+"""Render an explanation for a terminal or as HTML.
+
+Words for the label are green, words against it red.
+"""
 
 import html
 from collections.abc import Iterator, Sequence

@@ -11,7 +11,9 @@ __all__ = ["load", "read"]
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read a classifier's checkpoint as plain data (`weights_only=True`), without running its code.
+    """Read a classifier's checkpoint as plain data, without running its code.
+
+    This uses `weights_only=True`.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -1,4 +1,4 @@
-"""Export a trained classifier: a folder for transformers, and a program that needs only torch."""
+"""Export a trained classifier as a folder for transformers, and as a torch-only program."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Exported:
     Attributes:
         folder: The folder.
         files: Names of its files.
-        program: Name of the `torch.export` program; None if none was asked for.
+        program: Name of the `torch.export` program; None if it was not requested.
         largest_difference: Largest difference from the model's probabilities, over shapes it was not traced with.
     """
 
@@ -53,9 +53,9 @@ class _Probabilities(nn.Module):
 def export(module: TextClassifier, folder: str | Path, *, program: bool = True) -> Exported:
     """Write a classifier for use without this library, with merged adapters.
 
-    `config.json`, `model.safetensors` and the tokenizer are what `AutoModelForSequenceClassification.from_pretrained` and
-    `AutoTokenizer` read, with label names. `classifier.json` has the label names, the temperature by which logits are to be
-    divided, and the length where texts are cut off. `program.pt2` takes `input_ids` and `attention_mask` (B, T) of any B and T and
+    `AutoModelForSequenceClassification.from_pretrained` and `AutoTokenizer` read `config.json` (with label names),
+    `model.safetensors` and the tokenizer. `classifier.json` has the label names, the temperature to divide logits by, and the
+    length at which texts are truncated. `program.pt2` takes `input_ids` and `attention_mask` (B, T) of any B and T and
     returns probabilities, scaled already; it is checked against the model before it is kept.
 
     Args:

@@ -42,7 +42,10 @@ class TextEncoder:
         return self._backend.get_vocab_size()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both map the same tokens to the same ids; other parts of a file depend on the library."""
+        """Return whether both tokenizers map the same tokens to the same ids.
+
+        Other parts of a tokenizer's file depend on the library.
+        """
         if not isinstance(other, TextEncoder):
             return False
         return self.special == other.special and self._backend.get_vocab() == other._backend.get_vocab()
@@ -71,7 +74,10 @@ class TextEncoder:
         return backend.encode_batch(list(texts))
 
     def batch(self, rows: Sequence[Sequence[int]], *, length: int) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask` (B, `length`) of rows of token ids, padded at the end."""
+        """Return `input_ids` and `attention_mask` (B, `length`) of rows of token ids.
+
+        Pads stand at the end.
+        """
         pad = self.id_of("pad_token") or 0
         ids = torch.full((len(rows), length), pad, dtype=torch.int64)
         mask = torch.zeros(len(rows), length, dtype=torch.bool)

@@ -120,7 +120,7 @@ def head_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the encoder's blocks in the order in which they run: its longest list of modules of one class."""
+    """Return the encoder's blocks in running order: its longest list of modules of one class."""
     lists = [module for module in base_of(model).modules() if isinstance(module, nn.ModuleList)]
     alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
     return max(alike, key=len, default=[])

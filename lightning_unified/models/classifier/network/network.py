@@ -121,7 +121,10 @@ class Network(nn.Module):
     def forward(
         self, input_ids: Tensor | None, attention_mask: Tensor | None = None, embeddings: Tensor | None = None
     ) -> Tensor:
-        """Return the logits (B, C) of texts (B, T), or of embeddings (B, T, D) in place of their ids."""
+        """Return the logits (B, C) of texts (B, T).
+
+        Embeddings (B, T, D) may replace the ids.
+        """
         given = input_ids if embeddings is None else embeddings
         assert given is not None
         B, T = given.shape[:2]

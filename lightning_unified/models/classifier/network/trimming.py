@@ -1,4 +1,6 @@
-"""Trim padding that no row of a micro-batch needs, to a few fixed lengths, without waiting for the device.
+"""Trim a micro-batch's common padding to a few fixed lengths.
+
+The trimming does not wait for the device.
 
 No token attends to pads, so dropping trailing columns of pads changes no prediction. A batch with pads elsewhere is not changed.
 """
@@ -16,7 +18,9 @@ _COLUMNS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def with_row_lengths(batch: Any) -> Any:
-    """Add the rows' lengths to a batch on the CPU, as plain numbers; other batches stay unchanged.
+    """Add the rows' lengths, as plain numbers, to a batch on the CPU.
+
+    Other batches stay unchanged.
 
     The list is split with the rows, and the step reads it without waiting for an accelerator.
     """

@@ -35,7 +35,7 @@ class _Prepared:
 
 
 class PassageData(ResumableData):
-    """Plain texts, split by document, as batches of passages and their continuations; see `Passages`.
+    """Plain texts, split by document, in batches of passages and continuations; see `Passages`.
 
     All results depend only on the arguments and the source; the global random state is never used. Diagnostic records are used as
     rendered texts.
@@ -49,7 +49,7 @@ class PassageData(ResumableData):
         continuation_length: Tokens of its continuation; 0 for none.
         vocab_size: Largest vocabulary; a small corpus gives fewer tokens.
         tokenizer_file: A `tokenizer.json` to use instead of learning one.
-        pretrained: Pretrained model whose tokenizer is used, as in `smollm2-135m`; None trains one.
+        pretrained: Pretrained model that provides the tokenizer, as in `smollm2-135m`; None trains one.
         val_fraction: Share of the bytes for validation, met roughly since groups stay whole.
         seed: Draws split and order.
         max_groups: Number of groups (topics, services, files) to use; None for all.

@@ -49,7 +49,10 @@ def scorers(subject: Subject, *, corpus: Sequence[Sequence[int]], vocabulary: in
 
 
 def random(seed: int) -> Scorer:
-    """Return scores drawn from the seed and the text itself: the same text has the same scores in any batch."""
+    """Return scores drawn from the seed and the text.
+
+    The same text has the same scores in any batch.
+    """
 
     def score(ids: Tensor, mask: Tensor) -> Tensor:
         drawn = torch.zeros(ids.shape, dtype=torch.float64)
@@ -62,7 +65,9 @@ def random(seed: int) -> Scorer:
 
 
 def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log of the token's share of the corpus, one added to each count: the most frequent go first.
+    """Return -log of each token's share of the corpus, with one added to each count.
+
+    The most frequent tokens are dropped first.
 
     Raises:
         ValueError: If the corpus has no token.
@@ -79,8 +84,8 @@ def frequency(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
 def length(encoder: Encoder) -> Scorer:
     """Return the number of characters of the word that a token is part of: short words go first.
 
-    A word begins where a token's text begins with white space, or the one before ends with it. Long words carry more content
-    than short ones, most of which are articles, prepositions and punctuation.
+    A word begins where a token's text begins with white space, or the previous token's text ends with it. Long words carry more
+    content: most short words are articles, prepositions and punctuation.
     """
     text_of = lru_cache(maxsize=None)(lambda token: encoder.decode([token]))
 
@@ -101,7 +106,10 @@ def position(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def ngram_surprisal(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scorer:
-    """Return -log p(token | the two before) of a Kneser-Ney model of the corpus: what can be guessed goes first."""
+    """Return -log p(token | two tokens before) of a Kneser-Ney model of the corpus.
+
+    The most predictable tokens are dropped first.
+    """
     model = NGram([_row(text) for text in corpus], vocab_size=vocabulary, order=3)
 
     def score(ids: Tensor, mask: Tensor) -> Tensor:
@@ -114,7 +122,10 @@ def ngram_surprisal(corpus: Sequence[Sequence[int]], *, vocabulary: int) -> Scor
 
 
 def lm_surprisal(subject: Subject) -> Scorer:
-    """Return -log p(token | all before) by the subject's own language model; the first token is as surprising as any: log V."""
+    """Return -log p(token | all tokens before) by the subject's own language model.
+
+    The first token gets the surprisal log V, as if all tokens were equally likely.
+    """
 
     def score(ids: Tensor, mask: Tensor) -> Tensor:
         with torch.no_grad():

@@ -18,7 +18,9 @@ __all__ = ["EvaluateCompression"]
 
 
 class EvaluateCompression(Callback):
-    """Evaluate after the validation of every n-th epoch, log the policy's values, save record and plot.
+    """Evaluate after every n-th epoch's validation.
+
+    The callback also logs the policy's values and saves the record and the plot.
 
     It logs for each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`, the policy's margin
     over the best baseline in nats per dropped token (below 0: the baseline is better).

@@ -44,7 +44,9 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate policy and baselines at every budget, with 95 % intervals over documents and paired tests.
+    """Evaluate the policy and the baselines at every budget.
+
+    The results have 95 % intervals over documents and paired tests.
 
     Each method keeps exactly `round(keep * n)` of a piece's n tokens, and the subject's reconstructor restores the rest. A value is the
     mean over documents of each document's mean over terms.
@@ -65,10 +67,15 @@ def evaluate(
         progress: Called after each batch with the numbers of finished and of all batches.
 
     Returns:
-        A record for JSON: `documents`, `pieces`, `tokens`, the settings, `language_model` (its and a trigram model's perplexity
-        on the same tokens, and that of the continuation after the full text), `rows` (method, keep, and of each measure mean,
-        low and high), `policy_against` (baseline, keep, measure, the paired difference, its p-value, and whether the intervals
-        are apart), `seconds`.
+        A record for JSON with these keys:
+
+        - `documents`, `pieces`, `tokens`, `continuation_tokens`: their numbers;
+        - `settings`: the arguments of the evaluation, and the corpus's number of tokens;
+        - `language_model`: its perplexity and a trigram model's on the same tokens, and the perplexity of the continuation
+          after the full text;
+        - `rows`: method, keep, and the mean, low and high of each measure;
+        - `policy_against`: baseline, keep, measure, the paired difference, its p-value, and whether the intervals are apart;
+        - `seconds`: the timings.
 
     Raises:
         ValueError: If a setting is invalid, or texts or corpus are too short.
@@ -120,7 +127,10 @@ def _totalled(
     seed: int,
     progress: Callable[[int, int], None] | None,
 ) -> "_Totals":
-    """Return every measure of every method at every budget, and of the full context, added up by document."""
+    """Return every measure of every method at every budget, and of the full context.
+
+    The measures are summed by document.
+    """
     totals = _Totals(num_documents=1 + max(int(batch.documents.max()) for batch in every))
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))
@@ -138,7 +148,10 @@ def _totalled(
 def _language_model(
     totals: "_Totals", pieces: list[Piece], *, corpus: list[list[int]], vocabulary: int
 ) -> dict[str, Any]:
-    """Return the perplexity of the surprisal baseline's model and of a trigram model on the same tokens."""
+    """Return the perplexities of the surprisal baseline's model and of a trigram model.
+
+    Both are measured on the same tokens.
+    """
     trigram = NGram([(np.array(ids), np.array(ids)) for ids in corpus], vocab_size=vocabulary, order=3)
     judged = [(np.array(piece.ids), np.array([-100, *piece.ids[1:]])) for piece in pieces]
     following = totals.means()[*_FULL, "continuation_cross_entropy"]
@@ -190,7 +203,10 @@ def _against(
     resamples: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Compare the policy with each baseline; `intervals` names the better one if the intervals are disjoint."""
+    """Compare the policy with each baseline.
+
+    `intervals` names the better method if the intervals are disjoint.
+    """
     found = {(row["method"], row["keep"]): row for row in rows}
     compared = []
     for method in names:

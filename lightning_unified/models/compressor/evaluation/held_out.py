@@ -14,7 +14,7 @@ _NEEDED = ("source", "val_fraction", "seed")
 
 
 def sides(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the training and the held-out texts of a data module's settings, one text for each group.
+    """Return the training and held-out texts of a data module's settings, one text per group.
 
     Args:
         settings: Arguments of the data module that a model was trained with, as its checkpoint carries them: `source`, `path`,
@@ -50,7 +50,7 @@ def require_described(settings: Mapping[str, Any]) -> None:
 
 
 def read(name: str) -> list[str]:
-    """Read a `.txt` or `.jsonl` file, a folder of them, or a named source, one text for each group.
+    """Read a `.txt` or `.jsonl` file, a folder of them, or a named source; one text per group.
 
     Raises:
         FileNotFoundError: If there is neither such a file nor such a source.

@@ -81,7 +81,7 @@ def cut(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: in
 
 
 def batches(pieces: Sequence[Piece], *, size: int, device: torch.device | str = "cpu") -> Iterator[Batch]:
-    """Yield the pieces, `size` at a time, those of similar length together."""
+    """Yield the pieces in batches of `size`, with pieces of similar length together."""
     ordered = sorted(pieces, key=lambda piece: (len(piece.ids), piece.document))
     for start in range(0, len(ordered), size):
         part = ordered[start : start + size]

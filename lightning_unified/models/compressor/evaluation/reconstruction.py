@@ -80,7 +80,9 @@ _WORD = re.compile(r"\w+")
 
 
 def rouge_l(text: str, reference: str) -> float:
-    """Return ROUGE-L, 0 to 1, of words without case and punctuation; two texts without words are equal: 1.
+    """Return ROUGE-L, from 0 to 1, of words without case and punctuation.
+
+    Two texts without words are equal: 1.
 
     Source:
         Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", section 3, with precision and recall of one weight.

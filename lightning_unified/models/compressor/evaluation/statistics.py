@@ -36,8 +36,8 @@ class Comparison:
 def estimate(values: np.ndarray, *, resamples: int = 2000, seed: int = 0) -> Estimate:
     """Return the mean of one value a document, with its percentile bootstrap interval.
 
-    Documents are resampled, not pieces or tokens: those of one document are similar, so their intervals would be too narrow. The same
-    seed draws the same documents for every method.
+    The bootstrap resamples documents. Pieces or tokens of one document are similar, so resampling them would make the intervals
+    too narrow. The same seed draws the same documents for every method.
 
     Args:
         values: (D,); NaN where a document has no value.

@@ -52,7 +52,10 @@ class Subject(Protocol):
         ...
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
-        """Return (B, T, V) logits of every original token, given the kept ones and, in order, those before."""
+        """Return the logits (B, T, V) of every original token.
+
+        Each token is predicted from the kept tokens and the original tokens before it.
+        """
         ...
 
     def next_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -62,7 +65,10 @@ class Subject(Protocol):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return (B, U, V) logits of the continuation's tokens, given the kept tokens and the continuation before each."""
+        """Return the logits (B, U, V) of the continuation's tokens.
+
+        Each token is predicted from the kept tokens and the continuation before it.
+        """
         ...
 
 
@@ -102,8 +108,8 @@ def kept_tokens(count: int, *, keep: float) -> int:
 def top_k(scores: Tensor, *, mask: Tensor, keep: float, seed: int = 0) -> Tensor:
     """Return which tokens stay: in each row the `kept_tokens` of highest score.
 
-    Equal scores are ordered by draws that depend on the seed and the position alone, so that a row's tokens are the same
-    in any batch, and a method whose scores say little is not turned into a cut of the prefix.
+    Draws that depend on the seed and the position alone order equal scores. A row's tokens are therefore the same in any batch.
+    Without these draws, a method with many equal scores would always keep a prefix.
 
     Shapes:
         `scores` (B, T) float, on any device; `mask` (B, T) bool, False at pads, which are never kept -> (B, T) bool, where `mask` is.

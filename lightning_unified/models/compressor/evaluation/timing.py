@@ -1,4 +1,4 @@
-"""Whether compressing pays: the policy and the language model on what it kept, against the model on everything."""
+"""Compression time: policy and model on the kept tokens, against the model on all tokens."""
 
 import statistics
 import time
@@ -18,8 +18,8 @@ def seconds(
 ) -> list[dict[str, float]]:
     """Return the median wall time of reading one batch, at each budget beside the full context.
 
-    What is read is what an application would hand on: the kept tokens moved together, so that the model's work shrinks. The
-    ways take turns, so that a machine that slows down slows all of them.
+    The model reads the kept tokens moved together, as in an application, so that its work shrinks. The variants take turns, so
+    that a slowdown of the machine affects all of them.
 
     Args:
         subject: In eval mode.
@@ -59,7 +59,7 @@ def seconds(
 
 
 def squeeze(ids: Tensor, *, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept tokens of each row moved to its left, in their order, and the mask of what is there."""
+    """Return the kept tokens of each row, moved to the left in their order, and their mask."""
     width = max(int(keep.sum(1).max()), 1)
     order = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
     mask = keep.gather(1, order)

@@ -1,4 +1,7 @@
-"""A trained compressor from a file, or an error: nothing here ever answers with an untrained policy."""
+"""Load a trained compressor from a file, or raise an error.
+
+These functions never return an untrained policy.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +15,9 @@ __all__ = ["load", "read"]
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return a compressor's checkpoint as plain data (`weights_only=True`): a file cannot run code here.
+    """Return a compressor's checkpoint as plain data.
+
+    `weights_only=True` prevents a file from running code here.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -22,9 +27,9 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def load(path: str | Path, *, device: str = "auto") -> Compressor:
-    """Return the compressor in a checkpoint that training has saved, in eval mode, with its tokenizer.
+    """Return the compressor of a training checkpoint, in eval mode, with its tokenizer.
 
-    Its sizes are those it was trained with, whatever the preset of its name is by now.
+    The compressor has the sizes of its training, even if its preset has changed since then.
 
     Args:
         path: The `.ckpt` file.
@@ -49,7 +54,10 @@ def load(path: str | Path, *, device: str = "auto") -> Compressor:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Compressor` that give these sizes; of a pretrained reader they are what they are."""
+    """Return the arguments of `Compressor` that give these sizes.
+
+    A pretrained reader has its own sizes, so they are left out.
+    """
     policy = config["policy"]
     sizes = {"text_length": policy["positions"], "window": policy["window"], "reading": config["reading"]}
     return sizes if config["pretrained"] else {**config["reader"], **sizes}

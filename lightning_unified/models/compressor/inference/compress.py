@@ -1,4 +1,4 @@
-"""Fewer tokens of a text, chosen by a trained policy: exactly as many as were asked for."""
+"""Compress a text: a trained policy chooses exactly the requested number of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ _ROWS = 16  # windows scored at once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compression:
-    """A text and what was kept of it.
+    """A compressed text: its kept tokens and the original tokens.
 
     Attributes:
-        text: The kept tokens, as text; a character of which only some bytes were kept shows as a replacement character.
+        text: The kept tokens, as text; a character with only some bytes kept appears as a replacement character.
         ids: The kept tokens, in order.
         kept: Their positions in the original, from 0.
         original_ids: All tokens.
-        keep: The share asked for; `len(ids)` is `round(keep * len(original_ids))`.
+        keep: The requested share of tokens; `len(ids)` is `round(keep * len(original_ids))`.
     """
 
     text: str
@@ -50,13 +50,13 @@ def compress(
     device: str = "auto",
     seed: int = 0,
 ) -> Compression:
-    """Return `text` with the share `keep` of its tokens: those to which the policy gives the highest scores.
+    """Return `text` with the share `keep` of its tokens: the tokens with the highest scores.
 
     A text longer than those it was trained on is scored in windows; the tokens are then chosen over the whole text, so that a
     dense passage may keep more than an empty one.
 
     Args:
-        text: What to compress.
+        text: The text to compress.
         keep: Share of the tokens that stays, above 0, at most 1.
         module: A trained compressor in memory.
         checkpoint: Or the file of one; give exactly one of the two.
@@ -86,7 +86,10 @@ def compress(
 
 @torch.no_grad()
 def _scores(module: Compressor, ids: Sequence[int]) -> Tensor:
-    """Return the policy's scores (N,), on the host; windows are of even length, so that none is a mere rest."""
+    """Return the policy's scores (N,), on the host.
+
+    All windows have nearly the same length, so that no window is a short rest.
+    """
     longest = module.text_length
     windows = list(torch.tensor(ids).tensor_split(-(-len(ids) // longest)))
     was_training = module.training

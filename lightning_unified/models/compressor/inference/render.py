@@ -1,4 +1,7 @@
-"""A compressed text to look at: what was kept and what was dropped, in colour, in a terminal or as one HTML file."""
+"""Show a compressed text in a terminal or as one HTML file.
+
+Colours mark kept and dropped tokens.
+"""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -27,7 +30,9 @@ del {{ color: #a33; opacity: .55; }}
 
 
 def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> list[tuple[str, bool]]:
-    """Return the text in runs that were kept or dropped together; joined, they are the text of `ids`.
+    """Return the text in runs of tokens that were all kept or all dropped.
+
+    The joined runs are the text of `ids`.
 
     A character that several tokens share is never torn: it counts as kept if any of them was.
     """
@@ -41,7 +46,10 @@ def segments(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> l
 
 
 def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> Text:
-    """Return the text for `rich.print`: kept tokens bold and green, dropped ones dim, red and struck through."""
+    """Return the text for `rich.print`.
+
+    Kept tokens are bold and green; dropped tokens are dim, red and struck through.
+    """
     shown = Text()
     for text, flag in segments(encoder, ids, kept=kept):
         shown.append(text, style="bold green" if flag else "dim red strike")
@@ -49,7 +57,7 @@ def terminal(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool]) -> T
 
 
 def page(encoder: Encoder, ids: Sequence[int], *, kept: Sequence[bool], title: str | None = None) -> str:
-    """Return one HTML page that needs nothing else: kept tokens marked, dropped ones struck through.
+    """Return one self-contained HTML page: kept tokens marked, dropped tokens struck through.
 
     Args:
         encoder: Gives the texts of tokens.

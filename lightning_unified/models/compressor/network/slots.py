@@ -36,7 +36,7 @@ class Layout:
 
 
 def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
-    """Return the slots with those that are not `real` moved behind all others.
+    """Return the slots, with all slots that are not `real` moved to the end.
 
     Shapes:
         embeddings (B, S, D); real (B, S) bool.
@@ -48,7 +48,9 @@ def compact(embeddings: Tensor, *, real: Tensor) -> Layout:
 
 
 def gated(embeddings: Tensor, *, gates: Tensor, mask_embedding: Tensor) -> Tensor:
-    """Return `m e + (1 - m) e_mask`: the embedding where the gate is 1, the mask's where it is 0.
+    """Return `m e + (1 - m) e_mask`.
+
+    It is the embedding where the gate is 1, and the mask's embedding where the gate is 0.
 
     Shapes:
         embeddings (..., D), gates (...), mask_embedding (D).
@@ -57,7 +59,9 @@ def gated(embeddings: Tensor, *, gates: Tensor, mask_embedding: Tensor) -> Tenso
 
 
 def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_real: Tensor, separator: Tensor) -> Layout:
-    """Return the layout [first][separator][second but its last token]: the slots from the separator on predict `second`.
+    """Return the layout [first][separator][`second` without its last token].
+
+    The slots from the separator on predict `second`.
 
     Shapes:
         first (B, T, D), second (B, U, D), first_real (B, T), second_real (B, U), separator (D). The slots that predict `second`
@@ -70,7 +74,9 @@ def followed_by(first: Tensor, second: Tensor, *, first_real: Tensor, second_rea
 
 
 def with_separator(embeddings: Tensor, *, keep: Tensor, mask: Tensor, starts: Tensor, separator: Tensor) -> Layout:
-    """Return the layout [kept tokens before `starts`][separator][all tokens from `starts` on but the last].
+    """Return the layout [kept tokens before `starts`][separator][tokens from `starts` on].
+
+    The layout leaves out the last token.
 
     The slot t of the original order predicts token t, from `starts` on.
 

@@ -1,7 +1,7 @@
 """Terms of the policy's objective, and the REINFORCE estimator.
 
 The objective per token is J = E[distortion] + price * E[tokens kept] - entropy_weight * entropy. The distortion is the reader's cost of
-dropped tokens in nats, the price the cost of a kept token in nats, and the entropy a bonus for undecided tokens. The optimal logit is
+dropped tokens in nats. The price is the cost of a kept token in nats. The entropy is a bonus for undecided tokens. The optimal logit is
 (saved cost - price) / entropy_weight. So the entropy term makes logits a graded measure of a token's value: the tokens with the highest
 logits are the best for any budget, not only for the trained ratio.
 
@@ -21,13 +21,18 @@ def binary_entropy(logits: Tensor) -> Tensor:
 
 
 def log_probability(logits: Tensor, *, keep: Tensor, mask: Tensor) -> Tensor:
-    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T), without pads."""
+    """Return the log-probability (B, K) of masks `keep` (B, K, T) under `logits` (B, T).
+
+    Pads do not count.
+    """
     signs = keep.to(logits.dtype) * 2 - 1
     return (functional.logsigmoid(signs * logits.unsqueeze(1)) * mask.unsqueeze(1)).sum(-1)
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Return each reward minus the mean reward of the text's other masks (leave-one-out baseline).
+    """Return each reward minus the mean reward of the text's other masks.
+
+    This is the leave-one-out baseline.
 
     Shapes:
         rewards and result (B, K), K of 2 or more.
@@ -39,7 +44,9 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor) -> Tensor:
-    """Return a term (B) whose gradient estimates that of each text's expected distortion per token.
+    """Return a term (B) for the gradient of each text's expected distortion per token.
+
+    The term's gradient estimates the gradient of the distortion.
 
     The reward is detached: no gradient flows into its computation.
 
@@ -54,6 +61,9 @@ def reinforce(logits: Tensor, *, keep: Tensor, distortion: Tensor, mask: Tensor)
 
 
 def rate_terms(logits: Tensor, *, mask: Tensor, price: Tensor, entropy_weight: float) -> Tensor:
-    """Return price * E[tokens kept] - entropy_weight * entropy, summed over the tokens of each text (B); exact, not sampled."""
+    """Return price * E[tokens kept] - entropy_weight * entropy, summed by text (B).
+
+    The value is exact, not sampled.
+    """
     terms = price * torch.sigmoid(logits) - entropy_weight * binary_entropy(logits)
     return (terms * mask).sum(1)

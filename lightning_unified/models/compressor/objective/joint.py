@@ -98,7 +98,7 @@ class JointLoss:
     def parts(
         self, codec: Codec, batch: Mapping[str, Tensor], *, embeddings: Tensor, logits: Tensor, price: Tensor
     ) -> dict[str, Tensor]:
-        """Return the terms of the loss, scalars with a gradient: `distortion`, `policy` and `language`.
+        """Return the loss's terms with a gradient: `distortion`, `policy` and `language` (scalars).
 
         Args:
             codec: The networks.
@@ -135,7 +135,9 @@ class JointLoss:
 
     @torch.no_grad()
     def validate(self, codec: Codec, batch: Mapping[str, Tensor], *, ratio: float) -> Tensor:
-        """Return sums over a batch: loss and its terms at exactly `ratio` kept, language loss and its terms, tokens kept, tokens.
+        """Return a batch's sums: losses and their terms, tokens kept, and tokens.
+
+        The loss is measured at exactly `ratio` kept. The language loss is returned with its own number of terms.
 
         The loss covers dropped tokens only, or the continuation. Tokens with a probability above 1/2 count as kept.
         """

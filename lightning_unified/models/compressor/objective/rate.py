@@ -20,7 +20,9 @@ _KINDS = (
 
 
 class Price(nn.Module):
-    """The dual variable of "the expected keep ratio is `target`", in nats per kept token, never negative.
+    """The dual variable of the constraint "the expected keep ratio is `target`".
+
+    Its unit is nats per kept token. It is never negative.
 
     A proportional term damps the oscillations of the integral term. All state is in buffers, so that checkpoints hold it and a
     repeated step starts from the same state.
@@ -81,7 +83,10 @@ class CollapseWatch(nn.Module):
 
     @torch.no_grad()
     def update(self, *, ratio: Tensor, spread: Tensor) -> None:
-        """Observe one batch's expected keep ratio and the spread of keep probabilities in its texts (scalars)."""
+        """Observe one batch's expected keep ratio, and its keep probabilities' spread in each text.
+
+        Both are scalars.
+        """
         every, none = ratio > 1 - self.margin, ratio < self.margin
         looks = torch.stack([every, none, (spread < self.least_spread) & ~every & ~none])
         self.streaks.add_(1).mul_(looks)
@@ -92,7 +97,7 @@ class CollapseWatch(nn.Module):
 
 
 class KeepRate(Callback):
-    """Callback that moves a compressor's price after each batch, and warns once of each collapse.
+    """Callback that updates a compressor's price after each batch, and warns once per collapse.
 
     It is a callback and no module hook, because Lightning calls checkpoint callbacks after all other callbacks but before the module's
     hooks: a checkpoint must hold the price of the next batch.

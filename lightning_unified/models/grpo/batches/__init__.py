@@ -1,1 +1,1 @@
-"""Batches of GRPO: sampled completions, their rewards and advantages, kept for several steps."""
+"""GRPO's batches: completions, rewards and advantages, kept for several steps."""

@@ -12,11 +12,11 @@ _STANDARD_ERRORS = 2.0
 
 
 class CompletionBudget:
-    """Length limit that starts at `most` and follows the completions that end by themselves.
+    """Length limit that starts at `most` and follows completions that end without truncation.
 
     A policy with answers of 80 tokens and a limit of 512 pays for 512, in time and memory, whenever one completion fails to stop. The
-    limit is therefore `headroom` times the length by which all but `most_cut` of the recent completions have ended. Truncated
-    completions count as longer than any other. Some policies never stop in a share of their completions, which no limit changes. That
+    limit is therefore `headroom` times a length: all recent completions but the share `most_cut` have ended there. Truncated
+    completions count as longer than any other. Some policies never stop in a share of their completions, which no limit changes. This
     share is measured while the limit is `most`, falls when fewer are truncated, and does not raise a lower limit. If more than
     `most_cut` beyond it are truncated, the limit doubles. When the limit rises, observations under the lower one are dropped.
 

@@ -13,10 +13,12 @@ __all__ = ["KeptRollouts", "SamplerSlot"]
 
 
 class KeptRollouts:
-    """A prepared batch for several optimizer steps, with log-probabilities that the first step stores for the others.
+    """A prepared batch for several optimizer steps.
 
-    The first step runs with the weights that sampled. Its log-probabilities are those that the ratio and the reference term of later
-    steps need, so no extra pass is made. A micro-batch stores its rows; a repeated one stores them again.
+    The first step stores log-probabilities for the later steps.
+
+    The first step runs with the weights that sampled the completions. The ratio and the reference term of later steps need its
+    log-probabilities, so no extra pass is made. A micro-batch stores its rows; a repeated micro-batch stores them again.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,9 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class SamplerSlot:
-    """Holder of a module's sampler; a copy of the module has an empty one, since caches and graphs belong to one model.
+    """Holder of a module's sampler.
+
+    A copy of the module has an empty holder, because caches and graphs belong to one model.
 
     Attributes:
         given: The user's sampler.

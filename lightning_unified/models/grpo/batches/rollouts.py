@@ -1,4 +1,4 @@
-"""Turn a batch of prompts into a prepared batch: reward completions and keep the groups that teach.
+"""Turn prompts into a prepared batch: reward completions, keep groups whose rewards differ.
 
 Sources of the advantages: Shao et al. 2024, "DeepSeekMath", section 4.1 (groups, division by their standard deviation). Liu et
 al. 2025, "Understanding R1-Zero-Like Training", section 3 (centred only: the division gives most weight to prompts whose answers
@@ -21,7 +21,9 @@ _SAME = 1e-6  # judgement: smaller differences within a group are rounding
 
 
 def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none", "group"] = "none") -> Tensor:
-    """Return rewards minus their group's mean, optionally divided by the group's standard deviation.
+    """Return rewards minus their group's mean.
+
+    The difference may be divided by the group's standard deviation.
 
     The divisor is the sample standard deviation plus 1e-4.
 
@@ -41,7 +43,7 @@ def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none",
 
 
 def groups_that_tell(rewards: Tensor, *, group_size: int) -> Tensor:
-    """Return (P) bool: the groups whose rewards differ; in the others, all advantages are zero.
+    """Return (P) bool: the groups whose rewards differ; other groups have zero advantages.
 
     Args:
         rewards: (P * G), G for each prompt in a row.
@@ -52,7 +54,10 @@ def groups_that_tell(rewards: Tensor, *, group_size: int) -> Tensor:
 
 
 class Sampled(Protocol):
-    """Completions, as in `rollout.Completions`: N = P * G rows, G for each prompt in a row, T tokens."""
+    """Completions, as in `rollout.Completions`: N = P * G rows of T tokens.
+
+    The G rows of one prompt are adjacent.
+    """
 
     @property
     def ids(self) -> Tensor:
@@ -123,7 +128,9 @@ def prepared(
     scale: Literal["none", "group"],
     width: int | None,
 ) -> dict[str, Any]:
-    """Return the completions as a prepared batch with `advantages`, `sampled_log_probs` and `figures`.
+    """Return the completions as a prepared batch.
+
+    It has the added entries `advantages`, `sampled_log_probs` and `figures`.
 
     Groups with equal rewards have no gradient and are left out, as are columns that no other group needs. If no group is left, the
     first stays without active tokens. See `sequences` for the other fields.

@@ -1,4 +1,4 @@
-"""Sample completions: read each prompt once, decode all rows together, drop rows that have ended."""
+"""Sample completions: read each prompt once, decode all rows together, drop ended rows."""
 
 from lightning_unified.models.grpo.rollout.sampler import DECODINGS, Completions, Sampler
 

@@ -1,4 +1,7 @@
-"""Attention of one new token over a static cache, without a copy of the cache for each group of heads."""
+"""Attention of one new token over a static cache.
+
+It makes no copy of the cache for each group of heads.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +36,9 @@ def packed_attention(lm: Any) -> Iterator[None]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Attend with query (N, H, 1, D) to key and value (N, K, L, D), where each of the K heads serves H / K of the query's.
+    """Attend with query (N, H, 1, D) to key and value (N, K, L, D).
+
+    Each of the K heads serves H / K heads of the query.
 
     Query heads that share keys become rows of one head. The product is the same, and nothing is repeated.
     """

@@ -1,4 +1,4 @@
-"""Record decode steps as CUDA graphs, so that the device does not wait for Python between kernels."""
+"""Record decode steps as CUDA graphs: no wait for Python between kernels."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,7 +15,10 @@ _WARM_UP = 2  # the first call compiles and tunes, the second uses the results
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the one stream of all recordings: cuBLAS holds a workspace of some 30 MiB for each stream."""
+    """Return the one stream of all recordings.
+
+    One stream saves memory: cuBLAS holds a workspace of about 30 MiB per stream.
+    """
     return torch.cuda.Stream(device)
 
 

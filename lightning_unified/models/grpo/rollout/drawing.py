@@ -10,7 +10,7 @@ __all__ = ["Drawing"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """Rules by which a token is drawn from logits.
+    """Rules for drawing a token from logits.
 
     Attributes:
         temperature: Divisor of the logits; 0 takes the likeliest token.

@@ -1,4 +1,7 @@
-"""Decode over the model's own growing cache, if that holds more than keys and values of every token."""
+"""Decode over the model's own growing cache.
+
+This decoder serves models whose cache holds more than keys and values of every token.
+"""
 
 from typing import Any
 
@@ -11,7 +14,10 @@ __all__ = ["GrowingDecoder", "can_select"]
 
 
 def can_select(cache: Any) -> bool:
-    """Return whether rows of a model's own cache can be repeated and dropped; recurrent states cannot."""
+    """Return whether rows of a model's own cache can be repeated and dropped.
+
+    Recurrent states cannot be repeated or dropped.
+    """
     layers = getattr(cache, "layers", None) or [cache]
     return all(hasattr(layer, "batch_repeat_interleave") and hasattr(layer, "batch_select_indices") for layer in layers)
 

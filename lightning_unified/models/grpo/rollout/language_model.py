@@ -12,7 +12,9 @@ __all__ = ["blocks_of", "causal_lm", "forward_last", "sampling"]
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """Return the transformers model inside `model`, with peft's adapters in its layers if there are any.
+    """Return the transformers model inside `model`.
+
+    Its layers keep peft's adapters if there are any.
 
     Raises:
         ValueError: If it has no output embeddings, or its adapter adds tokens before the prompt.
@@ -39,14 +41,14 @@ def forward_last(lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
 
 
 def blocks_of(lm: nn.Module) -> list[nn.Module]:
-    """Return the blocks in the order in which they run: the longest list of modules of one class."""
+    """Return the blocks in running order: the longest list of modules of one class."""
     lists = [list(module) for module in lm.modules() if isinstance(module, nn.ModuleList)]
     return max((blocks for blocks in lists if len({type(block) for block in blocks}) == 1), key=len, default=[])
 
 
 @contextmanager
 def sampling(model: nn.Module) -> Iterator[None]:
-    """Switch off dropout, recomputation and gradients, and restore every module's mode afterwards.
+    """Switch off dropout, recomputation and gradients; restore every module's mode afterwards.
 
     Recomputation, by transformers or this project, is active in train mode only, so eval mode switches it off.
     """

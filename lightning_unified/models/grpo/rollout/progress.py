@@ -44,7 +44,10 @@ class Stopping:
         return self.text in self._decode(list(tokens[-len(self.text.encode()) :]))
 
     def _completes(self, token: int) -> bool:
-        """Return whether `token` decodes to the text's last character; blanks, lost in a lone token, count as found."""
+        """Return whether `token` decodes to the text's last character.
+
+        Blanks count as found, because a token decoded alone loses them.
+        """
         if token not in self._may_complete:
             assert self.text is not None and self._decode is not None  # noqa: PT018
             last = self.text[-1]
@@ -76,7 +79,10 @@ class Progress:
         return self._drawn == self._ids.shape[1]
 
     def add(self, tokens: Tensor, log_probs: Tensor) -> Callable[[], list[int]]:
-        """Store a token (K) for each decoded row and send it to the host; return a function that waits for it."""
+        """Store a token (K) for each decoded row and send it to the host.
+
+        The returned function waits for the token.
+        """
         self._ids[self._where, self._drawn] = tokens
         self._log_probs[self._where, self._drawn] = log_probs
         self._drawn += 1
@@ -117,7 +123,10 @@ class Progress:
         return kept
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask and log-probabilities (N, T), and which rows ended (N); T is the longest length."""
+        """Return ids, mask and log-probabilities (N, T), and the mask (N) of ended rows.
+
+        T is the longest length.
+        """
         device = self._ids.device
         lengths = torch.tensor([len(tokens) for tokens in self._tokens], device=device)
         T = max(len(tokens) for tokens in self._tokens)

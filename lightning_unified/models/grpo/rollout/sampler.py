@@ -102,7 +102,10 @@ class Sampler:
 
     @property
     def temperature(self) -> float:
-        """Temperature of the next calls; a recorded step contains no draw, so a change costs nothing."""
+        """Temperature of the next calls.
+
+        A change costs nothing, because a recorded step contains no draw.
+        """
         return self._drawing.temperature
 
     @temperature.setter
@@ -193,7 +196,10 @@ class Sampler:
             self._said = True
 
     def _decode(self, decoder: Any, logits: Tensor, *, progress: "Progress", generator: torch.Generator | None) -> None:
-        """Draw and decode until every row has ended; the host reads a token while the device computes the next."""
+        """Draw and decode until every row has ended.
+
+        The host reads a token while the device computes the next one.
+        """
         ahead = logits.is_cuda
         while True:
             tokens, log_probs = self._drawing(logits, generator=generator)

@@ -1,4 +1,7 @@
-"""Static cache: keys and values of all rows in one allocation, for changing rows and lengths."""
+"""Static cache: keys and values of all rows in one allocation.
+
+The numbers of rows and their lengths may change.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,9 @@ __all__ = ["LayerCache", "Storage", "is_plain_cache"]
 
 
 def is_plain_cache(cache: Any, *, length: int) -> bool:
-    """Return whether a cache holds only keys and values (P, H, length, D) of every token in each layer.
+    """Return whether each layer of a cache holds only every token's keys and values.
+
+    Keys and values have the shape (P, H, length, D).
 
     Caches of sliding windows, recurrent states and quantised values do not.
     """
@@ -21,7 +26,9 @@ def is_plain_cache(cache: Any, *, length: int) -> bool:
 
 
 class LayerCache:
-    """One layer's keys and values (N, H, L, D); `update` writes a new token at `slot` and returns all L.
+    """One layer's keys and values (N, H, L, D).
+
+    `update` writes a new token at `slot` and returns all L slots.
 
     It has the interface of a layer's cache, for models, and of a whole cache, for blocks: both call `update`.
     """
@@ -36,7 +43,7 @@ class LayerCache:
         self.slot = slot
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (N, H, 1, D) of the newest token and return those of all slots."""
+        """Write the newest token's keys and values (N, H, 1, D) and return all slots'."""
         self.keys.index_copy_(2, self.slot, keys.to(self.keys.dtype))
         self.values.index_copy_(2, self.slot, values.to(self.values.dtype))
         return self.keys, self.values
@@ -91,7 +98,10 @@ class Storage:
         return found
 
     def fill(self, prompt: Sequence[tuple[Tensor, Tensor]], *, group: int, length: int) -> None:
-        """Write the keys and values (P, H, S, D) of prompts, each for the `group` rows that continue it."""
+        """Write the keys and values (P, H, S, D) of prompts.
+
+        Each prompt is written for the `group` rows that continue it.
+        """
         for layer, given in zip(self.views(rows=len(prompt[0][0]) * group, length=length), prompt, strict=True):
             for view, one in zip(layer, given, strict=True):
                 view.zero_()  # a masked slot must not hold NaN either

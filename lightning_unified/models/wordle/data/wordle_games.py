@@ -1,4 +1,7 @@
-"""Rounds of games for training and validation; no Lightning import, since spawned workers load it."""
+"""Rounds of games for training and validation.
+
+The module does not import Lightning, since spawned workers load it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ class Games:
         train: Training secrets.
         held_out: Held-out secrets.
         chat: The tokenizer.
-        states: Turns of games whose states are prompts of the second phase.
+        states: Turns of games; their states are prompts of the second phase.
     """
 
     words: WordList
@@ -38,7 +41,9 @@ class Games:
 
 
 def round_of(number: int, games: Games, *, length: int, seed: int, teacher: Mapping[str, Any]) -> TraceRows:
-    """Return the traces of a round: one game for each training secret, or held-out one for `HELD_OUT`.
+    """Return the traces of a round: one game per training secret.
+
+    For `HELD_OUT`, the round has one game per held-out secret.
 
     Args:
         number: Number of the round.

@@ -13,7 +13,9 @@ __all__ = ["Patterns", "expected_bits"]
 
 
 class Patterns:
-    """Feedback codes of every guess for every answer, computed on demand and cached (at most N × A bytes).
+    """Feedback codes of every guess for every answer.
+
+    They are computed on demand and cached, in at most N × A bytes.
 
     Args:
         words: N guesses and A answers.

@@ -1,4 +1,7 @@
-"""Callback that plays held-out secrets during training and logs win rate, turns and valid guesses."""
+"""Callback that plays held-out secrets during training.
+
+It logs win rate, turns and valid guesses.
+"""
 
 import json
 from pathlib import Path
@@ -118,7 +121,10 @@ class PlayWordle(Callback):
 
 
 def shown(game: Game) -> str:
-    """Return a game as text: answers, valid guesses with marks (`!` in place, `?` elsewhere), result."""
+    """Return a game as text: answers, valid guesses with marks, and the result.
+
+    `!` marks a letter in place, `?` a letter elsewhere.
+    """
     lines = [f"secret: {game.secret}"]
     lines += [f"  {' '.join(text.split())}" for text in game.answers]
     lines += [f"  {turn.guess}  {''.join(_SIGNS[mark] for mark in marks(turn.code))}" for turn in game.state.turns]

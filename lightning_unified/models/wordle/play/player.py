@@ -22,7 +22,9 @@ __all__ = ["ModelPlayer", "load"]
 
 
 class ModelPlayer:
-    """Player that samples a model's answers with the template of its training; see `games.TrainedPlayer`.
+    """Player that samples a model's answers, with the template of its training.
+
+    See `games.TrainedPlayer`.
 
     The sampler's cache stays on the device between turns, until `release`. The player has its own random generator, so that the same
     model plays the same games and other random numbers do not change.
@@ -141,7 +143,10 @@ def _plain(hyper_parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad_id: int, *, least: int) -> tuple[Tensor, Tensor]:
-    """Return ids and mask (P, L), pads on the left, with one length for all calls, to reuse recordings."""
+    """Return ids and mask (P, L), with pads on the left.
+
+    All calls have one length, so that recordings can be reused.
+    """
     length = max(least, *(len(prompt) for prompt in prompts))
     ids = torch.full((len(prompts), length), pad_id)
     for row, prompt in enumerate(prompts):

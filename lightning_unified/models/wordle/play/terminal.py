@@ -1,4 +1,7 @@
-"""The game on a terminal: coloured rows, with marks in letters for terminals without colours."""
+"""The game on a terminal: coloured rows.
+
+Terminals without colours show the marks in letters.
+"""
 
 from rich.box import SIMPLE
 from rich.table import Table
