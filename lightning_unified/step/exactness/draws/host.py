@@ -35,9 +35,6 @@ _OF_NUMPY = (
     "randint",
     "beta",
     "binomial",
-)
-_OF_NUMPY = (
-    *_OF_NUMPY,
     "exponential",
     "gamma",
     "poisson",

@@ -32,7 +32,6 @@ def leaf_at(batch: Any, path: str) -> Tensor | None:
     return next((tensor for name, tensor in named_tensors(batch) if name == path), None)
 
 
-_LONG = 64  # a list with more entries holds rows, not fields
 _PLAIN = (str, int, type(None))  # bool is an int
 
 
