@@ -66,7 +66,10 @@ def _unified_ddp(**options: Any) -> Any:
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder):
-    """Import hook: finds Lightning's strategies as Python would, registers ours once they are executed, and removes itself."""
+    """Import hook that registers our strategies once Lightning's are executed.
+
+    It finds Lightning's strategies as Python would, and removes itself afterwards.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

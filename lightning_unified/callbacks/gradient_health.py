@@ -128,7 +128,10 @@ class _Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Streak:
-    """Bad steps in a row: their number, first and last step, and the bad parameters of the first with `"NaN"` or `"Inf"`."""
+    """Bad steps in a row: their number, and their first and last step.
+
+    It also holds the bad parameters of the first step, each with `"NaN"` or `"Inf"`.
+    """
 
     length: int = 0
     first: int = 0
@@ -220,7 +223,10 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _witnesses(gradients: list[Tensor]) -> Tensor:
-    """Return one number per gradient, shape (number of gradients,): NaN or Inf if the gradient holds one, else finite."""
+    """Return one number per gradient, shape (number of gradients,).
+
+    It is NaN or Inf if the gradient holds one, else finite.
+    """
     if not gradients:
         return torch.empty(0)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -249,7 +255,9 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 
 
 def _sums(gradients: list[Tensor]) -> Tensor:
-    """Return the sums, which show every NaN and Inf; on a CPU they are vectorised, as the infinity norm is not (torch 2.13).
+    """Return the sums, which show every NaN and Inf.
+
+    On a CPU torch 2.13 vectorises sums, and does not vectorise the infinity norm.
 
     Where one is not finite, which costs nothing to look at there, the extremes tell which of the two the gradient holds, or
     that only the sum overflows.

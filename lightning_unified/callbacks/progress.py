@@ -24,7 +24,9 @@ else:
 
 
 class _MemoryColumns(_Bar):
-    """Adds `mem 1.2/4.0 GiB` (allocated of the budget, or of the pool without one) and `micro 4` (rows) to a progress bar.
+    """Adds memory and micro-batch size to a progress bar.
+
+    `mem 1.2/4.0 GiB` is allocated of the budget, or of the pool without a budget. `micro 4` is in rows.
 
     The bar updates its columns every batch; readings are cached for a second, so that short batches cost nothing.
     """

@@ -47,7 +47,9 @@ class Verdict:
 
 
 class PressureTrace:
-    """Appends JSON lines and flushes each to the disk, so that they survive a freeze. Creates the file at the first line.
+    """Appends JSON lines and flushes each to the disk, so that they survive a freeze.
+
+    The first line creates the file.
 
     Args:
         path: The file; None writes nothing.

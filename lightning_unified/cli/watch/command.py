@@ -27,7 +27,10 @@ _RATE_S = 0.5  # `--once` reads twice this far apart, so that its snapshot has r
 
 
 def main(argv: list[str]) -> int:
-    """Show the machine until Ctrl-C, or once; return 0, 1 if the log fails, 2 for invalid arguments, 143 after SIGTERM."""
+    """Show the machine until Ctrl-C, or once, and return the exit code.
+
+    It is 0, 1 if the log fails, 2 for invalid arguments, 143 after SIGTERM.
+    """
     try:
         arguments = _parser().parse_args(argv)
     except SystemExit as done:

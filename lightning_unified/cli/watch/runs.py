@@ -41,7 +41,10 @@ def running(directory: Path | None, sources: Sources) -> list[RunRecord]:
 
 
 def _is_here(record: RunRecord, sources: Sources) -> bool:
-    """Return whether a record is of this machine. On macOS always: its name changes with the network, its home is local."""
+    """Return whether a record is of this machine.
+
+    On macOS it always is: the machine's name changes with the network, and its home is local.
+    """
     return sources.platform == "darwin" or record.host == platform.node()
 
 
@@ -62,7 +65,9 @@ def _has_ended(record: RunRecord, sources: Sources) -> bool:
 
 
 def _process(pid: int, sources: Sources) -> tuple[bool, float | None]:
-    """Return whether processes can be listed, and the start of process `pid` (seconds since 1970, None if there is none).
+    """Return whether processes can be listed, and the start of process `pid`.
+
+    The start is in seconds since 1970; None if there is no such process.
 
     Source:
         Linux `man 5 proc`: field 3 of `stat` is the state, field 22 the ticks from boot to the start. Fields are counted from behind
