@@ -27,7 +27,7 @@ from lightning_unified.step.exactness.facts.fields import arrays_of, columns_of,
 
 __all__ = ["BatchProfiles", "facts_of"]
 
-_KINDS = 64  # range of integers within which each value is a fact
+_KINDS = 64  # range of integers within which each value is a fact; a power of two
 _IGNORED = -100
 _VOID = 255  # the label of unlabelled pixels in segmentation maps
 
@@ -50,18 +50,16 @@ def facts_of(batch: Any, rows: int) -> frozenset[Fact]:
             groups.setdefault(key, []).append((path, flat))
     leaves = [[leaf for _, leaf in group] for group in groups.values()]
     stacks = [torch.stack(group) if len(group) > 1 else group[0][None] for group in leaves]
-    figures = [_figures(stack) for stack in stacks]
+    figures = [_float_figures(stack) if stack.is_floating_point() else _integer_figures(stack) for stack in stacks]
     facts: set[Fact] = {(path, "value", value) for path, column in columns_of(batch, rows) for value in column}
     for group, numbers in zip(groups.values(), _on_host(figures), strict=True):
         for (path, leaf), own in zip(group, numbers, strict=True):
-            facts |= _facts(path, leaf, own[:_COUNT], occurs=own[_COUNT:])
+            facts |= _float_facts(path, leaf, own) if leaf.is_floating_point() else _integer_facts(path, leaf, own)
     return frozenset(facts)
 
 
-_COUNT = 9
-_LARGE = (
-    1 << 20
-)  # entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
+# entries of a leaf from which on a copy, or a table of the values that occur, would take too much memory
+_LARGE = 1 << 20
 _REDUCED = {torch.bool: torch.uint8, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
@@ -86,58 +84,90 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
     )
 
 
-def _figures(stack: Tensor) -> Tensor:
-    """Return integer figures of shape (leaves, figures) about leaves of one shape.
+# Each operator costs a launch per batch, and each of its kernels some milliseconds when a GPU first loads it. So figures of rows are
+# put together before they are reduced, and all integers are reduced as int64.
 
-    The figures are, in this order: lowest and highest value; numbers of zeros, of ignored and of non-finite entries; zeros of the row with
-    the fewest and of the row with the most; ignored entries of the row with the most; the number of rows that repeat a number at an end;
-    then, for integers in leaves of up to 2^20 entries, whether each of the 64 numbers from the lowest on occurs.
+
+def _float_figures(stack: Tensor) -> Tensor:
+    """Return figures of shape (leaves, 6): sum, minimum and maximum over rows of the numbers of zeros and of non-finite entries.
 
     Args:
-        stack: The leaves, of shape (leaves, rows, entries per row).
+        stack: Leaves of floating-point numbers, of shape (leaves, rows, entries per row).
     """
-    if stack.is_floating_point() and stack.element_size() == 1:
+    if stack.element_size() == 1:
         stack = stack.float()  # few operators support 8-bit floating-point formats
-    zeros = (stack == 0).sum(2)
-    none = torch.zeros_like(zeros[:, 0])
-    counts = (zeros.sum(1), zeros.amin(1), zeros.amax(1))
-    if stack.is_floating_point():
-        bad = (~stack.isfinite()).flatten(1).sum(1)
-        return torch.stack([none, none, counts[0], none, bad, *counts[1:], none, none], 1)
+    return _over_rows((stack == 0).sum(2), (~stack.isfinite()).sum(2))
+
+
+def _integer_figures(stack: Tensor) -> Tensor:
+    """Return figures of shape (leaves, 11 + 64): lowest and highest value, figures of rows, and the values that occur modulo 64.
+
+    The figures of rows are sum, minimum and maximum over rows of the numbers of zeros and of ignored entries, and of whether the row repeats
+    a number at an end. The last 64 figures are left out for leaves of more than 2^20 entries.
+
+    Args:
+        stack: Leaves of integers or booleans, of shape (leaves, rows, entries per row).
+    """
     whole = stack.to(_REDUCED.get(stack.dtype, stack.dtype))
     flat = whole.flatten(1)
-    low, high = flat.amin(1).long(), flat.amax(1).long()
-    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else none[:, None]
+    limits = torch.stack([flat.amin(1), flat.amax(1)], 1).long()
+    zeros = (whole == 0).sum(2)
+    ignored = (whole == _IGNORED).sum(2) if whole.dtype != torch.uint8 else torch.zeros_like(zeros)
     second = min(1, whole.shape[2] - 1)
     repeats = (whole[:, :, 0] == whole[:, :, second]) | (whole[:, :, -1] == whole[:, :, -1 - second])
-    figures = [low, high, counts[0], ignored.sum(1), none, *counts[1:], ignored.amax(1), repeats.sum(1)]
-    numbers = torch.stack(figures, 1)
+    figures = torch.cat([limits, _over_rows(zeros, ignored, repeats.long())], 1)
     if flat.shape[1] > _LARGE:
-        return numbers
-    places = (flat.long() - low[:, None]).clamp_(max=_KINDS)
-    occurs = none.new_zeros(len(stack), _KINDS + 1).scatter_(1, places, 1)
-    return torch.cat([numbers, occurs[:, :_KINDS]], 1)
+        return figures
+    occurs = figures.new_zeros(len(stack), _KINDS).scatter_(1, (flat & (_KINDS - 1)).long(), 1)
+    return torch.cat([figures, occurs], 1)
 
 
-def _facts(path: str, leaf: Tensor, figures: Sequence[int], *, occurs: Sequence[int]) -> set[Fact]:
-    low, high, zeros, ignored, bad, fewest, most, most_ignored, repeats = figures
+def _over_rows(*figures: Tensor) -> Tensor:
+    """Return the sums of `figures` of shape (leaves, rows), then their minima, then their maxima."""
+    together = torch.stack(figures, 1)
+    return torch.cat([together.sum(2), together.amin(2), together.amax(2)], 1)
+
+
+def _float_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
+    zeros, bad, fewest, _, most, _ = figures
+    return _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most) | {(path, "not finite", bad > 0)}
+
+
+def _integer_facts(path: str, leaf: Tensor, figures: Sequence[int]) -> set[Fact]:
+    low, high, zeros, ignored, repeats, fewest, _, _, most, most_ignored, _, *occurs = figures
     rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
-    facts: set[Fact] = {(path, "row size", _order(size))}
-    if not leaf.is_floating_point() and high - low < _KINDS:
-        values = [low + place for place, one in enumerate(occurs) if one] or leaf.unique().tolist()
+    facts = _facts_of_zeros(path, leaf, zeros, fewest=fewest, most=most)
+    if high - low < _KINDS:
+        within = range(low, high + 1)
+        values = [value for value in within if occurs[value % _KINDS]] if occurs else leaf.unique().tolist()
         facts |= {(path, "value", value) for value in values}
-    elif not leaf.is_floating_point():
+    else:
         facts |= {(path, "lowest", _signed_order(low)), (path, "highest", _signed_order(high))}
         facts.add((path, "void", high == _VOID))
-    facts |= {(path, "zeros", _share(zeros, rows * size)), (path, "ignored", _share(ignored, rows * size))}
-    facts.add((path, "not finite", bad > 0))
+    facts.add((path, "ignored", _share(ignored, rows * size)))
     if size > 1:
-        facts |= {(path, "row of zeros", most == size), (path, "row without zeros", fewest == 0)}
-        facts |= {(path, "shortest row", _order(size - most)), (path, "longest row", _order(size - fewest))}
         facts |= {(path, "row of ignored", most_ignored == size), (path, "repeats at an end", _share(repeats, rows))}
     else:
-        facts |= {(path, "all zero", zeros == rows), (path, "all ignored", ignored == rows)}
+        facts.add((path, "all ignored", ignored == rows))
     return facts
+
+
+def _facts_of_zeros(path: str, leaf: Tensor, zeros: int, *, fewest: int, most: int) -> set[Fact]:
+    """Return the facts about row size and zeros.
+
+    Args:
+        path: The leaf's path.
+        leaf: The leaf, with one entry per row.
+        zeros: The number of zeros in the leaf.
+        fewest: The number of zeros in the row with the fewest.
+        most: The number of zeros in the row with the most.
+    """
+    rows, size = leaf.shape[0], leaf.numel() // leaf.shape[0]
+    facts: set[Fact] = {(path, "row size", _order(size)), (path, "zeros", _share(zeros, rows * size))}
+    if size == 1:
+        return facts | {(path, "all zero", zeros == rows)}
+    facts |= {(path, "row of zeros", most == size), (path, "row without zeros", fewest == 0)}
+    return facts | {(path, "shortest row", _order(size - most)), (path, "longest row", _order(size - fewest))}
 
 
 def _order(number: float) -> int:
