@@ -19,6 +19,7 @@ from lightning_unified.cli.config.help import help_text
 from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
 from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
+from lightning_unified.cli.config.sweeper import register as register_sweeper
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.errors import ConfigurationError
 
@@ -35,6 +36,7 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
     """
     program = f"{_interpreter()} {program}"
     try:
+        register_sweeper()
         flags, unknown = get_args_parser().parse_known_args(list(arguments))
         if unknown:
             raise ConfigurationError(

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+
+from lightning_unified.cli.config.sweeper import OptunaSweeper
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def losses(folder):
 
 
 def test_optuna_finds_the_run_of_the_least_validation_loss(sweep, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna", minversion="4")
     done = sweep(
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=2",
@@ -32,6 +35,40 @@ def test_optuna_finds_the_run_of_the_least_validation_loss(sweep, tmp_path):
     assert len(found) == 2
     assert best.best_value == min(found.values())
     assert f"model.learning_rate={best.best_params['model.learning_rate']}" == min(found, key=found.get)
+
+
+DRAWN = {
+    "trainer.max_epochs=interval(1,4)": {"1", "2", "3", "4"},  # the key holds an integer
+    "a.b=int(interval(3,5))": {"3", "4", "5"},
+    "a.b=range(1,9,4)": {"1", "5"},
+    "a.b=x,y": {"x", "y"},
+    "+a.b=choice('p q',z)": {"p\\ q", "z"},
+}
+
+
+@pytest.mark.parametrize("override", DRAWN)
+def test_a_sweep_draws_values_of_the_overrides_kind(override):
+    optuna = pytest.importorskip("optuna", minversion="4")
+    sweeper = OptunaSweeper(n_trials=9, n_jobs=1, direction="minimize", seed=0, storage=None, study_name=None)
+    sweeper._config = OmegaConf.create({"trainer": {"max_epochs": 3}, "a": {"b": 0.5}})
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+
+    drawn = {sweeper._drawn(study.ask(), parsed) for _ in range(60)}
+
+    assert drawn == {f"{override.partition('=')[0]}={value}" for value in DRAWN[override]}
+
+
+def test_a_logarithmic_interval_draws_small_values_as_often():
+    optuna = pytest.importorskip("optuna", minversion="4")
+    sweeper = OptunaSweeper(n_trials=9, n_jobs=1, direction="minimize", seed=0, storage=None, study_name=None)
+    sweeper._config = OmegaConf.create({})
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    (parsed,) = OverridesParser.create().parse_overrides(["rate=tag(log,interval(1e-5,1e-1))"])
+
+    drawn = [float(sweeper._drawn(study.ask(), parsed).partition("=")[2]) for _ in range(200)]
+
+    assert 70 < sum(value < 1e-3 for value in drawn) < 130
 
 
 @pytest.mark.slow

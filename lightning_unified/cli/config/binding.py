@@ -1,13 +1,16 @@
 """Check every `_target_` node against its signature: argument names and types."""
 
 import inspect
+import logging
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union
+from unittest.mock import patch
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_unified.cli.config.extras import extra_for, missing_packages
 from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
@@ -32,8 +35,14 @@ def target_of(path: str) -> Callable[..., Any]:
     from hydra.utils import get_object
 
     try:
-        return get_object(path)
+        with patch.object(logging.getLogger("hydra.utils"), "disabled", new=True):  # it logs what is raised as well
+            return get_object(path)
     except Exception as error:
+        for package in missing_packages(error):
+            if extra := extra_for(package, target=path):
+                raise ConfigurationError(
+                    f"{path} needs the package {package}, which is not installed: pip install 'lightning-unified[{extra}]'."
+                ) from error
         raise ConfigurationError(f"_target_: {path} cannot be imported ({error}).") from error
 
 
