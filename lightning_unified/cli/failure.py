@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 
+from lightning_unified.cli.config.bounded_files import printable
 from lightning_unified.errors import LightningUnifiedError
 
 __all__ = ["DEBUG_VARIABLE", "INTERRUPTED", "TERMINATED", "explain", "report_failure"]
@@ -33,7 +34,8 @@ def report_failure(error: BaseException) -> int:
     if os.environ.get(DEBUG_VARIABLE, "0") not in {"", "0"}:
         traceback.print_exception(error)
     lines = [
-        line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in text.strip().splitlines()
+        line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+        for line in printable(text).strip().splitlines()
     ]
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], f"… {len(lines) - _MOST_LINES + 1} more lines"]

@@ -20,6 +20,7 @@ from lightning_unified.cli.config.nearest import did_you_mean
 from lightning_unified.cli.config.overrides import check_overrides, key_of, parse_overrides
 from lightning_unified.cli.config.resume import SavedRun, find_run, merged_overrides
 from lightning_unified.cli.config.sweeper import register as register_sweeper
+from lightning_unified.cli.config.trust import FLAG
 from lightning_unified.cli.failure import report_failure
 from lightning_unified.errors import ConfigurationError
 
@@ -30,21 +31,23 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
     """Train as the command line requests, and return the exit code.
 
     Args:
-        arguments: Overrides and Hydra's flags, as given on the command line.
+        arguments: Overrides, Hydra's flags, and `--trust`, as given on the command line.
         config_path: The configuration: a folder or `pkg://package.name`.
         program: The arguments to Python that start this command, for the help and the resume command.
     """
     program = f"{_interpreter()} {program}"
     try:
         register_sweeper()
-        flags, unknown = get_args_parser().parse_known_args(list(arguments))
+        trusted = FLAG in arguments
+        arguments = [argument for argument in arguments if argument != FLAG]
+        flags, unknown = get_args_parser().parse_known_args(arguments)
         if unknown:
             raise ConfigurationError(
-                f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir'])} "
+                f"{unknown[0]}: there is no such flag{did_you_mean(unknown[0], ['--multirun', '--help', '--cfg', '--info', '--config-dir', FLAG])} "
                 "Overrides are written key=value, without dashes."
             )
         if flags.info or flags.shell_completion or flags.hydra_help:
-            return _hydra(list(arguments), config_path, lambda _: None)
+            return _hydra(arguments, config_path, lambda _: None)
         if flags.config_dir and not Path(flags.config_dir).is_dir():
             raise ConfigurationError(f"--config-dir {flags.config_dir}: there is no such directory.")
         extra = [f"hydra.searchpath=[file://{Path(flags.config_dir).absolute()}]"] if flags.config_dir else []
@@ -52,11 +55,11 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
             if flags.help:
                 sys.stdout.write(help_text(program, [*extra, *flags.overrides], multirun=flags.multirun))
                 return 0
-            saved = _run_to_resume(flags.overrides, multirun=flags.multirun)
+            saved = _run_to_resume(flags.overrides, multirun=flags.multirun, trusted=trusted)
             overrides = _with_run(flags.overrides, saved)
             check_overrides([*extra, *overrides], multirun=flags.multirun)
         if flags.cfg:
-            return _hydra(list(arguments), config_path, lambda _: None)
+            return _hydra(arguments, config_path, lambda _: None)
         return _run(
             overrides,
             given=flags.overrides,
@@ -78,13 +81,13 @@ def _interpreter() -> str:
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 
 
-def _run_to_resume(overrides: Sequence[str], *, multirun: bool) -> SavedRun | None:
+def _run_to_resume(overrides: Sequence[str], *, multirun: bool, trusted: bool) -> SavedRun | None:
     """Return the saved run that `resume=` names, or None."""
     for override in parse_overrides(overrides):
         if key_of(override) == "resume" and override.value() is not None:
             if multirun:
                 raise ConfigurationError("resume continues one run; leave out -m, or leave out resume.")
-            return find_run(str(override.value()))
+            return find_run(str(override.value()), trusted=trusted)
     return None
 
 

@@ -1,6 +1,7 @@
 """Continue a run from its saved configuration; overrides given beside `resume=` win and are reported."""
 
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_unified.cli.config.bounded_files import read_yaml
 from lightning_unified.cli.config.composition import Composed, composed, flat
 from lightning_unified.cli.config.overrides import key_of, parse_overrides
+from lightning_unified.cli.config.trust import FLAG, check_links, check_overrides_of, check_paths, check_targets
 from lightning_unified.errors import CheckpointError, ConfigurationError
 
 __all__ = [
@@ -39,12 +42,14 @@ class SavedRun:
         config: Its resolved configuration.
         overrides: The overrides of its command line.
         checkpoint: The checkpoint to continue from.
+        trusted: Whether its files may name any code, by `--trust`.
     """
 
     directory: Path
     config: DictConfig
     overrides: list[str]
     checkpoint: Path
+    trusted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +61,15 @@ class Change:
     new: Any
 
 
-def find_run(directory: str | Path) -> SavedRun:
+def find_run(directory: str | Path, *, trusted: bool = False) -> SavedRun:
     """Return the run in `directory`.
 
+    Args:
+        directory: The run directory.
+        trusted: Leaves out the checks of `trust`.
+
     Raises:
-        ConfigurationError: If it is not a run directory, or has no checkpoint yet.
+        ConfigurationError: If it is not a run directory, has no checkpoint yet, or asks for more than training.
     """
     path = Path(directory).expanduser().absolute()
     if not path.is_dir():
@@ -77,12 +86,25 @@ def find_run(directory: str | Path) -> SavedRun:
         raise ConfigurationError(
             f"resume={directory}: that run has no checkpoints/last.ckpt to go on from; start it anew with run_dir={directory}."
         )
-    return SavedRun(
+    run = SavedRun(
         directory=path,
-        config=DictConfig(OmegaConf.load(config)),
-        overrides=[str(each) for each in OmegaConf.load(overrides)],
+        config=_mapping(config, read_yaml(config)),
+        overrides=[str(each) for each in read_yaml(overrides)],
         checkpoint=checkpoint,
+        trusted=trusted,
     )
+    if not trusted:
+        check_links(path)
+        check_overrides_of(path, run.overrides)
+        check_targets(path, run.config)
+        check_paths(path, relocated(run.config, path))
+    return run
+
+
+def _mapping(path: Path, content: Any) -> DictConfig:
+    if not OmegaConf.is_dict(content) or "run_dir" not in content:
+        raise ConfigurationError(f"{path}: that is not the configuration of a run: it has no run_dir.")
+    return content
 
 
 def merged_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
@@ -164,8 +186,14 @@ def check_steps_left(run: SavedRun, max_steps: int) -> int:
     import torch
 
     try:
-        done = int(torch.load(run.checkpoint, map_location="cpu", mmap=True, weights_only=False)["global_step"])
+        checkpoint = torch.load(run.checkpoint, map_location="cpu", mmap=True, weights_only=not run.trusted)
+        done = int(checkpoint["global_step"])
     except Exception as error:
+        if isinstance(error, pickle.UnpicklingError) and not run.trusted and "Weights only load failed" in str(error):
+            raise CheckpointError(
+                f"{run.checkpoint} holds Python objects beside tensors and plain data, which may run code when they are read; add {FLAG} if the "
+                "run is your own."
+            ) from error
         others = sorted(path.name for path in run.checkpoint.parent.glob("*.ckpt") if path != run.checkpoint)
         rest = f"copy one of {', '.join(others)} over it" if others else "the run cannot be continued"
         raise CheckpointError(f"{run.checkpoint} cannot be read ({type(error).__name__}); {rest}.") from error

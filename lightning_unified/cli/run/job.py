@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_unified.cli.config.binding import check_binding
+from lightning_unified.cli.config.binding import check_binding, targets
 from lightning_unified.cli.config.composition import composed
 from lightning_unified.cli.config.resume import (
     LAST,
@@ -28,6 +28,7 @@ from lightning_unified.cli.config.resume import (
     merged_overrides,
     relocated,
 )
+from lightning_unified.cli.config.trust import FLAG, is_own
 from lightning_unified.cli.failure import INTERRUPTED, TERMINATED, report_failure
 from lightning_unified.errors import ConfigurationError, LightningUnifiedError
 
@@ -107,7 +108,8 @@ class Job:
         from lightning_unified.cli.run.screen import quiet_third_parties, show_changes, show_start
 
         quiet_third_parties()  # Lightning sets its own levels when it is imported
-        resume_command = f"{self.program} {_resume_override(directory)}"
+        own = all(is_own(node["_target_"]) for _, node in targets(OmegaConf.to_container(config, resolve=True)))
+        resume_command = f"{self.program} {_resume_override(directory)}{'' if own else f' {FLAG}'}"
 
         def begin(module: "LightningModule") -> None:
             OmegaConf.save(config, directory / "config.yaml", resolve=True)
@@ -162,8 +164,9 @@ class Job:
     def _fit(self, parts: "Parts") -> None:
         """Train; convert errors before the first batch into configuration errors."""
         checkpoint = None if self.saved is None else str(self.saved.checkpoint)
+        weights_only = None if self.saved is None else not self.saved.trusted
         try:
-            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
+            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=weights_only)
         except LightningUnifiedError:
             raise
         except (ValueError, FileNotFoundError) as error:

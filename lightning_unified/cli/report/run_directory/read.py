@@ -1,6 +1,5 @@
 """Read a run directory in any state: finished, stopped, resumed, crashed or still running."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -8,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_unified.cli.config.bounded_files import read_json, read_yaml
 from lightning_unified.cli.report.run_directory.curves import read_curves
 from lightning_unified.cli.report.run_directory.moments import read_lines, tell
 from lightning_unified.cli.report.run_directory.records import Curve, Moment, Run
@@ -57,15 +57,15 @@ class _Files:
         self.problems: list[str] = []
 
     def json(self, name: str) -> dict[str, Any]:
-        content = self._try(name, lambda path: json.loads(path.read_text(encoding="utf-8")))
+        content = self._try(name, read_json)
         return content if isinstance(content, dict) else {}
 
     def yaml(self, name: str) -> dict[str, Any]:
-        content = self._try(name, lambda path: OmegaConf.to_container(OmegaConf.load(path)))
+        content = self._try(name, lambda path: OmegaConf.to_container(read_yaml(path)))
         return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
     def list(self, name: str) -> list[str]:
-        content = self._try(name, lambda path: OmegaConf.to_container(OmegaConf.load(path)))
+        content = self._try(name, lambda path: OmegaConf.to_container(read_yaml(path)))
         return [str(each) for each in content] if isinstance(content, list) else []
 
     def lines(self, name: str) -> Sequence[Mapping[str, Any]]:
