@@ -1,5 +1,6 @@
 """`train`: check the command line, then let Hydra run it once or as a sweep."""
 
+import argparse
 import os
 import shlex
 import shutil
@@ -37,6 +38,7 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
     """
     program = f"{_interpreter()} {program}"
     try:
+        accept_lazy_help()
         register_sweeper()
         trusted = FLAG in arguments
         arguments = [argument for argument in arguments if argument != FLAG]
@@ -71,6 +73,24 @@ def train(arguments: Sequence[str], *, config_path: str = PACKAGED, program: str
         )
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error)
+
+
+def accept_lazy_help(container: Any = argparse._ActionsContainer) -> None:
+    """Let argparse of Python 3.14 accept help that is no text.
+
+    It formats each help text when an option is added. Hydra 1.3 gives an object that becomes text when help is shown, and argparse
+    refuses it as "badly formed help string". To be removed with a release of Hydra that gives text.
+    """
+    check = getattr(container, "_check_help", None)  # Python 3.14 and later
+    if check is None or getattr(check, "accepts_lazy_help", False):
+        return
+
+    def check_text(parser: Any, action: argparse.Action) -> None:
+        if isinstance(action.help, str):
+            check(parser, action)
+
+    check_text.accepts_lazy_help = True  # type: ignore[attr-defined]
+    container._check_help = check_text
 
 
 def _interpreter() -> str:
