@@ -47,7 +47,7 @@ class Tier:
     Attributes:
         spec: The budget as the tier's file writes it.
         bytes: The budget in bytes on this machine, None if unknown.
-        fits: Whether the budget is within the pool.
+        fits: Whether the pool has the budget as written; a smaller pool gives a tier less.
         fits_now: Whether the budget is within the bytes that `auto` would take now.
         batch_size: The effective batch, None where the tier sets none.
         micro_batch_size: The size as the tier's file writes it, None where it follows another choice.
@@ -170,7 +170,7 @@ def _tiers(files: dict[str, dict[str, Any]], reading: Reading) -> dict[str, Tier
         try:
             budget = resolve_budget(spec, reading)
             count, reason = budget.bytes, budget.reason
-            fits = True
+            fits = _asked(spec) in (None, count)
         except ConfigurationError as error:
             count, reason, fits = _asked(spec), str(error), False
         tiers[name] = Tier(
@@ -194,7 +194,7 @@ def _asked(spec: str | int) -> int | None:
         parsed = parse_spec(spec)
     except ConfigurationError:
         return None
-    return int(parsed.amount) if parsed.kind == "bytes" else None
+    return int(parsed.amount) if parsed.kind in ("bytes", "up to") else None
 
 
 def _plain(value: Any) -> Any:

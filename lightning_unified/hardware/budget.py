@@ -4,10 +4,12 @@
 |---|---|
 | `auto` | available bytes plus those this process holds, less a reserve for everything else |
 | `28GiB`, `30GB`, a count | as written; an amount above the pool is an error |
+| `up to 28GiB` | as written; of a smaller pool what `auto` gives |
 | `60%` | a share of the pool's total |
 | `leave 6GiB` | available bytes plus those this process holds, less the amount; read again during the run |
 
-A budget is never clamped silently: a run tuned for one budget must not start with another.
+A budget is never clamped silently: a run tuned for one budget must not start with another. The memory tiers are written with `up to`,
+because a tier stands for a class of machines; the reason of the budget then says what the pool gives.
 """
 
 import math
@@ -37,9 +39,10 @@ __all__ = [
     "unified_reserve",
 ]
 
-_EXAMPLES = "write auto, 28GiB, 60% (of the pool) or leave 6GiB (for everything else)"
+_EXAMPLES = "write auto, 28GiB, up to 28GiB, 60% (of the pool) or leave 6GiB (for everything else)"
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
-_SHIPPED_BUDGET = re.compile(r"^  budget: (\S+)$", re.MULTILINE)
+_SHIPPED_BUDGET = re.compile(r"^  budget: up to (\S+)$", re.MULTILINE)
+_UP_TO = re.compile(r"\s*up\s+to\s+(.+?)\s*", re.IGNORECASE)
 _LEAVE = re.compile(r"\s*leave\s+(.+?)\s*", re.IGNORECASE)
 
 # Judgement, after unified-memory practice: on one pool the system, the loader and the page cache need memory too.
@@ -74,10 +77,10 @@ class Budget:
 class Spec:
     """A parsed budget.
 
-    `amount` is bytes for "bytes" and "leave", a share in 0..1 for "share", 0 for "auto".
+    `amount` is bytes for "bytes", "up to" and "leave", a share in 0..1 for "share", 0 for "auto".
     """
 
-    kind: Literal["auto", "bytes", "share", "leave"]
+    kind: Literal["auto", "bytes", "up to", "share", "leave"]
     amount: float
     text: str
 
@@ -90,14 +93,14 @@ def fixed_tiers() -> Mapping[str, int]:
     """
     texts = {path.stem: read_text(path) or "" for path in sorted((shipped_configuration() / "memory").glob("*.yaml"))}
     specs = {name: found.group(1) for name, text in texts.items() if (found := _SHIPPED_BUDGET.search(text))}
-    return MappingProxyType({name: parse_bytes(spec) for name, spec in specs.items() if spec != "auto"})
+    return MappingProxyType({name: parse_bytes(spec) for name, spec in specs.items()})
 
 
 def parse_spec(spec: str | int) -> Spec:
     """Parse a budget as written, without a pool.
 
     Raises:
-        BudgetError: If the text has none of the four forms, or names less than a MiB (a forgotten unit).
+        BudgetError: If the text has none of the five forms, or names less than a MiB (a forgotten unit).
     """
     text = str(spec).strip()
     if isinstance(spec, bool) or not isinstance(spec, (str, int)) or not text:
@@ -109,26 +112,27 @@ def parse_spec(spec: str | int) -> Spec:
         if not 0 < share <= 1:
             raise BudgetError(f"a budget of {text!r} is not a share of a pool; write more than 0% and at most 100%.")
         return Spec(kind="share", amount=share, text=text)
-    leave = _LEAVE.fullmatch(text)
+    leave, up_to = _LEAVE.fullmatch(text), _UP_TO.fullmatch(text)
+    worded = leave or up_to
     try:
-        amount = parse_bytes(leave.group(1) if leave else spec)
+        amount = parse_bytes(worded.group(1) if worded else spec)
     except BudgetError as error:
         raise BudgetError(f"a budget of {text!r} cannot be read; {_EXAMPLES}.") from error
     if amount < MIB:
         raise BudgetError(
             f"a budget of {text!r} is {amount} bytes; was a unit forgotten? {_EXAMPLES[0].upper()}{_EXAMPLES[1:]}."
         )
-    return Spec(kind="leave" if leave else "bytes", amount=amount, text=text)
+    return Spec(kind="leave" if leave else "up to" if up_to else "bytes", amount=amount, text=text)
 
 
 def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int] | None = None) -> Budget:
     """Return the bytes a run may use on the pool of `reading`.
 
-    The result is never clamped: a run that was tuned for one budget and silently got another is worse than one that did not
-    start. An unavailable amount is an error that names the available one.
+    A stated amount is never clamped: a run that was tuned for one budget and silently got another is worse than one that did not
+    start. An unavailable amount is an error that names the available one, except with "up to".
 
     Args:
-        spec: `"auto"`, an amount (`"28GiB"` or a count), `"60%"` of the pool, `"leave 6GiB"` for everything else.
+        spec: `"auto"`, an amount (`"28GiB"` or a count), `"up to 28GiB"`, `"60%"` of the pool, `"leave 6GiB"` for everything else.
         reading: A fresh reading of the pool.
         tiers: Named budgets in bytes, to name the largest that fits; None for `fixed_tiers()`.
 
@@ -152,6 +156,10 @@ def resolve_budget(spec: str | int, reading: Reading, *, tiers: Mapping[str, int
         amount = math.floor(parsed.amount * total)
         return Budget(bytes=amount, spec=parsed.text, reason=f"{parsed.text} of {what}", follows_others=False)
     amount = int(parsed.amount)
+    if total is not None and amount > total and parsed.kind == "up to":
+        given = _auto(reading)
+        reason = f"{what}, is less than {format_bytes(amount)}, so the run takes what auto gives: {given.reason}"
+        return replace(given, bytes=min(given.bytes, amount), spec=parsed.text, reason=reason)
     if total is not None and amount > total:
         raise BudgetError(
             f"a budget of {format_bytes(amount)} is above {what}; {_what_fits(total, fixed_tiers() if tiers is None else tiers)}."
@@ -171,7 +179,7 @@ def divide_budget(budget: Budget, reading: Reading, *, sharers: int) -> Budget:
     """
     if sharers == 1:
         return budget
-    own = 0 if parse_spec(budget.spec).kind in ("bytes", "share") else reading.allocated.bytes or 0
+    own = 0 if parse_spec(budget.spec).kind in ("bytes", "up to", "share") else reading.allocated.bytes or 0
     amount = own + (budget.bytes - own) // sharers
     reason = f"one part of {sharers}, for as many processes on the same memory: {budget.reason}"
     return replace(budget, bytes=max(amount, MIB), sharers=sharers, reason=reason)

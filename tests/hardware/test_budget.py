@@ -251,3 +251,25 @@ def test_one_process_has_all_of_its_budget():
     budget = resolve_budget("8GiB", now)
 
     assert divide_budget(budget, now, sharers=1) is budget
+
+
+@given(pools(), st.integers(MIB, 1024 * GIB))
+def test_up_to_is_the_amount_within_the_pool_and_at_most_what_auto_gives_beyond_it(reading, amount):
+    budget = resolve_budget(f"up to {amount}", reading)
+
+    if amount <= reading.total.bytes:
+        assert budget.bytes == amount
+    else:
+        assert budget.bytes == min(amount, resolve_budget("auto", reading).bytes)
+        assert "is less than" in budget.reason
+    assert budget.spec == f"up to {amount}"
+
+
+def test_a_stated_amount_above_the_pool_is_still_an_error():
+    with pytest.raises(BudgetError, match="above the pool"):
+        resolve_budget("28GiB", pool(total=22 * GIB, available=20 * GIB))
+
+
+def test_two_processes_share_an_amount_up_to_a_limit_evenly():
+    reading = pool(total=64 * GIB, available=60 * GIB)
+    assert divide_budget(resolve_budget("up to 28GiB", reading), reading, sharers=2).bytes == 14 * GIB

@@ -132,7 +132,7 @@ def _stand_in(hardware: str, spec: str | int) -> Profile:
     backend = {"jetson": "cuda", "dgx_spark": "cuda", "strix_halo": "rocm"}.get(hardware, hardware)
     kin = [each for each in PROFILES.values() if each.hardware == hardware]
     kin = kin or [each for each in PROFILES.values() if each.backend == backend]
-    if parsed.kind != "bytes":
+    if parsed.kind not in ("bytes", "up to"):
         raise HardwareError(
             f"hardware={hardware} is not here, and memory.budget={spec} depends on the machine. Name one with simulate="
             f"{', '.join(each.name for each in kin)}; give an amount, as in memory.budget=16GiB; or see all with --fits-where."

@@ -82,13 +82,15 @@ def set_mps_environment(spec: str | int = "auto", *, sources: Sources | None = N
     ram = host_total(sources).bytes
     if parsed.kind == "share":
         high = parsed.amount
-    elif parsed.kind == "bytes":
+    elif parsed.kind == "bytes" or (
+        parsed.kind == "up to" and (not ram or parsed.amount <= _largest_working_set(sources, ram))
+    ):
         high = parsed.amount / _largest_working_set(sources, ram) if ram else 1.0
     else:
         high = _safe_high(sources, ram)
         available = host_available(sources).bytes
         if ram and available is not None:
-            room = max(available - parsed.amount, available / 2 if parsed.kind == "auto" else MIB)
+            room = max(available - (parsed.amount if parsed.kind == "leave" else 0), MIB)
             high = min(high, room / _largest_working_set(sources, ram))
     return _write(sources, min(high, 1.0))
 
