@@ -21,13 +21,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from lightning_unified.micro_batches import MicroBatchRules
-from lightning_unified.step.exactness.examination import UNITS, Check, Examination
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, Fact, facts_of
 from lightning_unified.step.exactness.facts.progress import ModuleFacts, OutsideFacts
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, likeliest, restored, shares
-from lightning_unified.step.exactness.results import Tables
 from lightning_unified.step.exactness.rows import starts_of
-from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.examination import UNITS, Check, Examination
+from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.results.merging import MergeTable
 from lightning_unified.step.split import BatchSplitter

@@ -23,9 +23,9 @@ from lightning_unified.step.exactness.draws.replay import RecordDraws, ReplayDra
 from lightning_unified.step.exactness.facts.profile import BatchProfiles, facts_of
 from lightning_unified.step.exactness.gradients import Tolerance
 from lightning_unified.step.exactness.losses import LossRule, candidates, declared, shares
-from lightning_unified.step.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.step.exactness.rows import splits_of, starts_of, window
-from lightning_unified.step.exactness.run import Results, aside, copied
+from lightning_unified.step.exactness.tables import Tables, learn_results, refusal_of_state
+from lightning_unified.step.exactness.trials.run import Results, aside, copied
 from lightning_unified.step.recovery.oom import caught, is_out_of_memory
 from lightning_unified.step.results.merging import MicroBatchWeights, merged, same
 from lightning_unified.step.results.trees import all_values

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.check import ExactnessCheck
-from lightning_unified.step.exactness.judge import Judge
+from lightning_unified.step.exactness.trials.judge import Judge
 from tests.support.modules import Rows, fit, weights
 from tests.support.split_modules import LateRagged, Net, ShiftedTokens, Zero
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
-from lightning_unified.step.exactness.run import Run
+from lightning_unified.step.exactness.trials.run import Run
 from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = ["Comparison", "SplitRuns", "Trial"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_unified.micro_batches import MergeRules
-from lightning_unified.step.exactness.run import Results
+from lightning_unified.step.exactness.trials.run import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.results.trees import learn_tree

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from lightning_unified.errors import SplitError
-from lightning_unified.step.exactness.comparison import Comparison, SplitRuns, Trial
 from lightning_unified.step.exactness.draws.host import equal_host_draws
 from lightning_unified.step.exactness.draws.replay import (
     ConstantDraws,
@@ -19,9 +18,10 @@ from lightning_unified.step.exactness.draws.replay import (
 )
 from lightning_unified.step.exactness.gradients import Disagreement
 from lightning_unified.step.exactness.losses import LossRule, likeliest
-from lightning_unified.step.exactness.results import Tables, learn_results, refusal_of_state
 from lightning_unified.step.exactness.rows import starts_of
-from lightning_unified.step.exactness.run import Run, Runner
+from lightning_unified.step.exactness.tables import Tables, learn_results, refusal_of_state
+from lightning_unified.step.exactness.trials.comparison import Comparison, SplitRuns, Trial
+from lightning_unified.step.exactness.trials.run import Run, Runner
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import is_out_of_memory
 from lightning_unified.step.results.written import differing, drawn_unequally, with_states_of

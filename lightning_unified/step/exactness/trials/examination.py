@@ -12,13 +12,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
-from lightning_unified.step.exactness.comparison import Trial
-from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.step.exactness.judge import Findings, Judge
 from lightning_unified.step.exactness.losses import LossRule
-from lightning_unified.step.exactness.results import Tables
 from lightning_unified.step.exactness.rows import splits_of, window
-from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.comparison import Trial
+from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.trials.judge import Findings, Judge
+from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.step.split import BatchSplitter
 
