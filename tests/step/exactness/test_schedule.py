@@ -32,10 +32,10 @@ def checks(monkeypatch):
         seen.splits.append([])
         check(self, *args, **sizes)
 
-    def noted(judge, kwargs, trial, rules, *, since):
+    def noted(judge, trial, rules, *, since):
         seen.rows[-1].append(trial.rows)
         seen.splits[-1].append(list(trial.split))
-        return findings(judge, kwargs, trial, rules, since=since)
+        return findings(judge, trial, rules, since=since)
 
     monkeypatch.setattr(ExactnessCheck, "_check", begun)
     monkeypatch.setattr(Judge, "findings", noted)

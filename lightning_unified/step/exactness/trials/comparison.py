@@ -1,6 +1,7 @@
 """The runs of one check, and the comparison of whole and split gradients."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,8 @@ class Trial:
     """The rows that a check runs, and their split.
 
     Args:
-        batch: The whole batch.
-        batch_rows: The number of rows of `batch`.
+        kwargs: The arguments of `training_step`, the whole batch first.
+        batch_rows: The number of rows of the batch.
         start: The first row that runs.
         rows: The number of rows that run.
         take: `take(batch, start, stop, rows=batch_rows)` returns rows `start` to `stop` of the batch.
@@ -28,7 +29,7 @@ class Trial:
             with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
     """
 
-    batch: Any
+    kwargs: "OrderedDict[str, Any]"
     batch_rows: int
     start: int
     rows: int
@@ -43,8 +44,8 @@ class Trial:
 
     def part(self, start: int, size: int) -> Any:
         """Return `size` of the rows that run; `start` counts from the first of these."""
-        first = self.start + start
-        return self.take(self.batch, first, first + size, rows=self.batch_rows)
+        batch, first = next(iter(self.kwargs.values())), self.start + start
+        return self.take(batch, first, first + size, rows=self.batch_rows)
 
     def whole(self) -> Any:
         """Return all rows that run."""
@@ -99,8 +100,7 @@ class Comparison:
     @property
     def tolerance(self) -> Tolerance:
         """The tolerance for the coarsest number format of the runs."""
-        runs = (self.whole, *self.split.runs)
-        return Tolerance.of({one for run in runs for one in run.formats})
+        return Tolerance.of({one for run in self.all_runs for one in run.formats})
 
     @property
     def says_nothing(self) -> str:

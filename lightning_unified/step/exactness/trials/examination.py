@@ -185,9 +185,9 @@ class Examination:
 
     def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
         """Return the findings on `units` units of rows; None if memory runs out."""
-        judge = Judge(self._runner, self._tables, whose=type(self._trainer.lightning_module).__name__)
+        judge = Judge(self._runner, self._tables)
         trial = Trial(
-            batch=check.batch,
+            kwargs=check.kwargs,
             batch_rows=check.rows,
             start=window(check.batch, rows=check.rows, size=units * check.unit, unit=check.unit),
             rows=units * check.unit,
@@ -196,7 +196,7 @@ class Examination:
             is_quiet=not self._runner.draws_in_eval,
         )
         try:
-            found = judge.findings(check.kwargs, trial, check.rules, since=check.since)
+            found = judge.findings(trial, check.rules, since=check.since)
             if isinstance(found, str) or not check.is_first:
                 return found
             return self._confirmed(check, judge, trial, found)
@@ -220,16 +220,16 @@ class Examination:
         again = self._again(check, trial, units)
         if again.is_quiet and again.split == trial.split:  # two units have only one split
             return found
-        other = judge.findings(check.kwargs, again, rules, since=check.since)
+        other = judge.findings(again, rules, since=check.since)
         if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
-            other = judge.findings(check.kwargs, self._again(check, trial, all_units), rules, since=check.since)
+            other = judge.findings(self._again(check, trial, all_units), rules, since=check.since)
         return other if isinstance(other, str) else found.joined(other)
 
     def _again(self, check: Check, trial: Trial, units: int) -> Trial:
         size = units * check.unit
         return replace(
             trial,
-            start=window(trial.batch, rows=trial.batch_rows, size=size, unit=check.unit),
+            start=window(check.batch, rows=trial.batch_rows, size=size, unit=check.unit),
             rows=size,
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,
