@@ -111,11 +111,7 @@ class ExactnessCheck:
         """Return the findings for a checkpoint; None before the first conclusive check."""
         if self._verdict is None or not self._verdict.conclusive:
             return None if self._remembered is None else dict(self._remembered)
-        return {
-            **self._agreed.state_dict(),
-            "noise": self._verdict.noise,
-            **self.tables.state_dict(),
-        }
+        return {**self._agreed.state_dict(), "noise": self._verdict.noise, **self.tables.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Keep the findings of the run that this run continues.

@@ -205,8 +205,8 @@ def disagreement(
 def _sample(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        entries = _samples_of(parameter) * (2 if parameter.is_complex() else 1)
-        return torch.zeros(entries, device=parameter.device)
+        entries = -(-parameter.numel() // _stride(parameter))
+        return torch.zeros(entries * (2 if parameter.is_complex() else 1), device=parameter.device)
     gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
     flat = gradient.reshape(-1)[:: _stride(gradient)]
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
@@ -214,7 +214,3 @@ def _sample(parameter: Tensor) -> Tensor:
 
 def _stride(tensor: Tensor) -> int:
     return tensor.numel() // _ENTRIES | 1  # odd: an even stride would miss columns of a matrix with an even width
-
-
-def _samples_of(tensor: Tensor) -> int:
-    return -(-tensor.numel() // _stride(tensor))

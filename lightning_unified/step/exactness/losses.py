@@ -137,7 +137,7 @@ def _of_leaf(path: str, tensor: Tensor, *, skip: int | None) -> list[LossRule]:
     if tensor.is_complex():
         return []
     if tensor.dtype == torch.bool or _is_weight(tensor):
-        return _summing(path, tensor)
+        return _counting(path, tensor, None, name=f"sum of {path!r}")
     if tensor.is_floating_point():
         return []
     values = dict.fromkeys((*_LEFT_OUT, *_padding(tensor)))
@@ -171,17 +171,11 @@ def _is_weight(tensor: Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
 
 
-def _counting(path: str, tensor: Tensor, value: int, *, name: str) -> list[LossRule]:
-    rules = [LossRule(name, Terms(path, left_out=value))]
+def _counting(path: str, tensor: Tensor, left_out: int | None, *, name: str) -> list[LossRule]:
+    """Return the rule that counts all entries, and for rows of several entries the rule without each row's first."""
+    rules = [LossRule(name, Terms(path, left_out))]
     if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out=value, is_shifted=True)))
-    return rules
-
-
-def _summing(path: str, tensor: Tensor) -> list[LossRule]:
-    rules = [LossRule(f"sum of {path!r}", Terms(path))]
-    if tensor.dim() == 2 and tensor.shape[1] > 1:
-        rules.append(LossRule(f"sum of {path!r}, shifted", Terms(path, is_shifted=True)))
+        rules.append(LossRule(f"{name}, shifted", Terms(path, left_out, is_shifted=True)))
     return rules
 
 

@@ -47,10 +47,6 @@ class Trial:
         batch, first = next(iter(self.kwargs.values())), self.start + start
         return self.take(batch, first, first + size, rows=self.batch_rows)
 
-    def whole(self) -> Any:
-        """Return all rows that run."""
-        return self.part(0, self.rows)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRuns:
@@ -128,12 +124,10 @@ class Comparison:
     def off(self, rule: LossRule) -> Disagreement:
         """Return the largest difference of gradients, whole and split, under `rule`."""
         if rule.name not in self.known:
-            self.known[rule.name] = self._off(rule)
+            found = Disagreement(math.inf, math.inf, 0)
+            if self.can_count(rule):
+                pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
+                parts = [(run.gradient, share) for run, share in pairs if share]
+                found = disagreement(self.whole.gradient, parts, self.tolerance)
+            self.known[rule.name] = found
         return self.known[rule.name]
-
-    def _off(self, rule: LossRule) -> Disagreement:
-        if not self.can_count(rule):
-            return Disagreement(math.inf, math.inf, 0)
-        pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
-        parts = [(run.gradient, share) for run, share in pairs if share]
-        return disagreement(self.whole.gradient, parts, self.tolerance)

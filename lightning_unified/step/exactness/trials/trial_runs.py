@@ -127,7 +127,7 @@ class TrialRuns:
     def _whole(self, draws: DrawMode) -> Run:
         trial, runner = self._trial, self._runner
         try:
-            return runner.run(trial.kwargs, trial.whole(), draws)
+            return runner.run(trial.kwargs, trial.part(0, trial.rows), draws)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
