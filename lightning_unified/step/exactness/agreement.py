@@ -1,4 +1,4 @@
-"""The findings that outlast a check: the loss rules that agreed, and the last step at which one did."""
+"""The loss rules that agreed in checks so far, and the step of the last agreement."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # largest difference of two equal shares
 
 
 class AgreedRules:
-    """The loss rules under which gradients agreed, and the names of those that a check rejected.
+    """The loss rules under which gradients agreed, without those that a check rejected.
 
     Args:
         rules: The rules that the module declares for its batches.
@@ -49,7 +49,7 @@ class AgreedRules:
         self.agreeing = list(found.agreeing)
 
     def give_other_shares(self, batches: Sequence[Any], sizes: Sequence[int]) -> bool:
-        """Return whether two of the agreeing rules weight micro-batches of the given sizes differently."""
+        """Return whether two of the agreeing rules weight the micro-batches differently."""
         first, *others = ([1.0] if rule.adds else shares(rule, batches, sizes) for rule in self.agreeing)
         return any(
             len(other) != len(first) or any(abs(a - b) > _ROUNDING for a, b in zip(first, other, strict=True))
@@ -61,7 +61,7 @@ class AgreedRules:
         return {"rules": [rule.state_dict() for rule in self.agreeing], "rejected": sorted(self._rejected)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load the rules of another run; return False, and load nothing, if the module's declaration has changed."""
+        """Load the rules of another run; return False if the module's declaration has changed."""
         rules = [restored(one, self._rules) for one in state["rules"]]
         if None in rules:
             return False

@@ -147,15 +147,11 @@ class ExactnessCheck:
     ) -> Verdict:
         """Check a batch whose step gave a result that no check has seen; return the new verdict.
 
-        A result that is still unknown after the check is recorded as unmergeable.
+        A result that is still unknown after the check is recorded as unmergeable. The other arguments are those of `verdict`.
 
         Args:
-            kwargs: The arguments of `training_step`, the batch first.
             table: The member of `tables` that lacks rules.
             paths: The paths of the new results.
-            rows: The number of rows of the batch.
-            unit: The number of rows that a split keeps together.
-            micro_batch_size: The rows of the largest micro-batch.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided
@@ -188,7 +184,7 @@ class ExactnessCheck:
         return len(self._agreed.agreeing) > 1 and self._is_ambiguous(batch, rows=rows, size=size)
 
     def _is_ambiguous(self, batch: Any, *, rows: int, size: int) -> bool:
-        """Return whether the rules that agreed so far weight this batch's micro-batches differently."""
+        """Return whether rules that agreed so far weight this batch's micro-batches differently."""
         sizes = [size] * (rows // size) + ([rows % size] if rows % size else [])
         if len(sizes) < 2:
             return False

@@ -100,7 +100,10 @@ class EvaluationCheck:
 
     @property
     def draws(self) -> bool:
-        """Whether the step draws random numbers. Results then differ from the whole batch's as under another seed."""
+        """Whether the step draws random numbers.
+
+        Results then differ from the whole batch's as under another seed.
+        """
         return self._runs.has_drawn
 
     def unmergeable(self) -> list[str]:

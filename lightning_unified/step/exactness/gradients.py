@@ -54,7 +54,7 @@ class Tolerance:
 
 
 def tolerance_in_training(trainer: L.Trainer) -> float:
-    """Return the relative rounding error between two results of the step with autocast and TF32."""
+    """Return the relative rounding error of results of the step with autocast and TF32."""
     formats = {parameter.dtype for parameter in trainer.lightning_module.parameters()}
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision_plugin.precision))
     found = Tolerance.of({*formats, mixed} if mixed else formats).relative
@@ -158,10 +158,10 @@ class Disagreement:
 
 
 def sample_gradients(parameters: Sequence[Tensor], *, scale: float = 1.0) -> GradientSample:
-    """Return samples of the gradients of `parameters`; a parameter without a gradient has zeros.
+    """Return samples of the parameters' gradients; a parameter without a gradient has zeros.
 
     Args:
-        parameters: The parameters whose gradients are sampled.
+        parameters: The parameters.
         scale: The factor that multiplied the loss.
     """
     samples = [_sample(parameter) for parameter in parameters]

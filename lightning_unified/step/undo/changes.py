@@ -73,7 +73,7 @@ def moved_since(noted: Noted, versions: list[int], known: Collection[str]) -> li
 
 
 def _changes(noted: Noted, copied: Iterable[tuple[FoundTensor, Tensor]]) -> list[Change]:
-    """Return the changes of cells and values, of tensors without a copy, and of the tensors in `copied`."""
+    """Return the changes of cells, values, tensors without a copy, and the tensors in `copied`."""
     held: list[tuple[FoundTensor, None]] = []
     if noted.tensors is not None and (moved := noted.tensors.moved()):
         held = [(entry, None) for entry in noted.tensors.held if entry.slot in moved]

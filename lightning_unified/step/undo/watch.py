@@ -69,11 +69,7 @@ class StateWatch:
             self._scan()
 
     def learn(self, noted: "Noted") -> None:
-        """Record which large tensors a successful step changed.
-
-        Args:
-            noted: The record from before the step.
-        """
+        """Record which large tensors a successful step changed since `noted`."""
         if self._tensors is not None and noted.tensors is not None:
             self._tensors.learn(noted.tensors)
 

@@ -75,7 +75,7 @@ class InterceptDraws(TorchDispatchMode):
 
     @property
     def covers_backward(self) -> bool:
-        """Whether the backward pass runs in the mode; always after a kernel ran without its dropout."""
+        """Whether the backward pass runs in the mode; True once a kernel ran without dropout."""
         return self._covers_backward or self.leaves_out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -150,7 +150,7 @@ class RecordDraws(InterceptDraws):
 
 
 class NoDraws:
-    """Detects whether a step draws random numbers, by the states of generators before and after.
+    """Detects random draws of a step by the states of generators before and after.
 
     The runner puts dropout layers into eval mode for it. It costs nothing; a mode that sees every operator costs as much as a small step.
 

@@ -1,4 +1,4 @@
-"""Trials: some rows run whole and in micro-batches, are undone, and every result is compared.
+"""Trials: rows run whole and in micro-batches, and every result is compared.
 
 | module | subject |
 |---|---|

@@ -1,4 +1,4 @@
-"""The runs of an evaluation check: a step on some rows, whole and in micro-batches, with replayed random draws."""
+"""The runs of an evaluation check, with replayed random draws."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class EvaluationTrial:
 
     Args:
         batch: The whole rows.
-        whole: The results of the whole rows.
+        whole: Their results.
         sizes: The rows of each micro-batch.
         batches: The micro-batches.
         runs: The results of each micro-batch.
@@ -54,7 +54,7 @@ class EvaluationRuns:
     def trials(
         self, step: Callable[[Any], Any], batch: Any, *, rows: int, size: int, unit: int
     ) -> Iterator[EvaluationTrial]:
-        """Run `size` of the batch's `rows` rows whole once, and yield one trial for each split of these rows.
+        """Run `size` rows of a batch whole, and yield a trial for each split of these rows.
 
         Raises:
             SplitError: If the step fails on some rows only.

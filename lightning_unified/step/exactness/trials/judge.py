@@ -49,12 +49,7 @@ class Findings:
 
 
 class Judge:
-    """Compares whole runs with split runs, and learns how their results merge.
-
-    Args:
-        runner: Runs the step and undoes it.
-        tables: The merge rules, which the judge extends.
-    """
+    """Compares whole runs with split runs, and learns into `tables` how their results merge."""
 
     def __init__(self, runner: Runner, tables: Tables) -> None:
         self._runner, self._tables = runner, tables

@@ -48,7 +48,7 @@ def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
 
 
 def failure_on_rows(step: str, rows: str, error: BaseException) -> str:
-    """Return the beginning of the error message for a step that fails on some rows of its batch.
+    """Return the beginning of the error message for a step that fails on some rows.
 
     Args:
         step: The class and the name of the step's method.

@@ -76,7 +76,9 @@ def aside(
     in_eval: Callable[[nn.Module], bool] = is_batch_norm,
     state: StateWatch | None = None,
 ) -> Iterator[Callable[[Any], Results]]:
-    """Undo a step that runs inside the block; yield a function that gathers its results from its output.
+    """Undo a step that runs inside the block.
+
+    Yield a function that takes the step's output, and returns all results of the step.
 
     Args:
         trainer: The Trainer that runs the step.

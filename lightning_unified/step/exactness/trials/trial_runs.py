@@ -1,4 +1,4 @@
-"""The runs of one trial: rows run whole and in micro-batches, with their random draws replayed or left out."""
+"""The runs of one trial, with random draws replayed or left out."""
 
 from collections.abc import Sequence
 
