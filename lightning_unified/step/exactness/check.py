@@ -147,11 +147,8 @@ class ExactnessCheck:
     ) -> Verdict:
         """Check a batch whose step gave a result that no check has seen; return the new verdict.
 
-        A result that is still unknown after the check is recorded as unmergeable. The other arguments are those of `verdict`.
-
-        Args:
-            table: The member of `tables` that lacks rules.
-            paths: The paths of the new results.
+        A result that is still unknown after the check is recorded as unmergeable. `table` is the member of `tables` that lacks rules for
+        `paths`; the other arguments are those of `verdict`.
         """
         assert self._verdict is not None
         if not self._verdict.conclusive:  # checks of such batches were undecided

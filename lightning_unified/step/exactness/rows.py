@@ -46,7 +46,8 @@ def window(batch: Any, *, rows: int, size: int, unit: int) -> int:
     The data are labels, masks, lengths and missing values.
 
     Args:
-        batch: The whole batch, of `rows` rows.
+        batch: The whole batch.
+        rows: The number of rows of the batch.
         size: The number of rows to choose, a multiple of `unit`.
         unit: The number of rows that a split keeps together.
     """
