@@ -12,8 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_unified.step.exactness.gradients import tolerance_in_training
-from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.exactness.losses import Weighting
+from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout

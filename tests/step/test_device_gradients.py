@@ -10,7 +10,7 @@ from torch import nn
 from lightning_unified import UnifiedStrategy
 from lightning_unified.hardware import Figure
 from lightning_unified.step import device_gradients as parity
-from lightning_unified.step.exactness import host
+from lightning_unified.step.exactness.trials import host
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from tests.support.modules import MLP, RaggedTokens, fit, weights
 from tests.support.split_modules import ByItsOwnMode

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses import Weighting
-from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.exactness.tables import Tables
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches

@@ -264,7 +264,7 @@ def metrics_of(module: torch.nn.Module) -> list[Metric]:
     """
     watch = StateWatch(lambda: Roots([(module, type(module).__name__)]), tensors=False)
     watch.look()
-    return watch.metrics
+    return list(watch.named_metrics.values())
 
 
 def _emptied_copy(metric: Metric) -> Metric:

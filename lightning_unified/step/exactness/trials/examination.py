@@ -12,13 +12,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_unified.errors import ConfigurationError, SplitError
 from lightning_unified.options.activation_checkpointing import ALL, CheckpointedBlocks
-from lightning_unified.step.exactness.comparison import Trial
-from lightning_unified.step.exactness.host import may_be_wrong, on_host, to_host
-from lightning_unified.step.exactness.judge import Findings, Judge
 from lightning_unified.step.exactness.losses import LossRule
-from lightning_unified.step.exactness.results import Tables
 from lightning_unified.step.exactness.rows import splits_of, window
-from lightning_unified.step.exactness.run import Runner
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.comparison import Trial
+from lightning_unified.step.exactness.trials.host import may_be_wrong, on_host, to_host
+from lightning_unified.step.exactness.trials.judge import Findings, Judge
+from lightning_unified.step.exactness.trials.run import Runner
 from lightning_unified.step.recovery.oom import is_out_of_memory, release_cached_memory
 from lightning_unified.step.split import BatchSplitter
 
@@ -185,9 +185,9 @@ class Examination:
 
     def _tried(self, check: Check, units: int, take: Callable[..., Any] | None = None) -> Findings | str | None:
         """Return the findings on `units` units of rows; None if memory runs out."""
-        judge = Judge(self._runner, self._tables, whose=type(self._trainer.lightning_module).__name__)
+        judge = Judge(self._runner, self._tables)
         trial = Trial(
-            batch=check.batch,
+            kwargs=check.kwargs,
             batch_rows=check.rows,
             start=window(check.batch, rows=check.rows, size=units * check.unit, unit=check.unit),
             rows=units * check.unit,
@@ -196,7 +196,7 @@ class Examination:
             is_quiet=not self._runner.draws_in_eval,
         )
         try:
-            found = judge.findings(check.kwargs, trial, check.rules, since=check.since)
+            found = judge.findings(trial, check.rules, since=check.since)
             if isinstance(found, str) or not check.is_first:
                 return found
             return self._confirmed(check, judge, trial, found)
@@ -220,16 +220,16 @@ class Examination:
         again = self._again(check, trial, units)
         if again.is_quiet and again.split == trial.split:  # two units have only one split
             return found
-        other = judge.findings(check.kwargs, again, rules, since=check.since)
+        other = judge.findings(again, rules, since=check.since)
         if isinstance(other, str) and units < all_units:  # a few rows leave the check undecided
-            other = judge.findings(check.kwargs, self._again(check, trial, all_units), rules, since=check.since)
+            other = judge.findings(self._again(check, trial, all_units), rules, since=check.since)
         return other if isinstance(other, str) else found.joined(other)
 
     def _again(self, check: Check, trial: Trial, units: int) -> Trial:
         size = units * check.unit
         return replace(
             trial,
-            start=window(trial.batch, rows=trial.batch_rows, size=size, unit=check.unit),
+            start=window(check.batch, rows=trial.batch_rows, size=size, unit=check.unit),
             rows=size,
             split=check.split(units, other=True),
             is_quiet=not self._runner.has_dropout and not self._runner.draws_in_eval,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.check import ExactnessCheck
-from lightning_unified.step.exactness.judge import Judge
+from lightning_unified.step.exactness.trials.judge import Judge
 from tests.support.modules import Rows, fit, weights
 from tests.support.split_modules import LateRagged, Net, ShiftedTokens, Zero
 
@@ -32,10 +32,10 @@ def checks(monkeypatch):
         seen.splits.append([])
         check(self, *args, **sizes)
 
-    def noted(judge, kwargs, trial, rules, *, since):
+    def noted(judge, trial, rules, *, since):
         seen.rows[-1].append(trial.rows)
         seen.splits[-1].append(list(trial.split))
-        return findings(judge, kwargs, trial, rules, since=since)
+        return findings(judge, trial, rules, since=since)
 
     monkeypatch.setattr(ExactnessCheck, "_check", begun)
     monkeypatch.setattr(Judge, "findings", noted)

@@ -1,67 +1,19 @@
-"""Learn the merge rules of one stage: outputs, logs, metrics and written state."""
+"""Learn from one trial how outputs, logs, metrics and written state merge."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_unified.micro_batches import MergeRules
-from lightning_unified.step.exactness.run import Results
+from lightning_unified.step.exactness.tables import Tables
+from lightning_unified.step.exactness.trials.results import Results
 from lightning_unified.step.results.logs import Logged, path_of_log
-from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
+from lightning_unified.step.results.merging import MicroBatchWeights
 from lightning_unified.step.results.trees import learn_tree
 from lightning_unified.step.results.written import learn_written
 
-__all__ = ["Tables", "learn_results", "refusal_of_state"]
-
-
-@dataclass
-class Tables:
-    """The merge rules of one stage.
-
-    Args:
-        outputs: The rules for outputs of the step.
-        logs: The rules for logged values.
-        sized_logs: The rules for values logged with a `batch_size`, which is their weight.
-        metrics: The rules for the states of torchmetrics objects.
-        written: The rules for buffers, frozen parameters and attributes that the step writes.
-        joins: For torchmetrics objects without `full_state_update=False`: whether their states add up over batches, by path.
-    """
-
-    outputs: MergeTable = field(default_factory=MergeTable)
-    logs: MergeTable = field(default_factory=MergeTable)
-    sized_logs: MergeTable = field(default_factory=MergeTable)
-    metrics: MergeTable = field(default_factory=MergeTable)
-    written: MergeTable = field(default_factory=MergeTable)
-    joins: dict[str, bool] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rules: MergeRules) -> "Tables":
-        """Return tables that hold the user's own rules."""
-        return cls(outputs=MergeTable(given=rules.outputs), logs=MergeTable(given=rules.logs))
-
-    @property
-    def _inferred(self) -> dict[str, MergeTable]:
-        return {
-            "outputs": self.outputs,
-            "logs": self.logs,
-            "sized_logs": self.sized_logs,
-            "metrics": self.metrics,
-            "written": self.written,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inferred rules, for a checkpoint."""
-        tables = {name: table.state_dict() for name, table in self._inferred.items()}
-        return {"tables": tables, "joins": dict(self.joins)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the rules that another run inferred."""
-        for name, table in self._inferred.items():
-            table.load_state_dict(state["tables"][name])
-        self.joins = dict(state["joins"])
+__all__ = ["learn_results"]
 
 
 def learn_results(
@@ -138,17 +90,3 @@ def _learn_log(
     tables.sized_logs.learn(path, values, whole.values[-1], weighted, tolerance=tolerance)
     if tables.sized_logs.rule(path) == "mean":
         tables.logs.unmergeable.discard(path)
-
-
-def refusal_of_state(whose: str, paths: Sequence[str]) -> str:
-    """Return the error message for a module whose step writes state that no rule merges.
-
-    Args:
-        whose: The name of the module's class.
-        paths: The paths of that state.
-    """
-    return (
-        f"{whose} writes {', '.join(paths[:3])} in its step, and what micro-batches write is not what the whole batch writes. Write it once a batch: in "
-        "on_train_batch_end or on_before_zero_grad; or declare MicroBatchRules(splittable=False) to run batches whole, or check=False to "
-        "split all the same."
-    )

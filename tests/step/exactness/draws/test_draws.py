@@ -5,13 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_unified.step.exactness.draws.replay import (
-    ConstantDraws,
-    RecordDraws,
-    ReplayDraws,
-    WatchPrecision,
-    _without_inner_dropout,
-)
+from lightning_unified.step.exactness.draws.constant import ConstantDraws
+from lightning_unified.step.exactness.draws.operators import without_inner_dropout
+from lightning_unified.step.exactness.draws.replay import RecordDraws, ReplayDraws
 
 ROWS, WIDTH = 9, 8
 SPLITS = [(1, 3, 5), (4, 4, 1), (2, 7)]
@@ -78,14 +74,12 @@ def gradient_of(draw, net, x):
 def compared(draw, *, sizes=SPLITS[0], order="interleaved"):
     """Return the gradient of all rows, the parts' put together, and the replays."""
     net = nn.Linear(WIDTH, WIDTH).double()
-    record = RecordDraws(WatchPrecision())
+    record = RecordDraws()
     with record:
         whole = gradient_of(draw, net, X)
     total, replays, start = torch.zeros_like(whole), [], 0
     for size in sizes:
-        replay = ReplayDraws(
-            record.draws, rows=ROWS, start=start, stop=start + size, order=order, precision=WatchPrecision()
-        )
+        replay = ReplayDraws(record.draws, rows=ROWS, start=start, stop=start + size, order=order)
         with replay:
             total += gradient_of(draw, net, X[start : start + size]) * size / ROWS
         replay.finish()
@@ -127,7 +121,7 @@ def test_draws_of_several_entries_a_row_in_the_other_order_differ(order):
     [(DRAWS["dropout"], True), (DRAWS["one draw for all rows"], True), (lambda x: F.dropout(x, 0.5, False), False)],
 )
 def test_a_record_knows_whether_anything_was_drawn(draw, has_drawn):
-    with RecordDraws(WatchPrecision()) as record:
+    with RecordDraws() as record:
         draw(X)
 
     assert record.has_drawn is has_drawn
@@ -168,7 +162,7 @@ def test_constant_draws_treat_each_row_by_itself(name):
     for sizes in ((ROWS,), (1, 3, 5)):
         total = 0.0
         for part in X.split(sizes):
-            with ConstantDraws(WatchPrecision()):
+            with ConstantDraws():
                 total = total + gradient_of(DRAWS[name], net, part) * len(part) / ROWS
         gradients.append(total)
 
@@ -177,7 +171,7 @@ def test_constant_draws_treat_each_row_by_itself(name):
 
 
 def test_constant_permutations_still_move_every_row():
-    with ConstantDraws(WatchPrecision()):
+    with ConstantDraws():
         assert torch.randperm(5).tolist() == [4, 0, 1, 2, 3]
 
 
@@ -196,7 +190,7 @@ def test_constant_permutations_still_move_every_row():
     ],
 )
 def test_constant_draws_are_in_their_range(draw, value):
-    with ConstantDraws(WatchPrecision()):
+    with ConstantDraws():
         assert draw(torch.zeros(4, dtype=torch.float64)).tolist() == [value] * 4
 
 
@@ -210,7 +204,7 @@ def recurrent_gradient(net, mode, x):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_with_dropout_agree_over_parts(kind):
     net = kind(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True).double()
-    record = RecordDraws(WatchPrecision())
+    record = RecordDraws()
     replayed, constant, start = 0.0, 0.0, 0
     whole = recurrent_gradient(net, record, X)
     for part in X.split(SPLITS[0]):
@@ -220,16 +214,13 @@ def test_recurrent_layers_with_dropout_agree_over_parts(kind):
             start=start,
             stop=start + len(part),
             order="interleaved",
-            precision=WatchPrecision(),
         )
         replayed = replayed + recurrent_gradient(net, replay, part)
-        constant = constant + recurrent_gradient(net, ConstantDraws(WatchPrecision()), part)
+        constant = constant + recurrent_gradient(net, ConstantDraws(), part)
         start += len(part)
 
     torch.testing.assert_close(replayed, whole, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(
-        constant, recurrent_gradient(net, ConstantDraws(WatchPrecision()), X), rtol=1e-12, atol=1e-13
-    )
+    torch.testing.assert_close(constant, recurrent_gradient(net, ConstantDraws(), X), rtol=1e-12, atol=1e-13)
     assert not torch.allclose(constant, whole)
 
 
@@ -246,11 +237,11 @@ def test_recurrent_layers_with_dropout_agree_over_parts(kind):
 def test_kernels_that_draw_inside_are_called_without_dropout(name, place):
     operator = getattr(torch.ops.aten, name).default
     given = [f"argument {index}" for index in range(len(operator._schema.arguments))]
-    called, options = _without_inner_dropout(operator, given, {})
+    called, options = without_inner_dropout(operator, given, {})
 
     assert "drop" in operator._schema.arguments[place].name
     assert list(called) == [*given[:place], 0.0, *given[place + 1 :]]
-    assert _without_inner_dropout(operator, (), {operator._schema.arguments[place].name: 0.5})[1] == {
+    assert without_inner_dropout(operator, (), {operator._schema.arguments[place].name: 0.5})[1] == {
         operator._schema.arguments[place].name: 0.0
     }
     assert options == {}
@@ -269,13 +260,11 @@ def test_fused_kernels_on_a_gpu_agree_over_parts(kind):
         (attention(own) if kind == "attention" else net(own)[0]).pow(2).sum().backward()
         return own.grad
 
-    with RecordDraws(WatchPrecision()) as record:
+    with RecordDraws() as record:
         whole = gradient(x)
     parts, start = [], 0
     for size in SPLITS[0]:
-        with ReplayDraws(
-            record.draws, rows=ROWS, start=start, stop=start + size, order="interleaved", precision=WatchPrecision()
-        ) as replay:
+        with ReplayDraws(record.draws, rows=ROWS, start=start, stop=start + size, order="interleaved") as replay:
             parts.append(gradient(x[start : start + size]))
         replay.finish()
         assert replay.troubles == []
@@ -286,10 +275,9 @@ def test_fused_kernels_on_a_gpu_agree_over_parts(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tensors_of_16_bits_are_noted_and_others_are_not(dtype):
-    seen = WatchPrecision()
-    with RecordDraws(seen):
+    with RecordDraws() as record:
         torch.ones(2).add(1)
-        assert seen.dtypes == set()
+        assert record.formats == set()
         torch.ones(2).to(dtype).add(1)
 
-    assert seen.dtypes == {dtype}
+    assert record.formats == {dtype}

@@ -1,13 +1,14 @@
 """The runs of one check, and the comparison of whole and split gradients."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_unified.step.exactness.gradients import Disagreement, Tolerance, disagreement
 from lightning_unified.step.exactness.losses import LossRule, require_counts, shares
-from lightning_unified.step.exactness.run import Run
+from lightning_unified.step.exactness.trials.run import Run
 from lightning_unified.step.results.merging import MicroBatchWeights
 
 __all__ = ["Comparison", "SplitRuns", "Trial"]
@@ -18,8 +19,8 @@ class Trial:
     """The rows that a check runs, and their split.
 
     Args:
-        batch: The whole batch.
-        batch_rows: The number of rows of `batch`.
+        kwargs: The arguments of `training_step`, the whole batch first.
+        batch_rows: The number of rows of the batch.
         start: The first row that runs.
         rows: The number of rows that run.
         take: `take(batch, start, stop, rows=batch_rows)` returns rows `start` to `stop` of the batch.
@@ -28,7 +29,7 @@ class Trial:
             with dropout only if the gradients do not agree without it, or the step draws random numbers nevertheless.
     """
 
-    batch: Any
+    kwargs: "OrderedDict[str, Any]"
     batch_rows: int
     start: int
     rows: int
@@ -43,12 +44,8 @@ class Trial:
 
     def part(self, start: int, size: int) -> Any:
         """Return `size` of the rows that run; `start` counts from the first of these."""
-        first = self.start + start
-        return self.take(self.batch, first, first + size, rows=self.batch_rows)
-
-    def whole(self) -> Any:
-        """Return all rows that run."""
-        return self.part(0, self.rows)
+        batch, first = next(iter(self.kwargs.values())), self.start + start
+        return self.take(batch, first, first + size, rows=self.batch_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +96,7 @@ class Comparison:
     @property
     def tolerance(self) -> Tolerance:
         """The tolerance for the coarsest number format of the runs."""
-        runs = (self.whole, *self.split.runs)
-        return Tolerance.of({one for run in runs for one in run.formats})
+        return Tolerance.of({one for run in self.all_runs for one in run.formats})
 
     @property
     def says_nothing(self) -> str:
@@ -128,12 +124,10 @@ class Comparison:
     def off(self, rule: LossRule) -> Disagreement:
         """Return the largest difference of gradients, whole and split, under `rule`."""
         if rule.name not in self.known:
-            self.known[rule.name] = self._off(rule)
+            found = Disagreement(math.inf, math.inf, 0)
+            if self.can_count(rule):
+                pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
+                parts = [(run.gradient, share) for run, share in pairs if share]
+                found = disagreement(self.whole.gradient, parts, self.tolerance)
+            self.known[rule.name] = found
         return self.known[rule.name]
-
-    def _off(self, rule: LossRule) -> Disagreement:
-        if not self.can_count(rule):
-            return Disagreement(math.inf, math.inf, 0)
-        pairs = zip(self.split.runs, self.split.shares(rule), strict=True)
-        parts = [(run.gradient, share) for run, share in pairs if share]
-        return disagreement(self.whole.gradient, parts, self.tolerance)
