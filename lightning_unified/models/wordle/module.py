@@ -228,9 +228,9 @@ class Wordle(GRPO):
         if not hasattr(data, "chat"):
             return
         positions = getattr(self.policy.config, "max_position_embeddings", None)
-        if positions is not None and positions < data.prompt_length + self.max_new_tokens:
+        if positions is not None and positions < data.prompt_length + self.sampling.max_new_tokens:
             raise ValueError(
-                f"data.prompt_length={data.prompt_length} and model.max_new_tokens={self.max_new_tokens} have no place in the model's "
+                f"data.prompt_length={data.prompt_length} and model.max_new_tokens={self.sampling.max_new_tokens} have no place in the model's "
                 f"{positions} positions; lower them."
             )
         self.attach(data.chat)
@@ -253,12 +253,12 @@ class Wordle(GRPO):
         if "prompt" in batch:
             prompts, length = batch["prompt"].shape
         elif "advantages" in batch:
-            prompts = -(-len(batch["tokens"]) // self.group_size)
+            prompts = -(-len(batch["tokens"]) // self.sampling.group_size)
             length = batch["tokens"].shape[1] - batch["chosen"].shape[1]
         else:
             return {}
-        rows = prompts * self.group_size
-        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.max_new_tokens}
+        rows = prompts * self.sampling.group_size
+        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.sampling.max_new_tokens}
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
