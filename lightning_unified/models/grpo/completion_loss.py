@@ -1,4 +1,4 @@
-"""Loss of rewarded completions: scores of policy and reference, and the objective, for rows of a prepared batch."""
+"""Loss of rewarded completions: scores of policy and reference, and the objective."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +22,9 @@ def completion_loss(
     reference: Reference,
     kept: KeptBatch,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of some rows of a batch, and values to log by name; each is a share of the whole batch's mean.
+    """Return the loss of rows of a batch, and values to log by name.
 
-    In a batch's first iteration, the policy is the one that sampled, and its log-probabilities are stored for later iterations.
+    Each is a share of the whole batch's mean. In a batch's first iteration, the policy is the one that sampled, and its log-probabilities are stored for later iterations.
 
     Args:
         policy: The model, which also runs with the reference's weights.
@@ -56,7 +56,7 @@ def completion_loss(
 
 
 def _shares(batch: Mapping[str, Any], terms: Terms, *, old: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    """Return the values to log; `sampling_gap` is the mean difference between the sampler's log-probabilities and `old`."""
+    """Return the values to log; `sampling_gap` compares the sampler's log-probabilities."""
     mask, total = batch["mask"], max(batch["total"], 1)
     gap = (old - batch["sampled_log_probs"]).abs()
     shares = {

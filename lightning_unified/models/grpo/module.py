@@ -168,7 +168,7 @@ class GRPO(SupervisedPolicy):
 
     @override
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch in the form for `training_step`, see `sequences`; a prepared batch stays unchanged.
+        """Return the batch as `training_step` takes it, see `sequences`; a prepared one unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
@@ -246,6 +246,6 @@ class GRPO(SupervisedPolicy):
 
 
 def _spare_bytes(module: LightningModule) -> int | None:
-    """Return the bytes that the strategy's plan leaves for the sampler's cache; None without a plan or CUDA."""
+    """Return the bytes that the plan leaves for the sampler's cache; None without plan or CUDA."""
     trainer = module._trainer if module.device.type == "cuda" else None
     return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)

@@ -1,4 +1,4 @@
-"""AdamW over a policy's trained weights, with a learning rate of two phases: supervised training and GRPO."""
+"""AdamW with a learning rate of two phases: supervised training and GRPO."""
 
 import math
 from collections.abc import Iterable
@@ -49,10 +49,10 @@ class Rates:
 def build_optimizer(
     parameters: Iterable[nn.Parameter], *, rates: Rates, trainer: Trainer
 ) -> OptimizerLRSchedulerConfig:
-    """Return AdamW over the parameters that require a gradient, and its schedule, one value a step.
+    """Return AdamW over the trained parameters, and its schedule, one value a step.
 
     Args:
-        parameters: The policy's parameters.
+        parameters: The policy's parameters; those that require a gradient are trained.
         rates: Learning rates and schedule.
         trainer: Gives the number of optimizer steps, where a falling schedule reaches 0, and the precision: "16-mixed" brings a
             scaler, with which Lightning clips no gradients of a fused optimizer.

@@ -103,9 +103,7 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
 def adapt(
     model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
 ) -> None:
-    """Freeze a causal language model and add adapters, in place.
-
-    All linear layers except the head receive adapters.
+    """Freeze a causal language model, and add adapters to all linear layers but the head.
 
     Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
 

@@ -48,7 +48,7 @@ def gguf_file(name: str) -> Path:
 
 
 def converted(name: str) -> Path:
-    """Return the folder of a converted model: `config.json`, `model.safetensors` (float32), tokenizer.
+    """Return a converted model's folder: config.json, model.safetensors (float32), tokenizer.
 
     The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder in
     `$LIGHTNING_UNIFIED_CACHE`, else in `lightning_unified` in the platform's cache folder.
