@@ -51,8 +51,3 @@ class GrowingDecoder:
         """Continue with the rows `rows` (K) only, in their order."""
         self._cache.batch_select_indices(rows)
         self._mask, self.rows = self._mask[rows], len(rows)
-
-    def release(self) -> None:
-        """Free the cache."""
-        vars(self).pop("_cache", None)
-        vars(self).pop("_mask", None)
