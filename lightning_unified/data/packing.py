@@ -62,7 +62,7 @@ class Sequence:
         """The ids of scored tokens, -100 elsewhere."""
         return np.where(self.scored, self.ids, IGNORED).astype(np.int32)
 
-    def cut(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
+    def part(self, start: int, stop: int, *, scored_from: int) -> "Sequence":
         """Return the tokens from `start` to `stop`; those before `scored_from` are context only."""
         scored = self.scored[start:stop].copy()
         scored[: scored_from - start] = False
@@ -103,7 +103,7 @@ def windows(sequence: Sequence, *, length: int, stride: int) -> Iterator[Sequenc
         stop = min(start + length, len(sequence.ids))
         if stop <= scored_to:
             break
-        yield sequence.cut(start, stop, scored_from=scored_to)
+        yield sequence.part(start, stop, scored_from=scored_to)
         scored_to = stop
 
 

@@ -13,7 +13,15 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, pre_to
 
 from lightning_unified.data.documents.record import SPECIAL_TOKENS
 
-__all__ = ["SMALLEST_VOCABULARY", "encode_records", "encode_texts", "load_tokenizer", "serial", "train_tokenizer"]
+__all__ = [
+    "SMALLEST_VOCABULARY",
+    "encode_records",
+    "encode_texts",
+    "load_or_train_tokenizer",
+    "load_tokenizer",
+    "serial",
+    "train_tokenizer",
+]
 
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
@@ -42,6 +50,16 @@ def train_tokenizer(texts: list[str], *, vocab_size: int) -> Tokenizer:
     with serial():
         tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def load_or_train_tokenizer(file: str | None, texts: list[str], *, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in `file`, or train one on `texts` if there is no file.
+
+    Raises:
+        FileNotFoundError: If the file is not there.
+        ValueError: As `load_tokenizer` and `train_tokenizer`.
+    """
+    return load_tokenizer(Path(file)) if file else train_tokenizer(texts, vocab_size=vocab_size)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "LabelRows"]
+__all__ = ["IGNORED", "LabelRows", "zeros"]
 
 IGNORED = -100  # torch.nn.functional.cross_entropy ignores such targets
 
@@ -74,3 +74,12 @@ class LabelRows(torch.utils.data.Dataset):
             "attention_mask": torch.from_numpy(mask),
             "labels": torch.from_numpy(np.where(rows < 0, IGNORED, self.labels[rows])),
         }
+
+
+def zeros(rows: int, length: int) -> dict[str, Tensor]:
+    """Return a batch of zeros in the form of `LabelRows`, without padding."""
+    return {
+        "input_ids": torch.zeros(rows, length, dtype=torch.int64),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+    }

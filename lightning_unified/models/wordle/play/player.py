@@ -12,9 +12,8 @@ from torch import Tensor
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.plain_checkpoint import read_trained
-from lightning_unified.models.wordle.data.secrets import split_secrets
 from lightning_unified.models.wordle.game.state import State
-from lightning_unified.models.wordle.game.words import WordList, read_words
+from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
 from lightning_unified.models.wordle.module import Wordle
 from lightning_unified.models.wordle.prompts import STOP, messages
 
