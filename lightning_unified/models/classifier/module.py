@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice
+from lightning_unified.models.classifier.data.identity import Identity
 from lightning_unified.models.classifier.evaluation.report import Outputs, Report, report
 from lightning_unified.models.classifier.evaluation.temperature import fit_temperature
-from lightning_unified.models.classifier.identity import Identity
 from lightning_unified.models.classifier.network import trimming
 from lightning_unified.models.classifier.network.network import Network
 from lightning_unified.models.classifier.objective import class_weights as weights_of

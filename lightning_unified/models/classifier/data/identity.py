@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 
 __all__ = ["Identity"]
 
