@@ -46,7 +46,7 @@ class ModelPlayer:
         chat = self.module.chat
         self._rows, self._most = rows, 0
         self._generator: torch.Generator | None = None
-        self._length = self.module.game.get("prompt_length", 0)
+        self._length = self.module.identity.game.get("prompt_length", 0)
         self._sampler = Sampler(
             self.module.policy,
             stop_ids=[chat.end_id],
@@ -77,9 +77,9 @@ class ModelPlayer:
         return split_secrets(self.words, held_out_fraction=fraction, seed=seed)[1]
 
     def _game(self, name: str) -> Any:
-        if name not in self.module.game:
+        if name not in self.module.identity.game:
             raise RuntimeError("this model was not trained with WordleData, so nobody knows its words.")
-        return self.module.game[name]
+        return self.module.identity.game[name]
 
     def release(self) -> None:
         """Free the sampler's cache."""
