@@ -8,14 +8,16 @@ another order. This loader never reads the global state. Lightning's fit loop sa
 """
 
 import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from lightning_unified.data import settings
 
@@ -24,7 +26,7 @@ __all__ = ["BatchRows", "EpochClock", "LoaderOptions", "ResumableLoader", "plan_
 _WINDOW = 50  # batches whose rows are sorted by length together: enough to save padding, few enough to stay random
 
 
-class BatchRows(Protocol):
+class BatchRows(Dataset[dict[str, Tensor]], ABC):
     """Rows that return a whole batch at a time.
 
     Attributes:
@@ -35,11 +37,16 @@ class BatchRows(Protocol):
     bucket_of: np.ndarray
     checksum: int
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+    @abstractmethod
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """Return the batch of the rows `indices`; -1 stands for a row of padding only."""
 
-    def __getitems__(self, indices: list[int], /) -> dict[str, Tensor]: ...
+    @override
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[0] for name, values in self.__getitems__([index]).items()}
 
 
 def plan_epoch(
@@ -212,7 +219,7 @@ class ResumableLoader:
         if loader is None:
             # its own generator: without one, a DataLoader draws a number from the global state each epoch
             loader = self._loader = DataLoader(
-                self.rows,  # pyright: ignore[reportArgumentType]  # any class with these methods is a Dataset
+                self.rows,
                 batch_sampler=self._batches,
                 collate_fn=_as_it_is,
                 generator=torch.Generator().manual_seed(self.options.seed),

@@ -19,6 +19,7 @@ __all__ = [
     "encode_texts",
     "load_or_train_tokenizer",
     "load_tokenizer",
+    "read_tokenizer",
     "serial",
     "train_tokenizer",
 ]
@@ -73,13 +74,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise FileNotFoundError(
             f"data.tokenizer_file={path} does not exist; give the tokenizer.json of a run, or null."
         )
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    tokenizer = read_tokenizer(path)
     if any(tokenizer.token_to_id(token) != place for place, token in enumerate(SPECIAL_TOKENS)):
         raise ValueError(f"{path} does not have {' '.join(SPECIAL_TOKENS)} as ids 0 to {len(SPECIAL_TOKENS) - 1}.")
     return tokenizer
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer in a file; raise a ValueError if the file holds none."""
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ValueError(f"{file} is not a tokenizer: {error}") from error
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

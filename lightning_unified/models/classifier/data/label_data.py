@@ -19,15 +19,11 @@ from lightning_unified.data.packing import choose_buckets
 from lightning_unified.data.resumable import ResumableData
 from lightning_unified.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_unified.models.classifier.data import label_sources
-from lightning_unified.models.classifier.data.encoder_tokenizer import (
-    encode,
-    load_encoder_tokenizer,
-    own_tokenizer,
-    pad_id_of,
-)
+from lightning_unified.models.classifier.data.encoder_tokenizer import load_encoder_tokenizer, own_tokenizer
 from lightning_unified.models.classifier.data.label_rows import LabelRows, zeros
 from lightning_unified.models.classifier.data.label_split import Sides, part
 from lightning_unified.models.classifier.data.labelled import LabelledText
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
 
 __all__ = ["LabelData"]
 
@@ -217,10 +213,11 @@ class LabelData(ResumableData):
         else:
             tokenizer = load_encoder_tokenizer(asked["pretrained"])
         of_sides = [sides.train, sides.validation, sides.test]
-        encoded = [encode(tokenizer, [text.text for text in side], length=self.text_length) for side in of_sides]
+        encoder = TextEncoder(tokenizer)
+        encoded = [encoder.encode_ids([text.text for text in side], max_length=self.text_length) for side in of_sides]
         lengths = self._lengths([len(ids) for side in encoded for ids in side])
         train, validation, test = (
-            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=pad_id_of(tokenizer))
+            LabelRows(ids, [names.index(text.label) for text in side], lengths=lengths, pad_id=encoder.pad_id)
             for side, ids in zip(of_sides, encoded, strict=True)
         )
         return _Prepared(
