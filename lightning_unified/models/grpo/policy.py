@@ -13,7 +13,7 @@ from lightning_unified.models.choices import check_choice
 from lightning_unified.models.pretrained.adapters import adapt_linear_layers
 from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
 from lightning_unified.models.pretrained.source import find_model, require
-from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
 __all__ = [
     "DTYPES",
@@ -93,20 +93,10 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
     """
     with without_values():
         model = build_policy(read_architecture(folder), dtype=dtype, attention=attention)
-    wanted = dict(model.named_parameters())
-    found: set[str] = set()
-    for file in weight_files(folder):
-        for name, tensor in stored_tensors(file):
-            if name in wanted and tensor.shape == wanted[name].shape:
-                assign(model, name, tensor.to(DTYPES[dtype]))
-                found.add(name)
+    load_weights(model, folder, dtype=DTYPES[dtype])
     model.tie_weights()  # pyright: ignore[reportCallIssue]
-    lacking = sorted(name for name, parameter in model.named_parameters() if parameter.is_meta)
-    if lacking:
-        raise RuntimeError(
-            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(wanted)} parameters are missing or of another "
-            f"size, the first is {lacking[0]}. Give a folder whose files belong together."
-        )
+    lacking = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    check_complete(lacking, model=model, folder=folder)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_unified.models.grpo.scoring import evaluating
+from lightning_unified.models.grpo.language_model import evaluating
 
 __all__ = ["Reference"]
 

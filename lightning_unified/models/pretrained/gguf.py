@@ -47,15 +47,14 @@ def gguf_file(name: str) -> Path:
     return Path(str(files[0]))
 
 
-def converted(name: str, *, cache: Path | None = None) -> Path:
+def converted(name: str) -> Path:
     """Return the folder of a converted model: `config.json`, `model.safetensors` (float32), tokenizer.
 
-    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder.
+    The first call converts the file and needs about four times its bytes of memory for a moment; later calls find the folder in
+    `$LIGHTNING_UNIFIED_CACHE`, else in `lightning_unified` in the platform's cache folder.
 
     Args:
         name: A key of `GGUF_PACKAGES`.
-        cache: Folder of converted models; None for `$LIGHTNING_UNIFIED_CACHE`, else `lightning_unified` in the platform's
-            cache folder.
 
     Raises:
         FileNotFoundError: As `gguf_file`, like the other two.
@@ -63,7 +62,7 @@ def converted(name: str, *, cache: Path | None = None) -> Path:
         ValueError: See there.
     """
     file = gguf_file(name)
-    folder = (cache or _cache_directory()) / "models" / f"{name}-{file.stat().st_size}"
+    folder = _cache_directory() / "models" / f"{name}-{file.stat().st_size}"
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))

@@ -136,7 +136,7 @@ class Wordle(RecomputeSwitch, GRPO):
             stop_ids=identity.stop_ids,
             **{name: given[name] for name in _ARGUMENTS_OF_GRPO & given.keys()},
         )
-        self.identity, self._stop_ids = identity, identity.stop_ids
+        self.identity = identity
         self._leaves_out = is_read and lora_rank is not None
         self.trained_steps = 0
         self.recompute = recompute
@@ -155,7 +155,7 @@ class Wordle(RecomputeSwitch, GRPO):
         """Take tokenizer, words and prompts from the data; see `Identity.take`."""
         data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "chat"):
-            self.identity.take(data, self.policy.config, max_new_tokens=self.max_new_tokens)
+            self.identity.take(data, self.policy.config, max_new_tokens=self.sampling.max_new_tokens)
             self.task.take(data.words, patterns=data.patterns, examples=data.examples)  # pyright: ignore[reportAttributeAccessIssue]
 
     def largest_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,12 +173,12 @@ class Wordle(RecomputeSwitch, GRPO):
         if "prompt" in batch:
             prompts, length = batch["prompt"].shape
         elif "advantages" in batch:
-            prompts = -(-len(batch["tokens"]) // self.group_size)
+            prompts = -(-len(batch["tokens"]) // self.sampling.group_size)
             length = batch["tokens"].shape[1] - batch["chosen"].shape[1]
         else:
             return {}
-        rows = prompts * self.group_size
-        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.max_new_tokens}
+        rows = prompts * self.sampling.group_size
+        return {"rows": rows, "prompts": prompts, "prompt": length, "new": self.sampling.max_new_tokens}
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

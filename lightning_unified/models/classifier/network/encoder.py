@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_unified.models.pretrained.source import require
-from lightning_unified.models.pretrained.streaming import assign, stored_tensors, weight_files, without_values
+from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
 __all__ = ["architecture_of", "base_of", "blocks_of", "build", "head_of", "load", "read_architecture", "resize_head"]
 
@@ -86,24 +86,12 @@ def load(
     """
     with without_values():
         model = build(architecture, labels=labels, attention=attention, dropout=dropout)
-    wanted = dict(model.named_parameters())
     prefix = f"{model.base_model_prefix}."
-    found: set[str] = set()
-    for file in weight_files(folder):
-        for stored, tensor in stored_tensors(file):
-            given = _renamed(stored)
-            name = next((own for own in (given, prefix + given) if own in wanted), None)
-            if name is None or tensor.shape != wanted[name].shape:
-                continue
-            assign(model, name, tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32))
-            found.add(name)
-    missing = wanted.keys() - found
-    lacking = sorted(name for name in missing if name.startswith(prefix) and ".pooler." not in f".{name}")
-    if lacking:
-        raise RuntimeError(
-            f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(wanted)} parameters are missing or of another "
-            f"size, the first is {lacking[0]}. Give a folder whose files belong together."
-        )
+    missing = load_weights(
+        model, folder, dtype=torch.float32, names_of=lambda stored: (_renamed(stored), prefix + _renamed(stored))
+    )
+    lacking = [name for name in missing if name.startswith(prefix) and ".pooler." not in f".{name}"]
+    check_complete(lacking, model=model, folder=folder)
     _begin(model, missing)
     return model.train()
 

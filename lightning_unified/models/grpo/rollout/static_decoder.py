@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_unified.models.grpo.language_model import forward_last
+from lightning_unified.models.grpo.policy import blocks_of
 from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
-from lightning_unified.models.grpo.rollout.language_model import blocks_of, forward_last
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
 
 __all__ = ["StaticDecoder", "slots_for"]

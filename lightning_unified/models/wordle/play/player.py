@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_unified.models.choices import inference_device
-from lightning_unified.models.grpo.rollout import Sampler
+from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
 from lightning_unified.models.plain_checkpoint import read_trained
 from lightning_unified.models.wordle.data.wordle_rows import pad_prompts
 from lightning_unified.models.wordle.game.state import State
@@ -52,18 +53,18 @@ class ModelPlayer:
             stop_ids=[chat.end_id],
             stop_text=STOP,
             decode=chat.decode,
-            temperature=temperature,
             kept_bytes=sys.maxsize,
         )
+        self._sampling = SamplingOptions(temperature=temperature, max_new_tokens=self.module.sampling.max_new_tokens)
 
     @property
     def temperature(self) -> float:
         """Temperature of the next answers."""
-        return self._sampler.temperature
+        return self._sampling.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._sampler.temperature = value
+        self._sampling = replace(self._sampling, temperature=value)
 
     @cached_property
     def words(self) -> WordList:
@@ -104,13 +105,7 @@ class ModelPlayer:
         prompt, mask = pad_prompts(prompts, chat.pad_id, length=max(self._length, *map(len, prompts)))
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(0)
-        sampled = self._sampler(
-            prompt.to(device),
-            mask.to(device),
-            group_size=1,
-            max_new_tokens=self.module.max_new_tokens,
-            generator=self._generator,
-        )
+        sampled = self._sampler(prompt.to(device), mask.to(device), self._sampling, generator=self._generator)
         lengths = sampled.mask.sum(1).tolist()
         texts = [chat.decode(ids[:count]) for ids, count in zip(sampled.ids.tolist(), lengths, strict=True)]
         return texts[: len(states)]
