@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["PRESETS", "CompressorConfig", "PolicyConfig", "Preset", "ReaderConfig", "preset"]
+__all__ = ["PRESETS", "CompressorConfig", "PolicyConfig", "Preset", "ReaderConfig", "check_lengths", "preset"]
 
 _READINGS = ("infill", "copy")
 _PRETRAINED = ("smollm2-135m",)
@@ -242,3 +242,34 @@ def preset(name: str, **overrides: Any) -> CompressorConfig:
     if config.pretrained is not None and given:
         raise ValueError(f"{', '.join(given)}: the sizes of {config.pretrained} are what it was trained with.")
     return replace(config, policy=replace(config.policy, **of_policy), reader=replace(config.reader, **given), **own)
+
+
+def check_lengths(config: CompressorConfig, *, target: str, text: int | None, continuation: int | None) -> None:
+    """Raise for data that does not fit the positions, before the first step.
+
+    Args:
+        config: The model's sizes.
+        target: "restore", or "predict", which needs continuations.
+        text: The data's longest text in tokens; None if unknown, as the next.
+        continuation: Tokens of the data's continuations, 0 for none.
+
+    Raises:
+        ValueError: If the texts exceed the policy's positions, or lack the continuation to predict, or both exceed the reader's.
+    """
+    longest, positions = config.policy.positions, config.reader.positions
+    if text is not None and text > longest:
+        raise ValueError(
+            f"data.text_length={text}, and the policy has positions for {longest} tokens; lower it, or set "
+            f"model.text_length={text} (the reader then needs {2 * text} positions and has {positions}: model.positions)."
+        )
+    if target != "predict" or continuation is None:
+        return
+    if not continuation:
+        raise ValueError(
+            "model.target=predict scores the continuation of each text; set data.continuation_length above 0."
+        )
+    if positions < (text or 0) + continuation:
+        raise ValueError(
+            f"data.text_length={text} and data.continuation_length={continuation} need {(text or 0) + continuation} positions, "
+            f"and the reader has {positions}; lower them or raise model.positions."
+        )
