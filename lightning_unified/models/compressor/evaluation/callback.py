@@ -9,9 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_unified.models.compressor.evaluation import held_out
-from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, evaluate
+from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.report import plot
-from lightning_unified.models.compressor.evaluation.subject import check_keep
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["EvaluateCompression"]
@@ -64,11 +63,16 @@ class EvaluateCompression(Callback):
         if (texts is None) != (corpus is None):
             raise ValueError("texts and corpus belong together; give both, or neither for those of the data module.")
         self.every_n_epochs, self.documents, self.directory = every_n_epochs, documents, directory
-        self.keeps = tuple(check_keep(keep) for keep in keeps)
-        self.length, self.continuation = length, continuation
-        self._arguments: dict[str, Any] = {
-            "per_document": per_document, "batch_size": batch_size, "reconstruct": reconstruct, "resamples": resamples,
-        }  # fmt: skip
+        self.options = EvaluationOptions(
+            keeps=tuple(keeps),
+            length=length,
+            continuation=continuation,
+            per_document=per_document,
+            batch_size=batch_size,
+            reconstruct=reconstruct,
+            repeats=0,
+            resamples=resamples,
+        )
         self._sides = None if texts is None or corpus is None else (list(corpus), list(texts))
 
     @override
@@ -94,17 +98,7 @@ class EvaluateCompression(Callback):
         if self._sides is None:
             self._sides = held_out.sides(_settings(trainer))
         corpus, texts = self._sides
-        length = self.length or pl_module.text_length
-        record = evaluate(
-            pl_module,
-            texts[: self.documents],
-            corpus=corpus,
-            keeps=self.keeps,
-            length=length,
-            continuation=self.continuation or max(length // 4, 1),
-            repeats=0,
-            **self._arguments,
-        )
+        record = evaluate(pl_module, texts[: self.documents], corpus=corpus, options=self.options)
         for name, value in _figures(record).items():
             pl_module.log(name, value)
         if trainer.is_global_zero:

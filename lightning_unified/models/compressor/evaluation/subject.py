@@ -39,6 +39,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def text_length(self) -> int:
+        """The longest text with trained positions, in tokens."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         ...
