@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from lightning_unified.models.compressor.data.passage_data import PassageData
     from lightning_unified.models.compressor.inference.compress import compress
     from lightning_unified.models.compressor.module import Compressor
-    from lightning_unified.models.compressor.presets import CompressorConfig
+    from lightning_unified.models.compressor.sizes import CompressorConfig
 
 __all__ = ["Compressor", "CompressorConfig", "PassageData", "compress"]
 
 _HOMES = {
     "Compressor": "module",
-    "CompressorConfig": "presets",
+    "CompressorConfig": "sizes",
     "PassageData": "data.passage_data",
     "compress": "inference.compress",
 }

@@ -13,8 +13,8 @@ from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_choice, check_numbers
 from lightning_unified.models.compressor.objective.joint import JointLoss
 from lightning_unified.models.compressor.objective.rate import CollapseWatch, KeepRate, Price
-from lightning_unified.models.compressor.presets import check_lengths
-from lightning_unified.models.compressor.presets import preset as preset_config
+from lightning_unified.models.compressor.sizes import check_lengths
+from lightning_unified.models.compressor.sizes import preset as preset_config
 from lightning_unified.models.compressor.text_codec import TextCodec
 from lightning_unified.models.epoch_sums import EpochSums
 from lightning_unified.models.optimizer import check_optimizer_choices, scheduled_adamw
@@ -34,7 +34,7 @@ class Compressor(TextCodec):
         `continuation` (B, U) int64 and `continuation_mask` (B, U) bool.
 
     Args:
-        preset: A name in `presets.PRESETS`.
+        preset: A name in `sizes.PRESETS`.
         vocabulary: Token rows; None takes the preset's, as for the next nine.
         positions: The reader's longest sequence: a text twice, or a text and its continuation.
         width: Size of the reader's residual stream.
@@ -45,7 +45,7 @@ class Compressor(TextCodec):
         text_length: The longest text in tokens.
         window: Tokens that a decision depends on.
         load_pretrained: Whether to load a preset's pretrained reader; False if a checkpoint follows.
-        reading: "infill" or "copy", see `presets.CompressorConfig`.
+        reading: "infill" or "copy", see `sizes.CompressorConfig`.
         recompute: Activation checkpointing of each block.
         objective: How the policy learns: "reinforce" (sampled decisions, rewards) or "relaxed" (soft decisions, gradients).
         target: Scored tokens: "restore" the dropped ones, or "predict" the continuation.

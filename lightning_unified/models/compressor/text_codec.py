@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_unified.models.compressor.network.codec import Codec
-from lightning_unified.models.compressor.presets import CompressorConfig
+from lightning_unified.models.compressor.sizes import CompressorConfig
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
 from lightning_unified.models.plain_checkpoint import check_same_sizes
 from lightning_unified.models.vocabulary import check_vocabulary

@@ -7,13 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_unified.models.gearhead.inference import Diagnoser
+    from lightning_unified.models.gearhead.diagnoser import Diagnoser
     from lightning_unified.models.gearhead.module import GearHead
-    from lightning_unified.models.gearhead.presets import GearHeadConfig
+    from lightning_unified.models.gearhead.sizes import GearHeadConfig
 
 __all__ = ["Diagnoser", "GearHead", "GearHeadConfig"]
 
-_HOMES = {"Diagnoser": "inference", "GearHead": "module", "GearHeadConfig": "presets"}
+_HOMES = {"Diagnoser": "diagnoser", "GearHead": "module", "GearHeadConfig": "sizes"}
 
 
 def __getattr__(name: str) -> Any:

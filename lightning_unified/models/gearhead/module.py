@@ -18,8 +18,8 @@ from lightning_unified.models.choices import check_numbers
 from lightning_unified.models.epoch_sums import EpochSums
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.objective import loss_sums, mean_loss, with_totals
-from lightning_unified.models.gearhead.presets import preset as preset_config
 from lightning_unified.models.gearhead.samples import write_samples
+from lightning_unified.models.gearhead.sizes import preset as preset_config
 from lightning_unified.models.optimizer import check_optimizer_choices, decay_groups, scheduled_adamw
 from lightning_unified.models.plain_checkpoint import check_same_sizes
 from lightning_unified.models.vocabulary import check_vocabulary
@@ -43,7 +43,7 @@ class GearHead(LightningModule):
         `diagnosis_labels`, all (B, T) int64; -100 in labels is not scored. The last two may be absent.
 
     Args:
-        preset: A name in `presets.PRESETS`.
+        preset: A name in `sizes.PRESETS`.
         vocabulary: Token rows; None takes the preset's, as for the next five.
         positions: The longest text in tokens.
         width: Size of the residual stream.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 from lightning_unified.nn.kv_cache import KVCache
 

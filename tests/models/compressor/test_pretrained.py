@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.network import pretrained
-from lightning_unified.models.compressor.presets import (
+from lightning_unified.models.compressor.sizes import (
     PRESETS,
     CompressorConfig,
     PolicyConfig,

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_unified.models.compressor.network.policy import KeepPolicy
 from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.compressor.network.slots import compact, followed_by, gated, with_separator
-from lightning_unified.models.compressor.presets import CompressorConfig
+from lightning_unified.models.compressor.sizes import CompressorConfig
 from lightning_unified.nn.linear_cross_entropy import IGNORED, linear_cross_entropy
 
 if TYPE_CHECKING:

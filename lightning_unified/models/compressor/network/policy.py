@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import PolicyConfig
+from lightning_unified.models.compressor.sizes import PolicyConfig
 
 __all__ = ["KeepPolicy"]
 

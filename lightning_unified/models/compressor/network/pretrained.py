@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.compressor.sizes import ReaderConfig
 from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
 from lightning_unified.models.pretrained.source import require
 from lightning_unified.nn.recomputing import Recomputing
@@ -36,7 +36,7 @@ class PretrainedReader(nn.Module):
     It reads from left to right only.
 
     Args:
-        name: As in `presets.CompressorConfig.pretrained`.
+        name: As in `sizes.CompressorConfig.pretrained`.
         config: The sizes.
         load: Load the weights from the package; False keeps random ones, if a checkpoint follows. On the meta device none are
             read.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.compressor.presets import ReaderConfig
+from lightning_unified.models.compressor.sizes import ReaderConfig
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 
 __all__ = ["Reader"]

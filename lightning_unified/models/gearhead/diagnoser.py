@@ -12,7 +12,7 @@ from lightning_unified.data.documents import record as layout
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.models.plain_checkpoint import load_weights, read_plain
 
 __all__ = ["Diagnoser"]
