@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_unified.models.compressor.sizes import ReaderConfig
+from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.models.pretrained.gguf import converted, without_progress_bars
 from lightning_unified.models.pretrained.source import require
 from lightning_unified.nn.recomputing import Recomputing
 
 __all__ = ["PretrainedReader", "load_tokenizer"]
 
-# settings beyond `ReaderConfig`: grouped keys, base of the rotary positions, epsilon of the norm
+# settings beyond `DecoderSizes`: grouped keys, base of the rotary positions, epsilon of the norm
 _ARCHITECTURE = {
     "num_key_value_heads": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
@@ -50,7 +50,7 @@ class PretrainedReader(nn.Module):
 
     copy_offset = None
 
-    def __init__(self, name: str, config: ReaderConfig, *, load: bool = True, recompute: bool = False) -> None:
+    def __init__(self, name: str, config: DecoderSizes, *, load: bool = True, recompute: bool = False) -> None:
         super().__init__()
         self.config = config
         self.model: nn.Module = _loaded(name) if load and not _without_values() else _empty(config)
@@ -133,7 +133,7 @@ def _without_values() -> bool:
     return torch.empty(0).is_meta
 
 
-def _empty(config: ReaderConfig) -> Any:
+def _empty(config: DecoderSizes) -> Any:
     require("transformers", need="a pretrained reader needs", extras="pretrained")
     from transformers import LlamaConfig, LlamaModel
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_unified.models.compressor.sizes import ReaderConfig
+from lightning_unified.models.decoder_sizes import DecoderSizes
 from lightning_unified.nn.checkpoint import recompute as run_recomputed
 
 __all__ = ["Reader"]
@@ -22,7 +22,7 @@ _INITIAL_STD = 0.02
 
 
 class _Block(nn.Module):
-    def __init__(self, config: ReaderConfig) -> None:
+    def __init__(self, config: DecoderSizes) -> None:
         super().__init__()
         self.heads = config.heads
         self.ln_attention = nn.LayerNorm(config.width, eps=1e-5)
@@ -55,7 +55,7 @@ class Reader(nn.Module):
         RuntimeError: If the number of parameters differs from the configuration's.
     """
 
-    def __init__(self, config: ReaderConfig, *, recompute: bool = False) -> None:
+    def __init__(self, config: DecoderSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
