@@ -24,7 +24,7 @@ from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import read
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
-from lightning_unified.models.optimizer import adamw, decay_groups
+from lightning_unified.models.training import adamw, decay_groups
 
 GEARHEAD = Path(__file__).parents[1] / "models" / "gearhead" / "memory.json"
 QUIET = {

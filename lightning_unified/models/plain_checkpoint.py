@@ -1,4 +1,7 @@
-"""Read checkpoints as plain data, without running code from the file, and check that they belong to a model."""
+"""Read checkpoints as plain data, without running code from the file, and check that they belong to a model.
+
+Sizes, weights and tokenizer of a checkpoint must be those of the model.
+"""
 
 import warnings
 import zipfile
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_same_sizes", "load_weights", "read_plain", "read_trained"]
+__all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain", "read_trained"]
 
 
 def read_plain(path: str | Path) -> Any:
@@ -80,6 +83,26 @@ def check_same_sizes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """
     if other := _differences(saved, own):
         raise ValueError(f"the checkpoint has other sizes: {', '.join(other)}. Build the model with the checkpoint's.")
+
+
+def check_vocabulary(given: Mapping[str, int], *, rows: int, trained: Mapping[str, int] | None) -> None:
+    """Raise a ValueError if a tokenizer has too many tokens for a model, or others than in training.
+
+    Args:
+        given: The tokenizer's tokens with their ids.
+        rows: Rows of the model's token table.
+        trained: The tokens of the model's training; None before training.
+    """
+    if len(given) > rows:
+        raise ValueError(
+            f"the tokenizer has {len(given):,} tokens, the model's vocabulary is {rows:,}; train the tokenizer with at most "
+            f"{rows:,} or set the model's vocabulary={len(given)}."
+        )
+    if trained is not None and trained != given:
+        raise ValueError(
+            f"this model was trained with another tokenizer ({len(trained):,} tokens) than the one given ({len(given):,} tokens); "
+            "its weights mean nothing under the new one. Use the tokenizer of the checkpoint."
+        )
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

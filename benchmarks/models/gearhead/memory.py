@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_unified.data.documents.error_codes import NUM_CODE_IDS, NUM_SUBSYSTEMS
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.optimizer import adamw, decay_groups
+from lightning_unified.models.training import adamw, decay_groups
 
 ROWS, TOKENS, STEPS = 2, 512, 3
 

@@ -16,8 +16,7 @@ from lightning_unified.models.compressor.objective.rate import CollapseWatch, Ke
 from lightning_unified.models.compressor.sizes import check_lengths
 from lightning_unified.models.compressor.sizes import preset as preset_config
 from lightning_unified.models.compressor.text_codec import TextCodec
-from lightning_unified.models.epoch_sums import EpochSums
-from lightning_unified.models.optimizer import check_optimizer_choices, scheduled_adamw
+from lightning_unified.models.training import EpochSums, check_optimizer_choices, scheduled_adamw
 
 __all__ = ["Compressor"]
 

@@ -12,8 +12,7 @@ from typing_extensions import override
 from lightning_unified.models.compressor.network.codec import Codec
 from lightning_unified.models.compressor.sizes import CompressorConfig
 from lightning_unified.models.compressor.tokenizer import TextTokenizer
-from lightning_unified.models.plain_checkpoint import check_same_sizes
-from lightning_unified.models.vocabulary import check_vocabulary
+from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
 
 __all__ = ["TextCodec"]
 

@@ -5,7 +5,7 @@ Its names are imported on first use, so that importing the package does not impo
 
 from typing import TYPE_CHECKING
 
-from lightning_unified.models.lazy_exports import lazy_exports
+from lightning_unified.models import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_unified.models.gearhead.diagnoser import Diagnoser

@@ -5,7 +5,7 @@ Playing needs no torch: the names below are imported on first use.
 
 from typing import TYPE_CHECKING
 
-from lightning_unified.models.lazy_exports import lazy_exports
+from lightning_unified.models import lazy_exports
 
 if TYPE_CHECKING:
     from lightning_unified.models.wordle.data.wordle_data import WordleData

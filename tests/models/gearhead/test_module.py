@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_unified.models.gearhead.module import GearHead
-from lightning_unified.models.optimizer import adamw, decay_groups
+from lightning_unified.models.training import adamw, decay_groups
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 from lightning_unified.options import LossChunk, recompute_policies
 

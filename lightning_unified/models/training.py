@@ -1,4 +1,4 @@
-"""AdamW with warm-up and a learning-rate schedule, for the models' `configure_optimizers`."""
+"""What the models' training shares: AdamW with a learning-rate schedule, and sums over a validation epoch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import nn
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_unified.models.choices import check_choice
 from lightning_unified.nn.adamw import kernel_arguments, learning_rate_factor
 
-__all__ = ["adamw", "check_optimizer_choices", "decay_groups", "scheduled_adamw"]
+__all__ = ["EpochSums", "adamw", "check_optimizer_choices", "decay_groups", "scheduled_adamw"]
 
 _SCHEDULES = ("linear", "cosine", "constant")
 _KERNELS = ("auto", "fused", "foreach", "forloop")
@@ -74,3 +76,28 @@ def scheduled_adamw(
     factor = partial(learning_rate_factor, warmup_steps=hparams["warmup_steps"], total_steps=total, schedule=schedule)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class EpochSums(Metric):
+    """Metric that adds up a vector, exact for any split of batches over micro-batches and processes.
+
+    Args:
+        size: Size of the vector.
+    """
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.add_state("sums", default=torch.zeros(size), dist_reduce_fx="sum")
+
+    @override
+    def update(self, sums: Tensor) -> None:
+        """Add the sums (size) of one batch."""
+        self.sums += sums
+
+    @override
+    def compute(self) -> Tensor:
+        """Return the sums (size) over all batches and processes."""
+        return self.sums
