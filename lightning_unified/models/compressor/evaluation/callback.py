@@ -17,9 +17,7 @@ __all__ = ["EvaluateCompression"]
 
 
 class EvaluateCompression(Callback):
-    """Evaluate after every n-th epoch's validation.
-
-    The callback also logs the policy's values and saves the record and the plot.
+    """Evaluate after every n-th epoch's validation, log the policy's values, and save record and plot.
 
     It logs for each budget k: `val/dropped_cross_entropy@k`, `val/continuation_perplexity@k`, and `val/margin@k`, the policy's margin
     over the best baseline in nats per dropped token (below 0: the baseline is better).
@@ -77,11 +75,7 @@ class EvaluateCompression(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise for a module or data that cannot be evaluated, before the first step.
-
-        Raises:
-            ValueError: If the module is no compressor, or neither texts nor data define a held-out side.
-        """
+        """Raise a ValueError before the first step if the module is no compressor, or there are no held-out texts."""
         if not isinstance(pl_module, Compressor):
             raise ValueError(  # noqa: TRY004 - a setting
                 f"EvaluateCompression evaluates a Compressor, and this is {type(pl_module).__name__}; leave it out, as "

@@ -1,8 +1,7 @@
 """Evaluate a policy and all baselines at the same budgets on the same documents."""
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,13 @@ from lightning_unified.models.compressor.evaluation.measures import Sums, full_c
 from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
 from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
 from lightning_unified.models.compressor.evaluation.statistics import Values, exponential, policy_against, rows
-from lightning_unified.models.compressor.evaluation.subject import Subject, check_keep, require_trained, top_k
+from lightning_unified.models.compressor.evaluation.subject import (
+    Subject,
+    check_keep,
+    evaluating,
+    require_trained,
+    top_k,
+)
 
 __all__ = ["KEEPS", "EvaluationOptions", "evaluate"]
 
@@ -104,7 +109,7 @@ def evaluate(
     encoded = [ids for text in corpus if (ids := encoder.encode(text))]
     every = list(batches(pieces, size=options.batch_size, device=subject.device))
     largest = max(every, key=lambda batch: batch.ids.numel())
-    with _evaluating(subject):
+    with evaluating(subject):
         vocabulary = _vocabulary(subject, largest)
         methods = baselines.scorers(subject, corpus=encoded, vocabulary=vocabulary, seed=options.seed)
         half = top_k(methods["random"](largest.ids, largest.mask), mask=largest.mask, keep=0.5)
@@ -189,13 +194,3 @@ class _Totals:
 @torch.no_grad()
 def _vocabulary(subject: Subject, batch: Batch) -> int:
     return subject.next_logits(batch.ids[:1], batch.mask[:1]).shape[-1]
-
-
-@contextlib.contextmanager
-def _evaluating(subject: Subject) -> Iterator[None]:
-    was_training = subject.training
-    subject.train(False)
-    try:
-        yield
-    finally:
-        subject.train(was_training)
