@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DecoderSizes", "check_sizes"]
+from torch import nn
+
+__all__ = ["DecoderSizes", "check_parameters", "check_sizes"]
 
 
 def check_sizes(config: Any, *names: str) -> None:
@@ -11,6 +13,13 @@ def check_sizes(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}={getattr(config, name)} is not a size; give 1 or more.")
+
+
+def check_parameters(network: nn.Module, *, stated: int) -> None:
+    """Raise a RuntimeError if a network has another number of parameters than its configuration states."""
+    built = sum(parameter.numel() for parameter in network.parameters())
+    if built != stated:
+        raise RuntimeError(f"built {built:,} parameters where the configuration states {stated:,}.")
 
 
 @dataclass(frozen=True, kw_only=True)

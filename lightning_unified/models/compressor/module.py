@@ -22,9 +22,9 @@ __all__ = ["Compressor"]
 
 
 class Compressor(TextCodec):
-    """A policy that chooses the tokens to keep, and a reader, a language model that restores or continues the text.
+    """A policy that chooses the tokens to keep, and a reader that restores or continues the text.
 
-    Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
+    The reader is a language model. Both share one loss: the reader's cross-entropy plus the price of kept tokens (see `objective.estimators`). Each part is a sum
     divided by the whole batch's number of terms. `prepare_batch` counts these before the batch is split, and draws the random numbers
     of all masks. Losses and gradients of micro-batches then add up to those of the whole batch. A row holds all masks of a text.
 
@@ -139,8 +139,7 @@ class Compressor(TextCodec):
         start = math.log(config.reader.vocabulary) if price is None else price
         self.price = Price(target=keep_ratio, start=start, rate=price_rate, damping=price_damping)
         self.collapse = CollapseWatch(patience=collapse_patience)
-        # loss, its terms, language loss, its terms, tokens the policy would keep, tokens
-        self._validation = EpochSums(6)
+        self._validation = EpochSums(6)  # of `JointLoss.validate`
 
     @classmethod
     @override

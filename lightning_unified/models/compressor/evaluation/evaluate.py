@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.models.compressor.evaluation import baselines, timing
@@ -110,7 +109,7 @@ def evaluate(
     every = list(batches(pieces, size=options.batch_size, device=subject.device))
     largest = max(every, key=lambda batch: batch.ids.numel())
     with evaluating(subject):
-        vocabulary = _vocabulary(subject, largest)
+        vocabulary = subject.next_logits(largest.ids[:1], largest.mask[:1]).shape[-1]
         methods = baselines.scorers(subject, corpus=encoded, vocabulary=vocabulary, seed=options.seed)
         half = top_k(methods["random"](largest.ids, largest.mask), mask=largest.mask, keep=0.5)
         check_blind(subject, largest.ids, keep=half, mask=largest.mask)
@@ -145,8 +144,7 @@ def _totalled(
     for done, batch in enumerate(every, start=1):
         totals.add(*_FULL, batch, full_context(subject, batch))
         for name, scorer in methods.items():
-            with torch.no_grad():
-                scores = scorer(batch.ids, batch.mask)
+            scores = scorer(batch.ids, batch.mask)
             for keep in options.keeps:
                 chosen = top_k(scores, mask=batch.mask, keep=keep, seed=options.seed)
                 totals.add(name, keep, batch, measure(subject, batch, keep=chosen, reconstruct=options.reconstruct))
@@ -189,8 +187,3 @@ class _Totals:
         """Return the mean over all terms of all documents."""
         total, count = self._sums[method, keep, name].sum(1)
         return float(total / count)
-
-
-@torch.no_grad()
-def _vocabulary(subject: Subject, batch: Batch) -> int:
-    return subject.next_logits(batch.ids[:1], batch.mask[:1]).shape[-1]
