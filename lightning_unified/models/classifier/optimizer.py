@@ -1,10 +1,12 @@
 """AdamW of the classifier: matrices decay, biases and layer norms do not; with a schedule."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 
@@ -22,29 +24,31 @@ def decay_groups(network: nn.Module, *, weight_decay: float) -> list[dict[str, A
     ]
 
 
-def build_optimizer(
-    network: nn.Module, *, hparams: Mapping[str, Any], total_steps: float, precision: str = "32-true"
-) -> OptimizerLRSchedulerConfig:
+def build_optimizer(network: nn.Module, *, hparams: Mapping[str, Any], trainer: Trainer) -> OptimizerLRSchedulerConfig:
     """Return AdamW and its schedule, one value a step.
 
     Args:
         network: The network; its frozen parameters are left out.
         hparams: `learning_rate`, `weight_decay`, `betas`, `eps`, `warmup_share`, `schedule` and `optimizer_kernel`.
-        total_steps: Optimizer steps of the run, where a falling schedule reaches 0.
-        precision: The Trainer's; "16-mixed" brings a scaler, with which Lightning clips no gradients of a fused optimizer.
+        trainer: Gives the number of optimizer steps, at whose end a falling schedule reaches 0, and the precision: "16-mixed"
+            brings a scaler, with which Lightning clips no gradients of a fused optimizer.
+
+    Raises:
+        ValueError: If the schedule depends on the last step and the run has no end.
     """
+    share, schedule, total = hparams["warmup_share"], hparams["schedule"], trainer.estimated_stepping_batches
+    if not math.isfinite(total) and (schedule != "constant" or share):
+        raise ValueError(
+            f"schedule={schedule!r} and warmup_share={share} need to know the last step; set max_steps or max_epochs, or "
+            "schedule=constant and warmup_share=0."
+        )
     groups = decay_groups(network, weight_decay=hparams["weight_decay"])
     device = next(network.parameters()).device.type
-    kernel = kernel_arguments(hparams["optimizer_kernel"], device=device, precision=precision)
+    kernel = kernel_arguments(hparams["optimizer_kernel"], device=device, precision=str(trainer.precision))
     optimizer = torch.optim.AdamW(
         groups, lr=hparams["learning_rate"], betas=tuple(hparams["betas"]), eps=hparams["eps"], **kernel
     )
-    share = hparams["warmup_share"]
-    factor = partial(
-        learning_rate_factor,
-        warmup_steps=round(share * total_steps) if share else 0,
-        total_steps=total_steps,
-        schedule=hparams["schedule"],
-    )
+    warmup = round(share * total) if share else 0
+    factor = partial(learning_rate_factor, warmup_steps=warmup, total_steps=total, schedule=schedule)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
