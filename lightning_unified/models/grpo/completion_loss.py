@@ -24,15 +24,9 @@ def completion_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of rows of a batch, and values to log by name.
 
-    Each is a share of the whole batch's mean. In a batch's first iteration, the policy is the one that sampled, and its log-probabilities are stored for later iterations.
-
-    Args:
-        policy: The model, which also runs with the reference's weights.
-        batch: Rows of a prepared batch with `advantages`.
-        score: Returns the log-probabilities and entropies (R, T) of these rows under the policy's present weights.
-        objective: The loss.
-        reference: The reference policy; it is used if the objective's `beta` is above 0.
-        kept: Stores and holds the first iteration's log-probabilities.
+    Each is a share of the whole batch's mean. In a batch's first iteration, the policy is the one that sampled, and `kept` stores its
+    log-probabilities for later iterations. The reference is used if the objective's `beta` is above 0. `score` returns the
+    log-probabilities and entropies (R, T) of these rows under the weights that `policy` has when it is called.
     """
     is_repeated, anchor = batch.get("iteration", 0) > 0, None
     if is_repeated:

@@ -96,11 +96,11 @@ def score(
         tokens (R, S), start (R), chosen (R, T); both results (R, T).
 
     Args:
-        model: As `decoder_of` takes it.
+        model: A causal language model of transformers, bare or wrapped by peft.
         tokens: Token ids.
         start: Position of each row's first chosen token, 1 or more; T tokens from there are scored.
         chosen: The tokens; arbitrary at pads.
-        temperature: Logits are divided by it.
+        temperature: Divisor of the logits.
         chunk: See `token_log_probs`.
     """
     hidden = decoder_of(model)(input_ids=tokens, use_cache=False).last_hidden_state

@@ -74,8 +74,9 @@ def prepared(
 ) -> dict[str, Any]:
     """Return the completions as a prepared batch.
 
-    `advantages`, `sampled_log_probs` and `figures` are added. Groups with equal rewards have no gradient and are left out, as are columns that no other group needs. If no group is left, the
-    first stays without active tokens. See `sequences` for the other fields.
+    `advantages`, `sampled_log_probs` and `figures` are added. Groups with equal rewards have no gradient and are left out, as are
+    columns that no other group needs. If no group is left, the first stays without active tokens. See `sequences` for the other
+    fields.
 
     Args:
         batch: A batch with `prompt` and `prompt_mask` (P, L).

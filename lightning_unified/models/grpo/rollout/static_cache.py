@@ -23,7 +23,8 @@ def is_plain_cache(cache: Any, *, length: int) -> bool:
 class LayerCache:
     """One layer's keys and values (N, H, L, D).
 
-    `update` writes a new token at `slot` and returns all L slots. The class has the interface of a layer's cache, for models, and of a whole cache, for blocks: both call `update`.
+    `update` writes a new token at `slot` and returns all L slots. The class has the interface of a layer's cache, for models, and of
+    a whole cache, for blocks: both call `update`.
     """
 
     is_compileable = True
