@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_unified.models.choices import check_choice
+from lightning_unified.models.training import check_optimizer_choices
 
 __all__ = ["check_hyperparameters"]
 
-_CHOICES = {
-    "schedule": ("linear", "cosine", "constant"),
-    "optimizer_kernel": ("auto", "fused", "foreach", "forloop"),
-    "attention": ("sdpa", "eager"),
-}
 _POSITIVE = ("learning_rate", "eps", "lora_alpha")
 _SHARES = ("label_smoothing", "warmup_share", "lora_dropout", "dropout")
 _LEAST = {"weight_decay": 0, "calibration_bins": 1, "labels": 2, "lora_rank": 1}
@@ -23,8 +19,8 @@ def check_hyperparameters(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: For the first name that is not offered, or number that is out of range.
     """
-    for name, choices in _CHOICES.items():
-        check_choice(name, given[name], choices)
+    check_optimizer_choices(schedule=given["schedule"], optimizer_kernel=given["optimizer_kernel"])
+    check_choice("attention", given["attention"], ("sdpa", "eager"))
     if isinstance(given["class_weights"], str):
         check_choice("class_weights", given["class_weights"], ("none", "balanced"))
     for name, least in _LEAST.items():

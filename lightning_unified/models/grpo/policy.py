@@ -1,6 +1,5 @@
 """Build or load the policy: a causal model of transformers, with or without adapters."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -11,20 +10,12 @@ from torch import nn
 
 from lightning_unified.models.choices import check_choice
 from lightning_unified.models.pretrained.adapters import adapt_linear_layers
+from lightning_unified.models.pretrained.architecture import read_architecture
 from lightning_unified.models.pretrained.gguf import GGUF_PACKAGES, converted
 from lightning_unified.models.pretrained.source import find_model, require
 from lightning_unified.models.pretrained.streaming import check_complete, load_weights, without_values
 
-__all__ = [
-    "DTYPES",
-    "adapt",
-    "architecture_of",
-    "blocks_of",
-    "build_policy",
-    "find_policy",
-    "load_policy",
-    "read_architecture",
-]
+__all__ = ["DTYPES", "adapt", "build_policy", "find_policy", "load_policy"]
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What the model's own weights may be kept in."""
@@ -117,20 +108,3 @@ def adapt(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-def read_architecture(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder as plain data."""
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-
-
-def architecture_of(model: nn.Module) -> dict[str, Any]:
-    """Return a model's configuration as plain data, for `build_policy`."""
-    return json.loads(json.dumps(model.config.to_diff_dict(), default=str))  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's blocks in running order: its longest list of modules of one class."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    alike = [list(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1]
-    return max(alike, key=len, default=[])

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_unified.models.grpo import GRPO
-from lightning_unified.models.grpo.policy import architecture_of, blocks_of
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
 from lightning_unified.models.pretrained.chat import ChatTokenizer
 from lightning_unified.models.pretrained.recompute_switch import RecomputeSwitch
 from lightning_unified.models.wordle.data.identity import Identity

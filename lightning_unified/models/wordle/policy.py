@@ -13,8 +13,8 @@ from lightning_unified.models.grpo.policy import (
     build_policy,
     find_policy,
     load_policy,
-    read_architecture,
 )
+from lightning_unified.models.pretrained.architecture import read_architecture
 from lightning_unified.models.wordle.presets import preset
 
 __all__ = ["frozen_names", "policy_of"]

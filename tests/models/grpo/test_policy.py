@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo import policy
-from lightning_unified.models.grpo.policy import adapt, architecture_of, blocks_of, build_policy, load_policy
+from lightning_unified.models.grpo.policy import adapt, build_policy, load_policy
 from lightning_unified.models.pretrained import gguf, streaming
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of
 
 pytest.importorskip("transformers")
 QWEN = {

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_unified.models.grpo.policy import blocks_of
 from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
+from lightning_unified.models.pretrained.architecture import blocks_of
 from tests.support.rollout_parts import generated, language_model, options, prompts, recomputed, seeded
 
 FAST = ("captured", "compiled")

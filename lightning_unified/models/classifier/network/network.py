@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_unified.models.classifier.network import encoder as encoders
 from lightning_unified.models.classifier.network.lora import adapt
 from lightning_unified.models.classifier.presets import preset as preset_named
+from lightning_unified.models.pretrained.architecture import architecture_of, blocks_of, read_architecture
 from lightning_unified.models.pretrained.source import find_model
 
 __all__ = ["Network", "build_network"]
@@ -54,7 +55,7 @@ class Network(nn.Module):
             if source is None or (architecture is not None and not load_pretrained)
             else find_model(source, argument="encoder")
         )
-        sizes = architecture or (encoders.read_architecture(folder) if folder else chosen.architecture)
+        sizes = architecture or (read_architecture(folder) if folder else chosen.architecture)
         assert sizes is not None
         options: dict[str, Any] = {"labels": labels, "attention": attention, "dropout": dropout}
         if folder is None or not load_pretrained or torch.empty(0).is_meta:
@@ -85,11 +86,11 @@ class Network(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """Return the encoder's blocks in the order in which they run."""
-        return encoders.blocks_of(self.model)
+        return blocks_of(encoders.base_of(self.model))
 
     def architecture(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
-        return encoders.architecture_of(self.model)
+        return architecture_of(self.model)
 
     def resize_head(self, labels: int) -> None:
         """Replace the head by a new one with `labels` outputs."""

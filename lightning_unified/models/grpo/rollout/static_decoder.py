@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_unified.models.grpo.language_model import forward_last
-from lightning_unified.models.grpo.policy import blocks_of
 from lightning_unified.models.grpo.rollout.attention import packed_attention
 from lightning_unified.models.grpo.rollout.capture import capture, pool_bytes
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.static_cache import LayerCache, Storage
+from lightning_unified.models.pretrained.architecture import blocks_of
 
 __all__ = ["StaticDecoder", "slots_for"]
 

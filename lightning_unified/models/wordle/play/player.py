@@ -11,7 +11,7 @@ import torch
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.grpo.rollout import Sampler, SamplingOptions
-from lightning_unified.models.plain_checkpoint import read_trained
+from lightning_unified.models.plain_checkpoint import load_weights, read_trained
 from lightning_unified.models.wordle.data.wordle_rows import pad_prompts
 from lightning_unified.models.wordle.game.state import State
 from lightning_unified.models.wordle.game.words import WordList, read_words, split_secrets
@@ -123,15 +123,8 @@ def load(path: str | Path, *, device: str = "auto") -> Wordle:
         RuntimeError: See there; or if weights and sizes do not fit together.
     """
     saved = read_trained(path, model="wordle", untrained="it would guess at random")
-    module = Wordle(**_plain(saved["hyper_parameters"]))
+    # Lightning's own entries begin with an underscore
+    module = Wordle(**{name: value for name, value in saved["hyper_parameters"].items() if not name.startswith("_")})
     module.on_load_checkpoint(saved)
-    try:
-        module.load_state_dict(saved["state_dict"])
-    except RuntimeError as error:
-        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    load_weights(module, saved["state_dict"], path=path)
     return module.to(inference_device(device)).eval()
-
-
-def _plain(hyper_parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Wordle` from a checkpoint's hyperparameters."""
-    return {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
