@@ -23,8 +23,8 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.cost_model import static_bytes
 from lightning_unified.hardware import read
 from lightning_unified.models.gearhead import GearHead
-from lightning_unified.models.gearhead.optimizer import build_optimizer
-from lightning_unified.models.gearhead.presets import GearHeadConfig
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
+from lightning_unified.models.training import adamw, decay_groups
 
 GEARHEAD = Path(__file__).parents[1] / "models" / "gearhead" / "memory.json"
 QUIET = {
@@ -69,7 +69,8 @@ def sizes():
     for name in ("gearhead-34m", "gearhead-118m"):
         with torch.device("meta"):
             module = GearHead(preset=name)
-        optimizer = build_optimizer(module.network, hparams={**module.hparams, "optimizer_kernel": "forloop"})
+        groups = decay_groups(module.network.parameters(), weight_decay=module.hparams["weight_decay"])
+        optimizer = adamw(groups, hparams={**module.hparams, "optimizer_kernel": "forloop"})
         fixed[name] = static_bytes(module, [optimizer])
     config = GearHead(preset="gearhead-34m").config
     untrained = config.num_error_codes * config.width + config.num_diagnoses * (config.width + 1)

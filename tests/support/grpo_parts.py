@@ -1,13 +1,12 @@
 """A tiny policy, a task of tokens, a sampler that needs no model, and runs of them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.models.grpo import GRPO
+from lightning_unified.models.grpo.rollout import Completions
 
 VOCABULARY, PROMPTS, LENGTH, GROUP, LONGEST = 61, 4, 6, 4, 7
 TEMPERATURE = 0.7
@@ -35,13 +34,14 @@ class Dice:
     def __init__(self, seed=0):
         self.generator, self.calls, self.given = torch.Generator().manual_seed(seed), 0, []
 
-    def __call__(self, prompt, prompt_mask, *, group_size, max_new_tokens):
+    def __call__(self, prompt, prompt_mask, options):
         self.calls += 1
-        rows = len(prompt) * group_size
-        lengths = torch.randint(1, max_new_tokens, (rows,), generator=self.generator)
+        rows = len(prompt) * options.group_size
+        lengths = torch.randint(1, options.max_new_tokens, (rows,), generator=self.generator)
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.randint(VOCABULARY, mask.shape, generator=self.generator) * mask
-        found = SimpleNamespace(ids=ids, mask=mask, log_probs=-torch.ones(ids.shape), ended=lengths < max_new_tokens)
+        ended = lengths < options.max_new_tokens
+        found = Completions(ids=ids, mask=mask, log_probs=-torch.ones(ids.shape), ended=ended)
         self.given.append((prompt, prompt_mask, found))
         return found
 
@@ -138,14 +138,18 @@ class Plain:
         self.model = model
 
     @torch.no_grad()
-    def __call__(self, prompt, prompt_mask, *, group_size, max_new_tokens):
-        rows = [row[mask].tolist() for row, mask in zip(prompt, prompt_mask, strict=True) for _ in range(group_size)]
-        ids, found = torch.zeros(len(rows), max_new_tokens, dtype=torch.int64), torch.zeros(len(rows), max_new_tokens)
-        for place in range(max_new_tokens):
+    def __call__(self, prompt, prompt_mask, options):
+        rows = [
+            row[mask].tolist() for row, mask in zip(prompt, prompt_mask, strict=True) for _ in range(options.group_size)
+        ]
+        ids, found = (
+            torch.zeros(len(rows), options.max_new_tokens, dtype=dtype) for dtype in (torch.int64, torch.float32)
+        )
+        for place in range(options.max_new_tokens):
             for index, row in enumerate(rows):
                 scores = (self.model(input_ids=torch.tensor([row])).logits[0, -1] / TEMPERATURE).log_softmax(-1)
                 token = int(scores.exp().multinomial(1))
                 ids[index, place], found[index, place] = token, scores[token]
                 row.append(token)
         ended = torch.ones(len(rows), dtype=torch.bool)
-        return SimpleNamespace(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), log_probs=found, ended=ended)
+        return Completions(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), log_probs=found, ended=ended)

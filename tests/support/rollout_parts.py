@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_unified.models.grpo.rollout import SamplingOptions
+
 VOCABULARY = 61
 TINY = {
     "vocab_size": VOCABULARY,
@@ -79,6 +81,11 @@ def generated(model, prompt, mask, *, new) -> Tensor:
     )
     model.train(was)
     return ids[:, prompt.shape[1] :]
+
+
+def options(group, new, **changes):
+    """Return the options of `group` completions of at most `new` tokens."""
+    return SamplingOptions(group_size=group, max_new_tokens=new, **changes)
 
 
 def seeded(seed=0, *, device="cpu"):

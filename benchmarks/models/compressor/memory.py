@@ -31,7 +31,7 @@ from lightning_unified import UnifiedStrategy
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.objective import estimators as objectives
 from lightning_unified.models.compressor.objective import joint
-from lightning_unified.models.compressor.presets import preset as preset_config
+from lightning_unified.models.compressor.sizes import preset as preset_config
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -30,6 +30,7 @@ class JudgedBy:
     def __init__(self, *, policy: Compressor, reader: Compressor) -> None:
         self.tokenizer, self.device, self.training = policy.tokenizer, policy.device, False
         self.trained_steps, self.global_step = policy.trained_steps, policy.global_step
+        self.text_length = policy.text_length
         self.keep_logits = policy.keep_logits
         self.reconstruct, self.next_logits = reader.reconstruct, reader.next_logits
         self.continue_logits = reader.continue_logits

@@ -25,7 +25,7 @@ from benchmarks.models.compressor.practice import JudgedBy, practise
 from benchmarks.records import origin
 from lightning_unified.models.compressor.data.passage_data import PassageData
 from lightning_unified.models.compressor.evaluation import baselines, held_out
-from lightning_unified.models.compressor.evaluation.evaluate import evaluate
+from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.report import plot
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.inference.compress import compress
@@ -120,10 +120,7 @@ def judge(subject: Any, texts: list[str], *, corpus: list[str], length: int, opt
         subject,
         texts[: options.documents],
         corpus=corpus,
-        length=length,
-        continuation=length // 4,
-        per_document=options.per_document,
-        seed=SEED,
+        options=EvaluationOptions(length=length, per_document=options.per_document, seed=SEED),
     )
     record["bar"] = bar(record)
     for row in record["rows"]:

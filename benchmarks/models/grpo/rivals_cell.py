@@ -185,11 +185,11 @@ class _Timed:
         self._sampler, self.decoding = sampler, ""
         self.seconds: list[float] = []
 
-    def __call__(self, *args: Tensor, **kwargs: Any) -> Completions:
+    def __call__(self, *args: Any, **kwargs: Any) -> Completions:
         since = _now()
         found = self._sampler(*args, **kwargs)
         self.seconds.append(round(_now() - since, 4))
-        self.decoding = found.decoding
+        self.decoding = found.decoding or ""
         return found
 
 

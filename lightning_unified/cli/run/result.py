@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,7 +17,6 @@ from lightning_unified.cli.run.parts import Parts, callback_of
 from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.hardware import Reading, read
-from lightning_unified.models.samples import SampleWriter
 
 __all__ = ["finish", "printable"]
 
@@ -26,6 +25,15 @@ _CONTROL = re.compile(
 )  # a terminal would obey these; a byte-level model may write them
 
 _VALIDATION = "val/"
+
+
+@runtime_checkable
+class SampleWriter(Protocol):
+    """A module that writes a few texts after training, for a person to look at."""
+
+    def write_samples(self, *, seed: int) -> list[str]:
+        """Return texts of the model, the same for the same weights and `seed`; none if it cannot write any."""
+        ...
 
 
 def finish(

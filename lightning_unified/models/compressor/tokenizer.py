@@ -21,10 +21,10 @@ class TextTokenizer:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
 
-    @classmethod
-    def from_str(cls, text: str) -> "TextTokenizer":
-        """Return the tokenizer from the result of `to_str`."""
-        return cls(Tokenizer.from_str(text))
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The tokens with their ids."""
+        return self._backend.get_vocab()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -34,11 +34,8 @@ class TextTokenizer:
         """Return the text of token ids."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
-    def __len__(self) -> int:
-        return self._backend.get_vocab_size()
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TextTokenizer) and self._backend.get_vocab() == other._backend.get_vocab()
+        return isinstance(other, TextTokenizer) and self.vocabulary == other.vocabulary
 
     def __hash__(self) -> int:
         return hash(self._text)

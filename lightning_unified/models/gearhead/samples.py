@@ -3,8 +3,8 @@
 from tokenizers import Tokenizer
 
 from lightning_unified.data.documents.record import Record, prompt
+from lightning_unified.models.gearhead.diagnoser import Diagnoser
 from lightning_unified.models.gearhead.generate import Sampling
-from lightning_unified.models.gearhead.inference import Diagnoser
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 
 __all__ = ["write_samples"]

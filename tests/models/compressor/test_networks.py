@@ -7,7 +7,7 @@ from lightning_unified.models.compressor.network.codec import keep_top
 from lightning_unified.models.compressor.network.policy import KeepPolicy
 from lightning_unified.models.compressor.network.reader import Reader
 from lightning_unified.models.compressor.network.slots import compact, followed_by, with_separator
-from lightning_unified.models.compressor.presets import PRESETS, PolicyConfig, preset
+from lightning_unified.models.compressor.sizes import PRESETS, PolicyConfig, preset
 
 
 def test_the_125m_preset_is_the_seeds_policy_and_gpt2_small():

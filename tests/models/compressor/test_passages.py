@@ -61,12 +61,6 @@ def test_a_row_of_padding_has_no_token():
     assert batch["mask"][1].all()
 
 
-def test_tokens_are_counted_over_whole_documents():
-    counts = Passages([np.array([3, 3, 1])], length=2, shortest=2).counts(5)
-
-    assert counts.tolist() == [0, 1, 0, 2, 0]
-
-
 def test_other_documents_or_lengths_are_another_order():
     checksums = {
         Passages(documents, length=length).checksum for documents in (DOCUMENTS, DOCUMENTS[:2]) for length in (4, 8)

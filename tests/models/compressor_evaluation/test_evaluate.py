@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lightning_unified.models.compressor.evaluation.evaluate import evaluate
+from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
 from lightning_unified.models.compressor.evaluation.pieces import cut
 from lightning_unified.models.compressor.evaluation.report import plot
 
@@ -15,7 +15,7 @@ BASELINES = {"random", "frequency", "length", "position", "ngram_surprisal", "lm
 
 @pytest.fixture
 def record(subject, texts):
-    return evaluate(subject, texts, corpus=texts, **SMALL)
+    return evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def _find(rows, **wanted):
@@ -52,10 +52,8 @@ def test_it_is_said_where_the_policy_does_not_win(record):
 def test_the_record_is_json_and_the_subject_is_as_it_was(record, subject, texts):
     subject.train(True)
     seen = []
-    evaluate(
-        subject, texts[:2], corpus=texts, keeps=[0.5], reconstruct=False, batch_size=1, **SMALL,
-        progress=lambda *numbers: seen.append(numbers),
-    )  # fmt: skip
+    options = EvaluationOptions(keeps=[0.5], reconstruct=False, batch_size=1, **SMALL)
+    evaluate(subject, texts[:2], corpus=texts, options=options, progress=lambda *numbers: seen.append(numbers))
 
     assert subject.training
     assert seen == [(1, 2), (2, 2)]
@@ -64,23 +62,29 @@ def test_the_record_is_json_and_the_subject_is_as_it_was(record, subject, texts)
     assert [row["keep"] for row in record["seconds"]] == [0.3, 0.5, 0.7, 0.9]
 
 
-def test_a_budget_that_drops_nothing_is_refused(subject, texts):
+def test_a_budget_that_drops_nothing_is_refused():
     with pytest.raises(ValueError, match="drops nothing"):
-        evaluate(subject, texts, corpus=texts, keeps=[1.0])
+        EvaluationOptions(keeps=[1.0])
+
+
+def test_pieces_are_as_long_as_in_training_unless_lengths_are_given():
+    assert EvaluationOptions().piece_lengths(64) == (64, 16)
+    assert EvaluationOptions(length=3).piece_lengths(64) == (3, 1)
+    assert EvaluationOptions(continuation=5).piece_lengths(64) == (64, 5)
 
 
 def test_a_reconstructor_that_copies_what_was_dropped_is_refused(subject, texts):
     subject.reconstruct = lambda ids, keep, mask: torch.nn.functional.one_hot(ids, 64).float()
 
     with pytest.raises(RuntimeError, match="can see dropped tokens"):
-        evaluate(subject, texts, corpus=texts, **SMALL)
+        evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def test_an_untrained_policy_is_refused(subject, texts):
     subject.trained_steps = 0
 
     with pytest.raises(RuntimeError, match="has not been trained"):
-        evaluate(subject, texts, corpus=texts, **SMALL)
+        evaluate(subject, texts, corpus=texts, options=EvaluationOptions(**SMALL))
 
 
 def test_pieces_lie_through_the_whole_document_without_overlap(subject, texts):

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.classifier.module import TextClassifier
-from lightning_unified.models.plain_checkpoint import read_trained
+from lightning_unified.models.plain_checkpoint import load_weights, read_trained
 
 __all__ = ["load", "read"]
 
@@ -40,8 +40,5 @@ def load(path: str | Path, *, device: str = "auto") -> TextClassifier:
     module.on_load_checkpoint(saved)
     if module.identity.encoder is None:
         raise RuntimeError(f"{path} holds no tokenizer; train with a data module that has one, and it travels along.")
-    try:
-        module.load_state_dict(saved["state_dict"])
-    except RuntimeError as error:
-        raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+    load_weights(module, saved["state_dict"], path=path)
     return module.to(inference_device(device)).eval()

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_unified.models.classifier.inference.text_encoder import TextEncoder
+from lightning_unified.models.classifier.data.text_encoder import TextEncoder
+from lightning_unified.models.classifier.network.network import Network
 
 __all__ = ["Identity"]
 
@@ -26,27 +27,40 @@ class Identity:
         self.lengths: tuple[int, ...] = ()
         self.text_length: int | None = None
 
-    def take(self, data: Any, *, vocabulary: int, positions: int | None) -> None:
-        """Take names, tokenizer and lengths of a data module.
+    def take(self, data: Any, network: Network, *, labels: int | None) -> None:
+        """Take names, tokenizer and lengths of a data module, and give the network a head for its labels.
+
+        Args:
+            data: Any data module; its `label_names`, `tokenizer`, `padded_lengths` and `text_length` are optional.
+            network: An untrained network if the number of labels differs from its own.
+            labels: Number of labels that the user asked for; None for the data's.
 
         Raises:
-            ValueError: If they contradict the known ones, or do not fit the encoder.
+            ValueError: If they contradict the known ones, or do not fit the network.
         """
         names = getattr(data, "label_names", None)
         if names:
             self._take_names([str(name) for name in names])
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is not None:
-            self._take_encoder(TextEncoder(tokenizer), vocabulary)
+            self._take_encoder(TextEncoder(tokenizer), network.vocabulary)
         lengths: Sequence[int] = getattr(data, "padded_lengths", None) or ()
         longest = getattr(data, "text_length", None) or max(lengths, default=None)
-        if positions is not None and longest is not None and longest > positions:
+        if network.positions is not None and longest is not None and longest > network.positions:
             raise ValueError(
-                f"the data's texts have up to {longest} tokens, and the encoder has positions for {positions}; set "
-                f"data.text_length={positions}."
+                f"the data's texts have up to {longest} tokens, and the encoder has positions for {network.positions}; set "
+                f"data.text_length={network.positions}."
             )
         self.lengths = tuple(sorted(int(length) for length in lengths)) or self.lengths
         self.text_length = longest or self.text_length
+        found = self.label_names
+        if found and len(found) != network.labels:
+            if labels is not None:
+                raise ValueError(
+                    f"model.labels={labels}, and the data has {len(found)}: {', '.join(found[:8])}{' …' if len(found) > 8 else ''}. "
+                    "Leave model.labels out, or give the data that has as many."
+                )
+            network.resize_head(len(found))
 
     def state(self) -> dict[str, Any]:
         """Return the identity as plain data."""
@@ -54,13 +68,23 @@ class Identity:
         lengths = {"lengths": list(self.lengths), "text_length": self.text_length}
         return {"label_names": self.label_names, "tokenizer": text, **lengths}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `state`.
+    def restore(self, saved: Mapping[str, Any] | None, network: Network) -> None:
+        """Restore the result of `state`, and give the network a head for its labels.
 
         Raises:
-            ValueError: If known labels or a known tokenizer differ.
+            ValueError: If there is no such result, or known labels or a known tokenizer differ.
         """
-        self._take_names(list(saved["label_names"]))
+        if saved is None:
+            raise ValueError("this checkpoint is not one of TextClassifier: it holds no label names and no tokenizer.")
+        names = saved["label_names"]
+        if len(names) != network.labels:
+            if self.label_names:
+                raise ValueError(
+                    f"the checkpoint has {len(names)} labels ({', '.join(names[:8])}), the data {network.labels}; give the data it was "
+                    "trained on."
+                )
+            network.resize_head(len(names))
+        self._take_names(list(names))
         if saved["tokenizer"] is not None:
             encoder = TextEncoder.from_str(saved["tokenizer"])
             self._take_encoder(encoder, len(encoder))

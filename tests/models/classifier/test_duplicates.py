@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from lightning_unified.data.duplicates import SIMILARITY, find_copies
+from lightning_unified.models.classifier.data.duplicates import SIMILARITY, find_copies
 
 LONG = "the quick brown fox jumps over the lazy dog while nobody in the old yard looks up from work"
 

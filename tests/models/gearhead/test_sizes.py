@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.presets import PRESETS, GearHeadConfig, Preset, preset
+from lightning_unified.models.gearhead.sizes import PRESETS, GearHeadConfig, Preset, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -12,8 +12,8 @@ from lightning_unified.data.documents import record as layout
 from lightning_unified.models.choices import inference_device
 from lightning_unified.models.gearhead.generate import Sampling, generate
 from lightning_unified.models.gearhead.network import GearHeadNetwork
-from lightning_unified.models.gearhead.presets import GearHeadConfig
-from lightning_unified.models.plain_checkpoint import read_plain
+from lightning_unified.models.gearhead.sizes import GearHeadConfig
+from lightning_unified.models.plain_checkpoint import load_weights, read_plain
 
 __all__ = ["Diagnoser"]
 
@@ -58,10 +58,7 @@ class Diagnoser:
         weights = {
             key.removeprefix(_PREFIX): value for key, value in saved["state_dict"].items() if key.startswith(_PREFIX)
         }
-        try:
-            network.load_state_dict(weights, assign=True)
-        except RuntimeError as error:
-            raise RuntimeError(f"{path}: weights and sizes do not belong together; the file was altered.") from error
+        load_weights(network, weights, path=path, assign=True)
         return cls(network.to(target), tokenizer=Tokenizer.from_str(saved["gearhead"]["tokenizer"]))
 
     def diagnose(

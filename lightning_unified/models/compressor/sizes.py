@@ -1,20 +1,15 @@
 """Sizes of the compressor: frozen records with parameter formulas, and named presets."""
 
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["PRESETS", "CompressorConfig", "PolicyConfig", "Preset", "ReaderConfig", "preset"]
+from lightning_unified.models.choices import check_choice
+from lightning_unified.models.decoder_sizes import DecoderSizes, check_sizes
+
+__all__ = ["PRESETS", "CompressorConfig", "PolicyConfig", "Preset", "check_lengths", "preset"]
 
 _READINGS = ("infill", "copy")
 _PRETRAINED = ("smollm2-135m",)
-
-
-def _check_sizes(config: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}={getattr(config, name)} is not a size; give 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +36,7 @@ class PolicyConfig:
     head: int = 64
 
     def __post_init__(self) -> None:
-        _check_sizes(self, ("positions", "window", "width", "features", "position_width", "head"))
+        check_sizes(self, "positions", "window", "width", "features", "position_width", "head")
 
     def parameters(self, embedding_width: int) -> int:
         """Return the number of parameters over embeddings of size D.
@@ -55,52 +50,12 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReaderConfig:
-    """Sizes of a reader trained from scratch: a GPT-2 decoder with a tied head.
-
-    Attributes:
-        vocabulary: Rows of the token table, V.
-        positions: The longest sequence, P.
-        width: Size of the residual stream, D.
-        layers: Number of blocks, L.
-        heads: Attention heads of a block; they divide the width.
-        feed_forward: Size of a block's inner layer, F.
-        dropout: Share of activations dropped at the embeddings and after the two sublayers of each block.
-
-    Raises:
-        ValueError: If a size is not positive, the heads do not divide the width, or dropout is not in [0, 1).
-    """
-
-    vocabulary: int
-    positions: int
-    width: int
-    layers: int
-    heads: int
-    feed_forward: int
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, ("vocabulary", "positions", "width", "layers", "heads", "feed_forward"))
-        if self.width % self.heads:
-            valid = ", ".join(str(count) for count in range(1, self.width + 1) if self.width % count == 0)
-            raise ValueError(f"heads={self.heads} does not divide width={self.width}; valid head counts: {valid}.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} is not a share; give 0.0 up to, but not including, 1.0.")
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters: V·D + P·D + L·(4D² + 2DF + 9D + F) + 2D, the head being tied."""
-        D, F = self.width, self.feed_forward
-        return (self.vocabulary + self.positions) * D + self.layers * (4 * D * D + 2 * D * F + 9 * D + F) + 2 * D
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CompressorConfig:
     """Sizes of one compressor: a policy and the language model that restores dropped tokens.
 
     Attributes:
         policy: The policy's sizes.
-        reader: The language model's sizes.
+        reader: The language model's sizes; a reader trained from scratch is a GPT-2 decoder with a tied head.
         reading: How the text is restored. "infill": one pass with attention to both sides predicts each dropped token alone.
             "copy": after the compressed text and a separator, the text follows from left to right; each token is predicted from
             the compressed text and all tokens before it, by any causal model.
@@ -111,7 +66,7 @@ class CompressorConfig:
     """
 
     policy: PolicyConfig
-    reader: ReaderConfig
+    reader: DecoderSizes
     reading: str = "infill"
     pretrained: str | None = None
 
@@ -129,19 +84,6 @@ class CompressorConfig:
                 f"texts of {self.policy.positions} tokens and what follows them need {2 * self.policy.positions} positions; the "
                 f"reader has {self.reader.positions}. Lower text_length or raise positions."
             )
-
-    @classmethod
-    def from_mapping(cls, fields: Mapping[str, Any]) -> "CompressorConfig":
-        """Return the configuration in a checkpoint.
-
-        Raises:
-            ValueError: If a key is unknown or missing.
-        """
-        try:
-            rest = {key: value for key, value in fields.items() if key not in {"policy", "reader"}}
-            return cls(policy=PolicyConfig(**fields["policy"]), reader=ReaderConfig(**fields["reader"]), **rest)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{dict(fields)!r} does not describe a compressor: {error}.") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +108,8 @@ class Preset:
             raise ValueError(
                 f"this preset's policy has {policy:,} parameters, not {self.policy_parameters:,} as stated."
             )
-        reader = (
-            self.config.reader.parameters
-        )  # only for readers trained from scratch; a pretrained one is counted when it is built
+        # only for readers trained from scratch; a pretrained one is counted when it is built
+        reader = self.config.reader.parameters
         if self.config.pretrained is None and reader != self.reader_parameters:
             raise ValueError(
                 f"this preset's reader has {reader:,} parameters, not {self.reader_parameters:,} as stated."
@@ -179,7 +120,7 @@ PRESETS: dict[str, Preset] = {
     "compressor-tiny": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=32, window=4, width=32, features=16, position_width=8, head=16),
-            reader=ReaderConfig(vocabulary=300, positions=64, width=32, layers=2, heads=4, feed_forward=64),
+            reader=DecoderSizes(vocabulary=300, positions=64, width=32, layers=2, heads=4, feed_forward=64),
         ),
         policy_parameters=7_441,
         reader_parameters=28_800,
@@ -188,7 +129,7 @@ PRESETS: dict[str, Preset] = {
     "compressor-small": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=128, window=8, width=128, features=64, position_width=16, head=64),
-            reader=ReaderConfig(vocabulary=1024, positions=256, width=128, layers=2, heads=4, feed_forward=512),
+            reader=DecoderSizes(vocabulary=1024, positions=256, width=128, layers=2, heads=4, feed_forward=512),
             reading="copy",
         ),
         policy_parameters=179_777,
@@ -198,7 +139,7 @@ PRESETS: dict[str, Preset] = {
     "compressor-125m": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=512),
-            reader=ReaderConfig(vocabulary=50_257, positions=1024, width=768, layers=12, heads=12, feed_forward=3072),
+            reader=DecoderSizes(vocabulary=50_257, positions=1024, width=768, layers=12, heads=12, feed_forward=3072),
             reading="copy",
         ),
         policy_parameters=865_281,
@@ -208,7 +149,7 @@ PRESETS: dict[str, Preset] = {
     "compressor-smollm2": Preset(
         config=CompressorConfig(
             policy=PolicyConfig(positions=512),
-            reader=ReaderConfig(vocabulary=49_152, positions=8192, width=576, layers=30, heads=9, feed_forward=1536),
+            reader=DecoderSizes(vocabulary=49_152, positions=8192, width=576, layers=30, heads=9, feed_forward=1536),
             reading="copy",
             pretrained="smollm2-135m",
         ),
@@ -224,15 +165,12 @@ def preset(name: str, **overrides: Any) -> CompressorConfig:
 
     Args:
         name: A key of `PRESETS`.
-        **overrides: Fields of `CompressorConfig` and `ReaderConfig`; `text_length` and `window` are the policy's.
+        **overrides: Fields of `CompressorConfig` and `DecoderSizes`; `text_length` and `window` are the policy's.
 
     Raises:
         ValueError: If there is no such preset, or the sizes contradict each other.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" did you mean {near[0]}?" if near else ""
-        raise ValueError(f"there is no preset {name!r};{hint} choose from {', '.join(PRESETS)}.")
+    check_choice("preset", name, PRESETS)
     given = {key: value for key, value in overrides.items() if value is not None}
     config = PRESETS[name].config
     of_policy = {
@@ -242,3 +180,34 @@ def preset(name: str, **overrides: Any) -> CompressorConfig:
     if config.pretrained is not None and given:
         raise ValueError(f"{', '.join(given)}: the sizes of {config.pretrained} are what it was trained with.")
     return replace(config, policy=replace(config.policy, **of_policy), reader=replace(config.reader, **given), **own)
+
+
+def check_lengths(config: CompressorConfig, *, target: str, text: int | None, continuation: int | None) -> None:
+    """Raise for data that does not fit the positions, before the first step.
+
+    Args:
+        config: The model's sizes.
+        target: "restore", or "predict", which needs continuations.
+        text: The data's longest text in tokens; None if unknown, as the next.
+        continuation: Tokens of the data's continuations, 0 for none.
+
+    Raises:
+        ValueError: If the texts exceed the policy's positions, or lack the continuation to predict, or both exceed the reader's.
+    """
+    longest, positions = config.policy.positions, config.reader.positions
+    if text is not None and text > longest:
+        raise ValueError(
+            f"data.text_length={text}, and the policy has positions for {longest} tokens; lower it, or set "
+            f"model.text_length={text} (the reader then needs {2 * text} positions and has {positions}: model.positions)."
+        )
+    if target != "predict" or continuation is None:
+        return
+    if not continuation:
+        raise ValueError(
+            "model.target=predict scores the continuation of each text; set data.continuation_length above 0."
+        )
+    if positions < (text or 0) + continuation:
+        raise ValueError(
+            f"data.text_length={text} and data.continuation_length={continuation} need {(text or 0) + continuation} positions, "
+            f"and the reader has {positions}; lower them or raise model.positions."
+        )

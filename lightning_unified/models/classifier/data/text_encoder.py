@@ -1,4 +1,9 @@
-"""Tokenizer of a classifier: stored in checkpoints as plain text, encodes batches."""
+"""Tokenizer of a classifier: stored in checkpoints as plain text, encodes texts and batches.
+
+Training, evaluation and prediction use the same encoding. Texts are not changed before. Lowering, accents and white space are the
+tokenizer's own matter. Lowering a text or removing names, links, digits or signs beforehand would hide information that the encoder
+knows.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
+
+from lightning_unified.data.tokenizer import serial
 
 __all__ = ["TextEncoder"]
 
@@ -58,6 +65,11 @@ class TextEncoder:
         """The tokenizer itself."""
         return self._backend
 
+    @property
+    def pad_id(self) -> int:
+        """Id of the padding token; 0 for a tokenizer without one, where only the mask matters."""
+        return self.id_of("pad_token") or 0
+
     def id_of(self, kind: str) -> int | None:
         """Return the id of a special token such as "mask_token"; None if there is none."""
         name = self.special.get(kind)
@@ -66,20 +78,27 @@ class TextEncoder:
     def encode(self, texts: Sequence[str], *, max_length: int) -> list[Encoding]:
         """Return the encodings of texts, with special tokens, truncated to `max_length` tokens.
 
-        The name of a special token in a text is plain characters, as in training.
+        `[SEP]` in a text is five characters, not the special token.
         """
+        return self._truncating(max_length).encode_batch(list(texts))
+
+    def encode_ids(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
+        """Return the ids of the same encodings, which is faster."""
+        with serial():
+            return [encoding.ids for encoding in self._truncating(max_length).encode_batch_fast(list(texts))]
+
+    def _truncating(self, length: int) -> Tokenizer:
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
-        backend.enable_truncation(max_length)
-        return backend.encode_batch(list(texts))
+        backend.enable_truncation(length)
+        return backend
 
     def batch(self, rows: Sequence[Sequence[int]], *, length: int) -> dict[str, Tensor]:
         """Return `input_ids` and `attention_mask` (B, `length`) of rows of token ids.
 
         Pads stand at the end.
         """
-        pad = self.id_of("pad_token") or 0
-        ids = torch.full((len(rows), length), pad, dtype=torch.int64)
+        ids = torch.full((len(rows), length), self.pad_id, dtype=torch.int64)
         mask = torch.zeros(len(rows), length, dtype=torch.bool)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -91,7 +110,7 @@ def _special_of(tokenizer: Any) -> dict[str, str]:
     if not isinstance(tokenizer, Tokenizer):
         return {kind: str(name) for kind in _SPECIAL if (name := getattr(tokenizer, kind, None)) is not None}
     usual = {
-        "pad_token": ("[PAD]", "<pad>"),
+        "pad_token": ("[PAD]", "<pad>", "<|pad|>"),
         "cls_token": ("[CLS]", "<s>"),
         "sep_token": ("[SEP]", "</s>"),
         "mask_token": ("[MASK]", "<mask>"),
