@@ -83,10 +83,7 @@ class TextCodec(LightningModule):
         self.tokenizer = given
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token of `ids` (B, T).
-
-        `mask` (B, T) is True at tokens and False at pads.
-        """
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is False at pads."""
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
@@ -105,9 +102,8 @@ class TextCodec(LightningModule):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation.
+        """Return the logits (B, U, V) of the continuation, predicted from the kept tokens and the tokens before it.
 
-        Each token is predicted from the kept tokens and the continuation before it.
         The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
 
         Shapes:

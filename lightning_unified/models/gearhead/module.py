@@ -26,9 +26,7 @@ __all__ = ["GearHead"]
 
 
 class GearHead(LightningModule):
-    """A language model for equipment diagnostics.
-
-    The preset `gearhead-text` makes it a language model of plain text.
+    """A language model for equipment diagnostics; the preset `gearhead-text` makes it one of plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
@@ -110,8 +108,7 @@ class GearHead(LightningModule):
         )
         self.network = GearHeadNetwork(self.config, recompute=recompute)
         self.tokenizer: Tokenizer | None = None
-        # loss, tokens, diagnosis loss, diagnoses, right diagnoses
-        self._validation = EpochSums(5)
+        self._validation = EpochSums(5)  # loss, tokens, diagnosis loss, diagnoses, right diagnoses
 
     @property
     def recompute(self) -> bool:
