@@ -1,4 +1,4 @@
-"""Diagnose with a trained GearHead from one checkpoint file."""
+"""Diagnose with a trained GearHead from one checkpoint file, and write sample texts after training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +15,17 @@ from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.models.plain_checkpoint import load_weights, read_plain
 
-__all__ = ["Diagnoser"]
+__all__ = ["Diagnoser", "write_samples"]
 
 _PREFIX = "network."
 _BEGIN = layout.SPECIAL_TOKENS[layout.BOS_ID]
+_OPENINGS = ("", "The ", "If a class ", "The value of ")
+_FAULTS = (
+    ("Caterpillar 320 excavator", "loses power under load", ("P0087",)),
+    ("John Deere 6R tractor", "rough idle, misfire under load", ("P0301",)),
+    ("Volvo FH truck", "warning lamp, engine derates", ("SPN 157 FMI 18",)),
+)
+_SAMPLE_RULES = Sampling(max_new_tokens=60, temperature=0.7, top_k=50, top_p=0.9)
 
 
 class Diagnoser:
@@ -159,3 +166,17 @@ class Diagnoser:
         probabilities = self.network.diagnose(self.network(ids, code_ids)[0, -1]).softmax(-1)
         best = int(probabilities.argmax())
         return {"subsystem": codes.subsystem_name(best), "subsystem_probability": float(probabilities[best])}
+
+
+def write_samples(network: GearHeadNetwork, *, tokenizer: Tokenizer, seed: int) -> list[str]:
+    """Return each prompt with the network's continuation; the network is put into eval mode."""
+    writer = Diagnoser(network, tokenizer=tokenizer)
+    if network.config.is_text_model:
+        prompts = [f"<s>{opening}" for opening in _OPENINGS]
+    else:
+        prompts = [
+            layout.prompt(layout.Record(equipment=equipment, symptom=symptom, error_codes=error_codes))
+            for equipment, symptom, error_codes in _FAULTS
+        ]
+    answers = writer.generate(prompts, sampling=_SAMPLE_RULES, seed=seed)
+    return [(asked + answer).removeprefix("<s>").strip() for asked, answer in zip(prompts, answers, strict=True)]

@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_unified.data.documents.record import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_numbers
+from lightning_unified.models.gearhead.diagnoser import write_samples
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.objective import loss_sums, mean_loss, with_totals
-from lightning_unified.models.gearhead.samples import write_samples
 from lightning_unified.models.gearhead.sizes import preset as preset_config
 from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
 from lightning_unified.models.training import EpochSums, check_optimizer_choices, decay_groups, scheduled_adamw
