@@ -85,7 +85,7 @@ class JointLoss:
         """Return the loss of some rows of a prepared batch, and figures of each row.
 
         Returns:
-            Scalars that add up over parts: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
+            Scalars that add up over micro-batches: `loss`, `distortion` and `language` (nats per scored token). Figures of each row (B):
             `kept` (expected), `tokens`, `spread` (standard deviation of its keep probabilities) and `texts` (1, or 0 for pads).
         """
         embeddings = codec.reader.embed(batch["input_ids"])
