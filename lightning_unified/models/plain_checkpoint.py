@@ -18,9 +18,6 @@ __all__ = ["check_same_sizes", "check_vocabulary", "load_weights", "read_plain",
 def read_plain(path: str | Path) -> Any:
     """Read a checkpoint to the CPU as plain data (`weights_only=True`).
 
-    Args:
-        path: The `.ckpt` file.
-
     Raises:
         FileNotFoundError: If there is no such file.
         RuntimeError: If it is damaged, or holds more than plain data.

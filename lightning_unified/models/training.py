@@ -79,11 +79,7 @@ def scheduled_adamw(
 
 
 class EpochSums(Metric):
-    """Metric that adds up a vector, exact for any split of batches over micro-batches and processes.
-
-    Args:
-        size: Size of the vector.
-    """
+    """Metric that adds up a vector of `size` sums, exact for any split over micro-batches and processes."""
 
     full_state_update = False
     sums: Tensor

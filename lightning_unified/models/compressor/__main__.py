@@ -15,7 +15,7 @@ from rich.progress import Progress
 from lightning_unified.models.commands import add_device, command_parser, read_text, run_command
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
-from lightning_unified.models.compressor.evaluation.report import plot, tables
+from lightning_unified.models.compressor.evaluation.report import tables, write_record
 from lightning_unified.models.compressor.evaluation.subject import require_trained
 from lightning_unified.models.compressor.inference import checkpoint, render
 from lightning_unified.models.compressor.inference.compress import compress
@@ -89,10 +89,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         )
     record = {"checkpoint": options.checkpoint, "data": options.data or data, **record}
     if options.output:
-        folder = Path(options.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        plot(record, folder / "evaluation.png")
+        write_record(record, Path(options.output), name="evaluation")
     if options.json:
         print(json.dumps(record, indent=1))
         return

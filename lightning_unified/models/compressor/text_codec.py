@@ -1,6 +1,6 @@
-"""The codec as a LightningModule with its tokenizer: what evaluating and compressing need, and what a checkpoint holds."""
+"""The codec with its tokenizer as a LightningModule: evaluation and compression use it, and checkpoints hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +11,47 @@ from typing_extensions import override
 
 from lightning_unified.models.compressor.network.codec import Codec
 from lightning_unified.models.compressor.sizes import CompressorConfig
-from lightning_unified.models.compressor.tokenizer import TextTokenizer
 from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
 
-__all__ = ["TextCodec"]
+__all__ = ["TextCodec", "TextTokenizer"]
+
+
+class TextTokenizer:
+    """A tokenizer that adds no special tokens and reads their names in a text as characters.
+
+    Args:
+        backend: The tokenizer of the `tokenizers` library; it is copied.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._text = backend.to_str()
+        self._backend = Tokenizer.from_str(self._text)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The tokens with their ids."""
+        return self._backend.get_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextTokenizer) and self.vocabulary == other.vocabulary
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def to_str(self) -> str:
+        """Return the tokenizer as JSON."""
+        return self._text
 
 
 class TextCodec(LightningModule):
@@ -83,10 +120,7 @@ class TextCodec(LightningModule):
         self.tokenizer = given
 
     def keep_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-odds (B, T) of keeping each token of `ids` (B, T).
-
-        `mask` (B, T) is True at tokens and False at pads.
-        """
+        """Return the log-odds (B, T) of keeping each token of `ids` (B, T); `mask` (B, T) is False at pads."""
         return self.codec(ids, mask)
 
     def reconstruct(self, ids: Tensor, keep: Tensor, mask: Tensor) -> Tensor:
@@ -105,9 +139,8 @@ class TextCodec(LightningModule):
     def continue_logits(
         self, ids: Tensor, keep: Tensor, mask: Tensor, continuation: Tensor, continuation_mask: Tensor
     ) -> Tensor:
-        """Return the logits (B, U, V) of the continuation.
+        """Return the logits (B, U, V) of the continuation, predicted from the kept tokens and the tokens before it.
 
-        Each token is predicted from the kept tokens and the continuation before it.
         The reader gets the kept tokens (`keep` above 0.5) side by side and no slots for the others, so it reads fewer slots.
 
         Shapes:

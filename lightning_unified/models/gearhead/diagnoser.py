@@ -1,4 +1,4 @@
-"""Diagnose with a trained GearHead from one checkpoint file."""
+"""Diagnose with a trained GearHead from one checkpoint file, and write sample texts after training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +15,17 @@ from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.sizes import GearHeadConfig
 from lightning_unified.models.plain_checkpoint import load_weights, read_plain
 
-__all__ = ["Diagnoser"]
+__all__ = ["Diagnoser", "write_samples"]
 
 _PREFIX = "network."
 _BEGIN = layout.SPECIAL_TOKENS[layout.BOS_ID]
+_OPENINGS = ("", "The ", "If a class ", "The value of ")
+_FAULTS = (
+    ("Caterpillar 320 excavator", "loses power under load", ("P0087",)),
+    ("John Deere 6R tractor", "rough idle, misfire under load", ("P0301",)),
+    ("Volvo FH truck", "warning lamp, engine derates", ("SPN 157 FMI 18",)),
+)
+_SAMPLE_RULES = Sampling(max_new_tokens=60, temperature=0.7, top_k=50, top_p=0.9)
 
 
 class Diagnoser:
@@ -46,12 +53,15 @@ class Diagnoser:
             FileNotFoundError: If there is no such file.
             RuntimeError: If it is damaged, is not a checkpoint, or holds no GearHead or no tokenizer.
         """
-        saved = _read(Path(path))
+        saved = read_plain(path)
+        if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
+            raise RuntimeError(
+                f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one."
+            )
         if saved["gearhead"].get("tokenizer") is None:
             raise RuntimeError(
                 f"{path} holds no tokenizer; train with a data module that has one, and it travels along."
             )
-        target = inference_device(device)
         config = GearHeadConfig.from_mapping(saved["gearhead"]["config"])
         with torch.device("meta"):
             network = GearHeadNetwork(config)
@@ -59,7 +69,7 @@ class Diagnoser:
             key.removeprefix(_PREFIX): value for key, value in saved["state_dict"].items() if key.startswith(_PREFIX)
         }
         load_weights(network, weights, path=path, assign=True)
-        return cls(network.to(target), tokenizer=Tokenizer.from_str(saved["gearhead"]["tokenizer"]))
+        return cls(network.to(inference_device(device)), tokenizer=Tokenizer.from_str(saved["gearhead"]["tokenizer"]))
 
     def diagnose(
         self,
@@ -95,12 +105,8 @@ class Diagnoser:
             raise ValueError("this model was trained on plain text and knows no records; give it a prompt to continue.")
         parsed = [layout.Record.from_mapping(record) for record in records]
         prompts = [layout.prompt(record) for record in parsed]
-        encoded = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        rows = [codes.align(prompt, item.offsets) for prompt, item in zip(prompts, encoded, strict=True)]
-        tokens = [item.ids for item in encoded]
-        answers = self._generate(tokens, rows, sampling=sampling, seed=seed)
         results = []
-        for record, prompt, ids, row, answer in zip(parsed, prompts, tokens, rows, answers, strict=True):
+        for record, prompt, answer in zip(parsed, prompts, self._answers(prompts, sampling, seed), strict=True):
             fields = layout.parse(prompt + answer)
             results.append(
                 {
@@ -110,7 +116,7 @@ class Diagnoser:
                     "probable_cause": fields["probable_cause"],
                     "solution": fields["solution"],
                     "full_response": answer.strip(),
-                    **self._subsystem(ids, row),
+                    **self._subsystem(prompt),
                 }
             )
         return results
@@ -126,32 +132,31 @@ class Diagnoser:
             ValueError: If a prompt is too long.
         """
         texts = [prompt if prompt.startswith(_BEGIN) else _BEGIN + prompt for prompt in prompts]
-        encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        rows = [codes.align(text, item.offsets) for text, item in zip(texts, encoded, strict=True)]
-        return self._generate([item.ids for item in encoded], rows, sampling=sampling, seed=seed)
+        return self._answers(texts, sampling, seed)
 
-    def _generate(
-        self, tokens: list[list[int]], rows: list[list[int]], *, sampling: Sampling | None, seed: int | None
-    ) -> list[str]:
-        generator = None
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and the row of the error table at each token."""
+        encoded = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, codes.align(text, encoded.offsets)
+
+    def _answers(self, texts: Sequence[str], sampling: Sampling | None, seed: int | None) -> list[str]:
+        generator, encoded = None, [self._encode(text) for text in texts]
         if seed is not None:
             generator = torch.Generator(device=self.network.token_embedding.weight.device).manual_seed(seed)
         drawn = generate(
             self.network,
-            tokens,
+            [tokens for tokens, _ in encoded],
             sampling=sampling or Sampling(),
-            error_code_ids=rows,
+            error_code_ids=[rows for _, rows in encoded],
             vocabulary=self.tokenizer.get_vocab_size(),
             generator=generator,
         )
         return [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in drawn]
 
     @torch.no_grad()
-    def _subsystem(self, tokens: list[int], rows: list[int]) -> dict[str, Any]:
-        """Return the likeliest subsystem at `<error>`, before the head reads any code.
-
-        The head was trained at this position.
-        """
+    def _subsystem(self, prompt: str) -> dict[str, Any]:
+        """Return the likeliest subsystem at `<error>`, where the head was trained, before it reads any code."""
+        tokens, rows = self._encode(prompt)
         error = self.tokenizer.token_to_id("<error>")
         if self.network.diagnostic_head is None or error not in tokens:
             return {"subsystem": None, "subsystem_probability": None}
@@ -163,8 +168,15 @@ class Diagnoser:
         return {"subsystem": codes.subsystem_name(best), "subsystem_probability": float(probabilities[best])}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    saved = read_plain(path)
-    if not isinstance(saved, dict) or "state_dict" not in saved or "gearhead" not in saved:
-        raise RuntimeError(f"{path} is not a checkpoint of GearHead; it holds no sizes, tokenizer and weights of one.")
-    return saved
+def write_samples(network: GearHeadNetwork, *, tokenizer: Tokenizer, seed: int) -> list[str]:
+    """Return each prompt with the network's continuation; the network is put into eval mode."""
+    writer = Diagnoser(network, tokenizer=tokenizer)
+    if network.config.is_text_model:
+        prompts = [f"<s>{opening}" for opening in _OPENINGS]
+    else:
+        prompts = [
+            layout.prompt(layout.Record(equipment=equipment, symptom=symptom, error_codes=error_codes))
+            for equipment, symptom, error_codes in _FAULTS
+        ]
+    answers = writer.generate(prompts, sampling=_SAMPLE_RULES, seed=seed)
+    return [(asked + answer).removeprefix("<s>").strip() for asked, answer in zip(prompts, answers, strict=True)]

@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_unified.data.documents.record import BOS_ID, EOS_ID, PAD_ID
 from lightning_unified.micro_batches import MicroBatchRules
 from lightning_unified.models.choices import check_numbers
+from lightning_unified.models.gearhead.diagnoser import write_samples
 from lightning_unified.models.gearhead.network import GearHeadNetwork
 from lightning_unified.models.gearhead.objective import loss_sums, mean_loss, with_totals
-from lightning_unified.models.gearhead.samples import write_samples
 from lightning_unified.models.gearhead.sizes import preset as preset_config
 from lightning_unified.models.plain_checkpoint import check_same_sizes, check_vocabulary
 from lightning_unified.models.training import EpochSums, check_optimizer_choices, decay_groups, scheduled_adamw
@@ -26,9 +26,7 @@ __all__ = ["GearHead"]
 
 
 class GearHead(LightningModule):
-    """A language model for equipment diagnostics.
-
-    The preset `gearhead-text` makes it a language model of plain text.
+    """A language model for equipment diagnostics; the preset `gearhead-text` makes it one of plain text.
 
     The loss is the next token's cross-entropy plus `diagnosis_weight` times that of the subsystem. Each is a sum divided by
     the whole batch's number of terms, which `prepare_batch` counts before the batch is split. The losses and the gradients of
@@ -110,8 +108,7 @@ class GearHead(LightningModule):
         )
         self.network = GearHeadNetwork(self.config, recompute=recompute)
         self.tokenizer: Tokenizer | None = None
-        # loss, tokens, diagnosis loss, diagnoses, right diagnoses
-        self._validation = EpochSums(5)
+        self._validation = EpochSums(5)  # loss, tokens, diagnosis loss, diagnoses, right diagnoses
 
     @property
     def recompute(self) -> bool:

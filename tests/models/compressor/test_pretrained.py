@@ -13,7 +13,6 @@ from lightning_unified.models.compressor.sizes import (
     PRESETS,
     CompressorConfig,
     PolicyConfig,
-    Preset,
     preset,
 )
 from lightning_unified.models.decoder_sizes import DecoderSizes
@@ -29,12 +28,7 @@ def little(monkeypatch):
     pytest.importorskip("gguf")
     reader = DecoderSizes(vocabulary=300, positions=64, width=48, layers=2, heads=6, feed_forward=64)
     policy = PolicyConfig(positions=32, window=4, width=32)
-    small = Preset(
-        config=CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m"),
-        policy_parameters=policy.parameters(48),
-        reader_parameters=0,
-        purpose="tests",
-    )
+    small = CompressorConfig(policy=policy, reader=reader, reading="copy", pretrained="smollm2-135m")
     monkeypatch.setitem(PRESETS, NAME, small)
 
     def build(**changes):
@@ -80,12 +74,12 @@ def test_a_tokenizer_of_ours_is_refused_by_a_pretrained_reader(little):
         little().attach_tokenizer(other)
 
 
-def test_the_presets_architecture_has_the_parameters_it_states():
+def test_the_presets_architecture_has_the_stated_parameters():
     pytest.importorskip("transformers")
     with torch.device("meta"):
         reader = pretrained.PretrainedReader("smollm2-135m", preset(NAME).reader, load=False)
 
-    assert sum(parameter.numel() for parameter in reader.parameters()) == PRESETS[NAME].reader_parameters == 134_515_008
+    assert sum(parameter.numel() for parameter in reader.parameters()) == 134_515_008
 
 
 def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,9 +122,9 @@ def test_a_checkpoint_of_before_training_is_refused(trained):
 
 
 def test_a_checkpoint_keeps_its_sizes_when_the_preset_of_its_name_has_others(checkpoint, module, tmp_path, monkeypatch):
-    config = sizes.PRESETS["compressor-tiny"].config
+    config = sizes.PRESETS["compressor-tiny"]
     bigger = replace(config, reader=replace(config.reader, layers=3, feed_forward=32))
-    monkeypatch.setitem(sizes.PRESETS, "compressor-tiny", SimpleNamespace(config=bigger))
+    monkeypatch.setitem(sizes.PRESETS, "compressor-tiny", bigger)
 
     assert checkpoints.load(checkpoint, device="cpu").config == module.config != bigger
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_unified.models.compressor.evaluation.evaluate import EvaluationOptions, evaluate
-from lightning_unified.models.compressor.evaluation.pieces import cut
+from lightning_unified.models.compressor.evaluation.pieces import divide
 from lightning_unified.models.compressor.evaluation.report import plot
 
 SMALL = {"length": 24, "continuation": 8, "per_document": 2, "resamples": 200, "repeats": 1}
@@ -90,7 +90,7 @@ def test_an_untrained_policy_is_refused(subject, texts):
 def test_pieces_lie_through_the_whole_document_without_overlap(subject, texts):
     long = texts[-1] * 4  # 512 tokens
 
-    pieces = cut([long, "ab" * 8], encoder=subject.tokenizer, length=24, continuation=8, per_document=3)
+    pieces = divide([long, "ab" * 8], encoder=subject.tokenizer, length=24, continuation=8, per_document=3)
 
     assert [len(piece.ids) for piece in pieces] == [24, 24, 24]  # the second document is too short
     assert pieces[0].ids == tuple(subject.tokenizer.encode(long)[:24])
@@ -98,14 +98,14 @@ def test_pieces_lie_through_the_whole_document_without_overlap(subject, texts):
 
 
 def test_a_short_document_is_one_piece_in_the_same_proportion(subject, texts):
-    (piece,) = cut(["ab" * 16], encoder=subject.tokenizer, length=96, continuation=32, per_document=4)
+    (piece,) = divide(["ab" * 16], encoder=subject.tokenizer, length=96, continuation=32, per_document=4)
 
     assert (len(piece.ids), len(piece.continuation)) == (24, 8)
 
 
 def test_texts_too_short_to_judge_are_refused(subject):
     with pytest.raises(ValueError, match="none of the 1 documents has 20 tokens"):
-        cut(["ab"], encoder=subject.tokenizer, length=24, continuation=8, per_document=1)
+        divide(["ab"], encoder=subject.tokenizer, length=24, continuation=8, per_document=1)
 
 
 def test_the_curves_are_drawn(record, tmp_path):

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.models.compressor.evaluation import measures, reconstruction, timing
-from lightning_unified.models.compressor.evaluation.pieces import batches, cut
+from lightning_unified.models.compressor.evaluation.pieces import batches, divide
 from lightning_unified.models.compressor.evaluation.reconstruction import rouge_l
 from lightning_unified.models.compressor.module import Compressor
 
 
 @pytest.fixture
 def batch(subject, texts):
-    pieces = cut(texts[:3], encoder=subject.tokenizer, length=24, continuation=8, per_document=2)
+    pieces = divide(texts[:3], encoder=subject.tokenizer, length=24, continuation=8, per_document=2)
     return next(batches(pieces, size=8))
 
 
@@ -107,7 +107,7 @@ def test_only_a_reconstructor_that_sees_dropped_tokens_is_refused():
 
 
 def test_the_full_context_is_scored_where_the_continuation_stands(subject, texts):
-    pieces = cut(texts[-1:], encoder=subject.tokenizer, length=25, continuation=7, per_document=1)
+    pieces = divide(texts[-1:], encoder=subject.tokenizer, length=25, continuation=7, per_document=1)
 
     found = measures.full_context(subject, next(batches(pieces, size=1)))
 

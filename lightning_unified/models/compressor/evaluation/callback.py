@@ -1,6 +1,5 @@
 """Callback that evaluates rate and distortion against baselines during training."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing_extensions import override
 
 from lightning_unified.models.compressor.evaluation import held_out
 from lightning_unified.models.compressor.evaluation.evaluate import KEEPS, EvaluationOptions, evaluate
-from lightning_unified.models.compressor.evaluation.report import plot
+from lightning_unified.models.compressor.evaluation.report import write_record
 from lightning_unified.models.compressor.module import Compressor
 
 __all__ = ["EvaluateCompression"]
@@ -99,11 +98,8 @@ class EvaluateCompression(Callback):
             self._save({"epoch": trainer.current_epoch, "global_step": trainer.global_step, **record}, trainer)
 
     def _save(self, record: dict[str, Any], trainer: Trainer) -> None:
-        folder = Path(self.directory or Path(trainer.log_dir or trainer.default_root_dir, "compression"))
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"epoch={record['epoch']}-step={record['global_step']}"
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        plot(record, folder / f"{name}.png")
+        folder = self.directory or Path(trainer.log_dir or trainer.default_root_dir, "compression")
+        write_record(record, Path(folder), name=f"epoch={record['epoch']}-step={record['global_step']}")
 
 
 def _settings(trainer: Trainer) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_unified.data.ngram import NGram, perplexity
 from lightning_unified.models.compressor.evaluation import baselines, timing
 from lightning_unified.models.compressor.evaluation.measures import Sums, full_context, measure
-from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, cut
+from lightning_unified.models.compressor.evaluation.pieces import Batch, Piece, batches, divide
 from lightning_unified.models.compressor.evaluation.reconstruction import check_blind
 from lightning_unified.models.compressor.evaluation.statistics import Values, exponential, policy_against, rows
 from lightning_unified.models.compressor.evaluation.subject import (
@@ -104,7 +104,7 @@ def evaluate(
     encoder, keeps = require_trained(subject), list(options.keeps)
     length, continuation = options.piece_lengths(subject.text_length)
     sizes = {"length": length, "continuation": continuation, "per_document": options.per_document}
-    pieces = cut(texts, encoder=encoder, **sizes)
+    pieces = divide(texts, encoder=encoder, **sizes)
     encoded = [ids for text in corpus if (ids := encoder.encode(text))]
     every = list(batches(pieces, size=options.batch_size, device=subject.device))
     largest = max(every, key=lambda batch: batch.ids.numel())

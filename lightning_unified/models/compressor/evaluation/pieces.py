@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_unified.models.compressor.evaluation.subject import Encoder
 
-__all__ = ["SHORTEST_PIECE", "Batch", "Piece", "batches", "cut", "pad_rows"]
+__all__ = ["SHORTEST_PIECE", "Batch", "Piece", "batches", "divide", "pad_rows"]
 
 SHORTEST_PIECE = 20  # tokens: with fewer, budgets of .9 and 1 are equal, and a continuation is one word
 
@@ -44,7 +44,7 @@ class Batch:
     documents: np.ndarray
 
 
-def cut(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: int, per_document: int) -> list[Piece]:
+def divide(texts: Sequence[str], *, encoder: Encoder, length: int, continuation: int, per_document: int) -> list[Piece]:
     """Return the pieces of each text, at even distances through it, none overlapping another.
 
     Args:

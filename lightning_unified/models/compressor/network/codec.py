@@ -23,7 +23,7 @@ __all__ = ["Codec", "keep_top"]
 
 
 class Codec(nn.Module):
-    """The networks of a compressor and the ways in which they read.
+    """The networks of a compressor: they choose tokens, restore a text and continue it.
 
     `loss_chunk_rows` may be set at any time: the tokens of a chunk of the loss; None chooses.
 

@@ -63,7 +63,7 @@ class KeepPolicy(nn.Module):
         T = embeddings.shape[1]
         if self.config.positions < T:
             raise ValueError(
-                f"{T} tokens; this policy has {self.config.positions} positions. Cut the text into pieces."
+                f"{T} tokens; this policy has {self.config.positions} positions. Divide the text into pieces."
             )
         # an even window reaches one token further back than ahead; zeros pad both ends
         ahead = self.config.window - 1 - self.config.window // 2
