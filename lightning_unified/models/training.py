@@ -1,7 +1,7 @@
 """What the models' training shares: AdamW with a learning-rate schedule, and sums over a validation epoch."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,11 @@ def adamw(groups: list[dict[str, Any]], *, hparams: Mapping[str, Any], precision
 
 
 def scheduled_adamw(
-    groups: list[dict[str, Any]], *, hparams: Mapping[str, Any], trainer: Trainer
+    groups: list[dict[str, Any]],
+    *,
+    hparams: Mapping[str, Any],
+    trainer: Trainer,
+    share: Callable[..., float] = learning_rate_factor,
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW and its schedule, one value per step, for the Trainer's estimated steps.
 
@@ -63,6 +67,7 @@ def scheduled_adamw(
         groups: As for `adamw`.
         hparams: As for `adamw`, with `warmup_steps` and `schedule`.
         trainer: Gives the precision and the number of optimizer steps, where a falling schedule reaches 0.
+        share: Returns a step's share of the peak learning rate, with the arguments of `nn.adamw.learning_rate_factor`.
 
     Raises:
         ValueError: If the schedule falls to 0 and the run has no end, or the fused kernel is not available.
@@ -73,7 +78,7 @@ def scheduled_adamw(
             f"schedule={schedule!r} needs to know the last step; set max_steps or max_epochs, or schedule=constant."
         )
     optimizer = adamw(groups, hparams=hparams, precision=str(trainer.precision))
-    factor = partial(learning_rate_factor, warmup_steps=hparams["warmup_steps"], total_steps=total, schedule=schedule)
+    factor = partial(share, warmup_steps=hparams["warmup_steps"], total_steps=total, schedule=schedule)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -1,4 +1,4 @@
-"""Loss of rewarded completions: scores of policy and reference, and the objective, for rows of a prepared batch."""
+"""Loss of rewarded completions: scores of policy and reference, and the objective."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,17 +22,11 @@ def completion_loss(
     reference: Reference,
     kept: KeptBatch,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of some rows of a batch, and values to log by name; each is a share of the whole batch's mean.
+    """Return the loss of rows of a batch, and values to log by name.
 
-    In a batch's first iteration, the policy is the one that sampled, and its log-probabilities are stored for later iterations.
-
-    Args:
-        policy: The model, which also runs with the reference's weights.
-        batch: Rows of a prepared batch with `advantages`.
-        score: Returns the log-probabilities and entropies (R, T) of these rows under the policy's present weights.
-        objective: The loss.
-        reference: The reference policy; it is used if the objective's `beta` is above 0.
-        kept: Stores and holds the first iteration's log-probabilities.
+    Each is a share of the whole batch's mean. In a batch's first iteration, the policy is the one that sampled, and `kept` stores its
+    log-probabilities for later iterations. The reference is used if the objective's `beta` is above 0. `score` returns the
+    log-probabilities and entropies (R, T) of these rows under the weights that `policy` has when it is called.
     """
     is_repeated, anchor = batch.get("iteration", 0) > 0, None
     if is_repeated:
@@ -56,7 +50,7 @@ def completion_loss(
 
 
 def _shares(batch: Mapping[str, Any], terms: Terms, *, old: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    """Return the values to log; `sampling_gap` is the mean difference between the sampler's log-probabilities and `old`."""
+    """Return the values to log; `sampling_gap` compares the sampler's log-probabilities."""
     mask, total = batch["mask"], max(batch["total"], 1)
     gap = (old - batch["sampled_log_probs"]).abs()
     shares = {

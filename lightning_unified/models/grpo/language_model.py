@@ -1,4 +1,4 @@
-"""Access to a causal language model of transformers: its hidden states, its head, and scores without holding all logits."""
+"""Access to a causal language model of transformers, and scores without holding all logits."""
 
 import inspect
 from collections.abc import Iterator
@@ -16,9 +16,7 @@ _ROUNDING = 0.05  # judgement: rounding of half-precision logits relative to the
 
 
 def causal_lm(model: Any) -> Any:
-    """Return the transformers model inside `model`.
-
-    Its layers keep peft's adapters if there are any.
+    """Return the transformers model inside `model`; its layers keep peft's adapters.
 
     Raises:
         ValueError: If it has no output embeddings, or its adapter adds tokens before the prompt.
@@ -37,10 +35,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """Return the module that computes hidden states, adapters included.
-
-    The module is found inside peft's wrapper too.
-    """
+    """Return the module that computes hidden states, adapters included, also inside a wrapper."""
     return _without_wrapper(model).get_decoder()
 
 
@@ -101,11 +96,11 @@ def score(
         tokens (R, S), start (R), chosen (R, T); both results (R, T).
 
     Args:
-        model: As `decoder_of` takes it.
+        model: A causal language model of transformers, bare or wrapped by peft.
         tokens: Token ids.
         start: Position of each row's first chosen token, 1 or more; T tokens from there are scored.
         chosen: The tokens; arbitrary at pads.
-        temperature: Logits are divided by it.
+        temperature: Divisor of the logits.
         chunk: See `token_log_probs`.
     """
     hidden = decoder_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
@@ -127,7 +122,7 @@ def forward_last(lm: Any, **inputs: Any) -> tuple[Tensor, Any]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode inside the context; restore every submodule's mode afterwards.
+    """Put `module` into eval mode inside the context; then restore every submodule's mode.
 
     This switches off dropout and recomputation. Recomputation, by transformers or this project, is active in train mode only.
     """

@@ -53,8 +53,7 @@ class GRPO(SupervisedPolicy):
         Supervised batches: `tokens` (B, S) int64, pads on the right; `labels` (B, S) int64, see `sequences.supervised`.
 
     Args:
-        model: The policy: a causal language model of transformers, with or without adapters of peft. Weights that require a
-            gradient are trained.
+        model: The policy: a causal language model of transformers, with or without adapters of peft. Weights with a gradient are trained.
         task: Rewards completions.
         decode: Turns a list of token ids into text without special tokens.
         stop_ids: Tokens that end a completion, besides the task's stop text.
@@ -168,7 +167,7 @@ class GRPO(SupervisedPolicy):
 
     @override
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch in the form for `training_step`, see `sequences`; a prepared batch stays unchanged.
+        """Return the batch as `training_step` takes it, see `sequences`; a prepared one unchanged.
 
         Completions are sampled and rewarded here. In a dry run, where tensors have no values, the largest possible batch is returned.
 
@@ -182,8 +181,7 @@ class GRPO(SupervisedPolicy):
         if iteration := self._collector.iteration(batch):
             return self._collector.kept.again(iteration)
         self._check_head(batch["prompt"])
-        is_first = not self._has_begun
-        if is_first:  # the policy becomes the reference, and the optimizer begins anew
+        if is_first := not self._has_begun:  # the policy becomes the reference, and the optimizer begins anew
             self._has_begun = True
             if self.objective.beta:
                 self.reference.begin(self.policy)
@@ -228,11 +226,8 @@ class GRPO(SupervisedPolicy):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save whether GRPO has begun, the reference, and completions with iterations left."""
-        checkpoint["grpo"] = {
-            "has_begun": self._has_begun,
-            "reference": self.reference.state(),
-            **self._collector.state(),
-        }
+        own = {"has_begun": self._has_begun, "reference": self.reference.state()}
+        checkpoint["grpo"] = {**own, **self._collector.state()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -246,6 +241,6 @@ class GRPO(SupervisedPolicy):
 
 
 def _spare_bytes(module: LightningModule) -> int | None:
-    """Return the bytes that the strategy's plan leaves for the sampler's cache; None without a plan or CUDA."""
+    """Return the bytes that the plan leaves for the sampler's cache; None without plan or CUDA."""
     trainer = module._trainer if module.device.type == "cuda" else None
     return None if trainer is None else getattr(trainer.strategy, "spare_bytes", None)

@@ -112,10 +112,5 @@ def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
 
 
 def mean_cross_entropy(log_probs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Return a micro-batch's share of the mean cross-entropy over all labelled tokens of the batch.
-
-    Args:
-        log_probs: (R, T) of `chosen` under the policy.
-        batch: Rows of a prepared batch, see `sequences`.
-    """
+    """Return the share of prepared rows, with these `log_probs`, in their batch's mean loss."""
     return -log_probs.masked_fill(~batch["mask"], 0.0).sum() / max(batch["total"], 1)

@@ -70,12 +70,7 @@ def build_policy(architecture: Mapping[str, Any], *, dtype: str = "float32", att
 def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa") -> nn.Module:
     """Load the causal language model in `folder`, with one copy of the weights in memory.
 
-    See `pretrained.streaming`.
-
-    Args:
-        folder: As `find_policy` returns.
-        dtype: As in `build_policy`; weights stored in another one are converted tensor by tensor.
-        attention: As in `build_policy`.
+    See `pretrained.streaming`. Weights stored in another dtype are converted tensor by tensor. See `build_policy` for the arguments.
 
     Raises:
         FileNotFoundError: If the folder holds no safetensors.
@@ -94,22 +89,11 @@ def load_policy(folder: Path, *, dtype: str = "float32", attention: str = "sdpa"
 def adapt(
     model: nn.Module, *, rank: int, alpha: float, dropout: float = 0.0, targets: Sequence[str] | None = None
 ) -> None:
-    """Freeze a causal language model and add adapters, in place.
-
-    All linear layers except the head receive adapters.
+    """Freeze a causal language model, and add adapters to all linear layers but the head.
 
     Adapters are float32 for any dtype of the weights: 16 bits would lose a step of 1e-6.
 
-    Args:
-        model: As `build_policy` or `load_policy` returns.
-        rank: See `pretrained.adapters`, as for the other three.
-        alpha: See there.
-        dropout: See there.
-        targets: See there.
-
-    Raises:
-        RuntimeError: If peft is not installed.
-        ValueError: If no linear layer has one of the names.
+    See `pretrained.adapters.adapt_linear_layers` for the arguments and errors.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False

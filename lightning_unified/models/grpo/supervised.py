@@ -19,7 +19,7 @@ __all__ = ["SupervisedPolicy"]
 
 
 class SupervisedPolicy(LightningModule):
-    """Train a causal language model by the mean cross-entropy of the labelled tokens of an optimizer step.
+    """Train a causal language model by the mean cross-entropy of labelled tokens.
 
     `prepare_batch` counts the active tokens once for the whole batch, before it is split. Losses of micro-batches of any size are
     divided by this number, so they add up. Log-probabilities are computed in chunks from the last hidden states.
@@ -53,7 +53,7 @@ class SupervisedPolicy(LightningModule):
         return MicroBatchRules(loss_is_sum=True, prepare=self.prepare_batch, loss_weight=self.active_tokens)
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch in the form for `training_step`, see `sequences`; a prepared batch stays unchanged.
+        """Return the batch as `training_step` takes it, see `sequences`; a prepared one unchanged.
 
         Raises:
             ValueError: If the model's logits are not its hidden states times its head; the first batch with values checks this.
@@ -81,7 +81,7 @@ class SupervisedPolicy(LightningModule):
         return loss
 
     def score(self, batch: Mapping[str, Any], *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities (R, T) of the prepared rows' `chosen` tokens, and the entropies there."""
+        """Return log-probabilities (R, T) of prepared rows' `chosen` tokens, and entropies there."""
         return score(
             self.policy,
             batch["tokens"],
@@ -100,7 +100,7 @@ class SupervisedPolicy(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW over the trained weights and a schedule over the Trainer's estimated steps, see `build_optimizer`."""
+        """Return AdamW and a schedule over the Trainer's estimated steps, see `build_optimizer`."""
         return build_optimizer(self.policy.parameters(), rates=self._rates, trainer=self.trainer)
 
     def _check_head(self, tokens: Tensor) -> None:

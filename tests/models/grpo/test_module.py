@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_unified import UnifiedStrategy, predict
 from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
 from lightning_unified.models.grpo import module as grpo_module
+from lightning_unified.models.grpo.optimizer import Rates
+from lightning_unified.models.grpo.supervised import SupervisedPolicy
 from tests.support.grpo_parts import (
     VOCABULARY,
     Dice,
@@ -187,10 +189,24 @@ def test_nothing_is_learnt_where_no_group_tells_anything():
     assert torch.equal(_weights(module), before)
 
 
-def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens():
+def _supervised(model):
+    rates = {
+        "sft_steps": 0,
+        "sft_learning_rate": 1e-4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.99),
+    }
+    return SupervisedPolicy(
+        model, rates=Rates(**rates, eps=1e-8, warmup_steps=0, schedule="constant", optimizer_kernel="auto")
+    )
+
+
+@pytest.mark.parametrize("build", [grpo, _supervised])
+def test_supervised_steps_minimise_the_mean_cross_entropy_of_labelled_tokens(build):
     model = policy(adapters=True)
     plain = copy.deepcopy(model).double()
-    module, seen = grpo(model), Gradients()
+    module, seen = build(model), Gradients()
     fit(module, _loader([traces()]), steps=1, strategy=_cut(1), callbacks=[seen])
     _cross_entropy(plain, traces()).backward()
     for name, parameter in plain.named_parameters():
@@ -365,6 +381,14 @@ def test_one_sampler_serves_all_temperatures():
 
     assert module.sampler is first
     assert float(gap[batch["mask"]].abs().max()) < 1e-4
+
+
+def test_a_copy_of_a_module_samples_from_its_own_policy():
+    module = grpo()
+    copied = copy.deepcopy(module)
+
+    assert module.sampler is not copied.sampler
+    assert copied.sampler._model is copied.policy
 
 
 def test_what_the_sampler_keeps_is_counted_and_given_back(monkeypatch):

@@ -1,10 +1,11 @@
-"""Rollouts of a GRPO module: sampled and rewarded once a batch, and kept for several optimizer steps."""
+"""Rollouts of a GRPO module: collected once a batch, and kept for several optimizer steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_unified.models.choices import check_choice
@@ -17,7 +18,7 @@ __all__ = ["KeptBatch", "RolloutCollector", "largest_batch"]
 
 
 class RolloutCollector:
-    """Collect the prepared batches of prompts: rollouts in the first iteration, the kept batch in later ones.
+    """Collect rollouts in a batch's first iteration; keep the batch for later ones.
 
     Args:
         options: How completions are sampled.
@@ -118,12 +119,7 @@ class KeptBatch:
         self._noted: dict[str, Tensor] = {}
 
     def begin(self, batch: dict[str, Any], *, with_reference: bool) -> dict[str, Any]:
-        """Keep a prepared batch, and return it for its first iteration.
-
-        Args:
-            batch: The prepared batch.
-            with_reference: Whether a reference's log-probabilities will be stored.
-        """
+        """Keep a prepared batch, with or without a reference; return its first iteration."""
         self._batch = batch
         self._noted = {"old": torch.zeros_like(batch["sampled_log_probs"], dtype=torch.float32)}
         if with_reference:
@@ -136,19 +132,14 @@ class KeptBatch:
         for name, values in (("old", old), ("reference", reference)):
             if values is None:
                 continue
-            if self._noted[name].dtype != values.dtype:
-                self._noted[name] = self._noted[name].to(values.dtype)
-            into = self._noted[name]
+            into = self._noted[name] = self._noted[name].to(values.dtype)
             into.index_copy_(0, row.to(into.device), values.to(into.device))
 
     def again(self, iteration: int) -> dict[str, Any]:
-        """Return the kept batch for one iteration.
+        """Return the kept batch for one iteration; the first is 0.
 
         The batch has `iteration`, a plain number; `row` (R), the index of each row; and the stored log-probabilities `old` and, with a
         reference, `reference` (R, T). These are present, though zero, before the first iteration: plans depend on a batch's fields.
-
-        Args:
-            iteration: The first is 0.
 
         Raises:
             RuntimeError: If there is no kept batch.
@@ -165,17 +156,11 @@ class KeptBatch:
 
     def restore(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Restore `state` on `device`."""
-        batch = state["batch"]
-        self._batch = None if batch is None else {key: _moved(value, device) for key, value in batch.items()}
-        self._noted = {key: _moved(value, device) for key, value in state["noted"].items()}
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+        self._batch, self._noted = move_data_to_device((state["batch"], state["noted"]), device)
 
 
 def largest_batch(prompt: Tensor, options: SamplingOptions) -> dict[str, Any]:
-    """Return the largest prepared batch of the prompts (P, L), for planning; see `sequences.outline`."""
+    """Return the largest prepared batch of prompts (P, L), see `sequences.outline`."""
     return outline(
         len(prompt),
         prompt_length=prompt.shape[1],

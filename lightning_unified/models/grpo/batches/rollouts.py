@@ -22,19 +22,9 @@ _SAME = 1e-6  # judgement: smaller differences within a group are rounding
 
 
 def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none", "group"] = "none") -> Tensor:
-    """Return rewards minus their group's mean.
+    """Return the advantages (P * G): rewards (P * G) minus their group's mean.
 
-    The difference may be divided by the group's standard deviation.
-
-    The divisor is the sample standard deviation plus 1e-4.
-
-    Args:
-        rewards: (P * G), G for each prompt in a row.
-        group_size: G, 2 or more.
-        scale: "none" or "group".
-
-    Returns:
-        (P * G).
+    With `scale` "group", they are divided by the group's sample standard deviation plus 1e-4.
     """
     groups = rewards.unflatten(0, (-1, group_size))
     centred = groups - groups.mean(1, keepdim=True)
@@ -44,12 +34,7 @@ def group_advantages(rewards: Tensor, *, group_size: int, scale: Literal["none",
 
 
 def informative_groups(rewards: Tensor, *, group_size: int) -> Tensor:
-    """Return (P) bool: the groups whose rewards differ; other groups have zero advantages.
-
-    Args:
-        rewards: (P * G), G for each prompt in a row.
-        group_size: G.
-    """
+    """Return (P) bool: the groups whose rewards (P * G) differ; others have zero advantages."""
     groups = rewards.unflatten(0, (-1, group_size))
     return groups.amax(1) - groups.amin(1) > _SAME
 
@@ -57,14 +42,7 @@ def informative_groups(rewards: Tensor, *, group_size: int) -> Tensor:
 def rewards_of(
     task: Task, examples: Tensor, sampled: Completions, *, decode: Callable[[list[int]], str], step: int
 ) -> dict[str, Tensor]:
-    """Return the task's rewards (N) by name, on the device of `examples`.
-
-    Args:
-        task: The task.
-        examples: (N), see `Task.rewards`.
-        sampled: The completions.
-        decode: Turns token ids into text.
-        step: See `Task.rewards`.
+    """Return the rewards (N) by name, on the device of `examples` (N); see `Task.rewards`.
 
     Raises:
         ValueError: If "total" is missing, or a reward is not one finite number for each completion.
@@ -96,16 +74,15 @@ def prepared(
 ) -> dict[str, Any]:
     """Return the completions as a prepared batch.
 
-    It has the added entries `advantages`, `sampled_log_probs` and `figures`.
-
-    Groups with equal rewards have no gradient and are left out, as are columns that no other group needs. If no group is left, the
-    first stays without active tokens. See `sequences` for the other fields.
+    `advantages`, `sampled_log_probs` and `figures` are added. Groups with equal rewards have no gradient and are left out, as are
+    columns that no other group needs. If no group is left, the first stays without active tokens. See `sequences` for the other
+    fields.
 
     Args:
         batch: A batch with `prompt` and `prompt_mask` (P, L).
         sampled: Its completions.
-        rewards: Their rewards (N).
-        group_size: G.
+        rewards: Their rewards (N), by name.
+        group_size: Completions of each prompt, G.
         scale: See `group_advantages`.
         width: Upper bound on the tokens of a completion: all rows are then kept, inactive groups last, so that memory can be
             planned by the largest batch. None for as few rows and columns as possible.

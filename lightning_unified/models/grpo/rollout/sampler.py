@@ -111,7 +111,7 @@ class Sampler:
             self._static.release()
 
     def _begin(self, prompt: Tensor, mask: Tensor, options: SamplingOptions) -> tuple[Any, Tensor, str]:
-        """Read the prompts; return a decoder, the logits (N, V) of the first tokens and the decoding method."""
+        """Read the prompts; return a decoder, the first logits (N, V) and the decoding method."""
         group = options.group_size
         logits, cache = self._read(prompt, mask)
         decoding = self._decoding_of(cache, device=prompt.device, length=prompt.shape[1])
@@ -135,7 +135,7 @@ class Sampler:
         return forward_last(self._lm, input_ids=prompt, attention_mask=mask.long(), position_ids=positions)
 
     def _decoding_of(self, cache: Any, *, device: torch.device, length: int) -> str:
-        """Return the decoding method for prompts of `length` tokens, and warn once about a slower one."""
+        """Return the decoding method for prompts of `length` tokens; warn once if it is slower."""
         attention = self._lm.config.get_text_config()._attn_implementation
         if self._decoding == "growing":
             return "growing"

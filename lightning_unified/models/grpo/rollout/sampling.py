@@ -73,7 +73,7 @@ class CompletionSampler(Protocol):
 def draw(
     logits: Tensor, options: SamplingOptions, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a token (N) for each row of `logits` (N, V) and its log-probability (N) in float32.
+    """Return a token (N) for each row of `logits` (N, V), and its log-probability in float32.
 
     The log-probability is that of the softmax over all tokens at this temperature (at 1 if it is 0): top_k and top_p restrict the
     draw, not the trained distribution. The draw adds Gumbel noise and takes the largest value, without waiting for the device.
