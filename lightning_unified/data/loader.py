@@ -279,16 +279,16 @@ class ResumableLoader:
 
     def _begin(self) -> None:
         """Set epoch and position of an iteration that starts now."""
-        told = self.batch_sampler.epoch
+        epoch_set = self.batch_sampler.epoch
         if self._resume_at is not None:
             epoch, position = self._resume_at
             self._resume_at = None
-            self._epoch, self._position = told, position if told == epoch else 0
+            self._epoch, self._position = epoch_set, position if epoch_set == epoch else 0
             return
-        if told == self._epoch and self._position >= len(self):
-            told += 1
-            self.batch_sampler.set_epoch(told)
-        self._epoch, self._position = told, 0
+        if epoch_set == self._epoch and self._position >= len(self):
+            epoch_set += 1
+            self.batch_sampler.set_epoch(epoch_set)
+        self._epoch, self._position = epoch_set, 0
 
     def _plan(self) -> list[list[int]]:
         batches = plan_epoch(

@@ -170,7 +170,8 @@ def test_lengths_that_do_not_hold_what_there_is_are_refused(build, changes, mess
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 0), ("sft_steps", -1), ("grpo_steps", True), ("prefetch_factor", 0)]
+    ("name", "value"),
+    [("batch_size", 0), ("sft_steps", -1), ("grpo_steps", True), ("prefetch_factor", 0), ("sft_batch_size", 0)],
 )
 def test_a_number_that_makes_no_sense_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"data\.{name}={value}; it must be a whole number of at least"):

@@ -92,10 +92,10 @@ class WordleData(ResumableData):
         pin_memory: bool = False,
     ) -> None:
         options = LoaderOptions.of(locals())
-        super().__init__(replace(options, val_batch_size=val_batch_size or sft_batch_size))
         settings.check_counts(sft_batch_size=sft_batch_size, inner_iterations=inner_iterations, grpo_steps=grpo_steps)
         settings.check_counts(prompt_length=prompt_length, text_length=text_length)
         settings.check_counts(smallest=0, sft_steps=sft_steps)
+        super().__init__(replace(options, val_batch_size=val_batch_size or sft_batch_size))
         self.prompt_length = prompt_length
         self._teacher = {"choices": choices, "slips": slips}
 
