@@ -23,7 +23,7 @@ from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calib
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
 
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
+CONF = str(Path(__file__).resolve().parents[3] / "conf")
 GIB = 2**30
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
 MINE = f"{__file__}:"
