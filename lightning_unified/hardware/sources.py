@@ -32,6 +32,10 @@ def _not_found(_name: str) -> str | None:
     return None
 
 
+def _no_process(_pid: int) -> float | None:
+    return None
+
+
 def _no_module(_name: str) -> bool:
     return False
 
@@ -57,6 +61,7 @@ class Sources:
         machine: As `platform.machine()`: `"x86_64"`, `"arm64"`, `"aarch64"`.
         affinity: Returns the number of cores the process may run on, None if unknown.
         max_resident: Returns the highest resident bytes of the process, None if unknown.
+        process_start: Returns the start of a running process by its id, in seconds since 1970; None if there is none.
         which: Returns the path of a program, None if it is not installed.
         has_module: Returns whether a Python module could be imported.
         run: Runs a program (command, timeout in seconds) and returns its standard output; None if it is absent, fails or
@@ -74,6 +79,7 @@ class Sources:
     machine: str = "x86_64"
     affinity: Callable[[], int | None] = _nothing
     max_resident: Callable[[], int | None] = _nothing
+    process_start: Callable[[int], float | None] = _no_process
     which: Callable[[str], str | None] = _not_found
     has_module: Callable[[str], bool] = _no_module
     run: Callable[[Sequence[str], float], str | None] = _no_program
@@ -103,6 +109,7 @@ class Sources:
             machine=platform.machine(),
             affinity=_affinity,
             max_resident=_max_resident,
+            process_start=_process_start,
             which=shutil.which,
             has_module=lambda name: importlib.util.find_spec(name) is not None,
             run=_Programs(),
@@ -204,6 +211,16 @@ def _max_resident() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _process_start(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
 
 
 def _sysctl_by_name(name: str) -> int | str | None:
