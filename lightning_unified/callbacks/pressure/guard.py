@@ -12,7 +12,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_unified.callbacks.checkpoint.run_checkpoint import write_state
+from lightning_unified.callbacks.checkpoint.files import write_state
 from lightning_unified.callbacks.device_pool import pool_of, simulated_by, simulated_pressure
 from lightning_unified.callbacks.loops import is_trial, will_stop, window_is_open
 from lightning_unified.callbacks.pressure.thrash_watch import ThrashWatch
