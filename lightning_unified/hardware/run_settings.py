@@ -101,7 +101,7 @@ class HardwareSettings:
     Attributes:
         name: Name of the `conf/hardware` file.
         accelerator: Lightning's accelerator, as a string: with an instance Lightning chooses the wrong scaler.
-        precision: Precision of the run; `resolve` keeps `"auto"`, because the precision package decides it.
+        precision: Full name of the run's precision; `resolve` keeps `"auto"`, because the precision package decides it.
         num_workers: Number of loader processes. Each is an interpreter in the host's memory.
         persistent_workers: Whether loader processes live across epochs.
         prefetch_factor: Batches each loader process holds ready; None without loader processes.
@@ -217,7 +217,7 @@ def _start_method(reading: Reading) -> str:
 
 def _kernel(precision: str, known: list[Capability]) -> str:
     # Fused kernels unscale gradients inside the step, which Lightning refuses with clipping: fp16 runs without them.
-    if capability("fused_adamw", known) and not precision.removeprefix("fp").startswith("16"):
+    if capability("fused_adamw", known) and not precision.startswith("16-"):
         return "fused"
     return "foreach" if capability("foreach", known) else "forloop"
 

@@ -67,10 +67,12 @@ def show_start(config: DictConfig, machine: Machine, *, module: LightningModule)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for group, text in _compact(config):
         table.add_row(f"[bold]{escape(group)}[/bold]", escape(text))
-    reading, budget = machine.reading, machine.budget
+    reading, budget = machine.reading, getattr(module.trainer.strategy, "budget", None)
     pool = f"{reading.name} ({reading.device}), {reading.pool} pool of {format_bytes(reading.total.bytes)}, {format_bytes(reading.available.bytes)} available"
     table.add_row("[bold]device[/bold]", escape(pool))
-    table.add_row("[bold]budget[/bold]", escape(f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"))
+    kept = "none: only the unified strategies keep a budget"
+    kept = kept if budget is None else f"{format_bytes(budget.bytes)} ({budget.spec}): {budget.reason}"
+    table.add_row("[bold]budget[/bold]", escape(kept))
     for name, text in _used(config, machine, module.trainer):
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     table.add_row("[bold]size[/bold]", f"{count_parameters(module):,} parameters")
@@ -180,7 +182,8 @@ def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step
     predicted = f", {format_bytes(peak['predicted'])} predicted," if peak.get("predicted") is not None else ""
     yield (
         "memory",
-        f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted} of a budget of {format_bytes(summary['budget_bytes'])}",
+        f"peak {format_bytes(peak['measured'])} ({peak['source']}){predicted}"
+        + ("" if summary["budget_bytes"] is None else f" of a budget of {format_bytes(summary['budget_bytes'])}"),
     )
     tokens, rows = summary["tokens_per_second"], summary["samples_per_second"]
     since = f" since step {first_step}" if first_step else ""

@@ -16,6 +16,7 @@ from lightning_unified.cli.config.resume import apply_changes, merged_overrides
 from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
 from lightning_unified.cli.run.json_files import versions, write_json
+from lightning_unified.cli.run.machine import hardware_settings
 from lightning_unified.cli.run.parts import compiled
 from lightning_unified.cli.run.plots import draw_plots, read_metrics
 from lightning_unified.cli.run.result import printable
@@ -152,15 +153,22 @@ def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
 def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):
     """hardware=auto reads the accelerator, and the first reading of an Apple GPU freezes its watermarks."""
     from lightning_unified import hardware
-    from lightning_unified.cli.run import job
+    from lightning_unified.cli.run import job, machine
 
     order, config = [], OmegaConf.create({"memory": {"budget": "leave 6GiB"}, "name": "test", "simulate": None})
     asked = SimpleNamespace(runtime=SimpleNamespace(choices={"hardware": "auto"}), overrides=SimpleNamespace(task=[]))
     monkeypatch.setattr(job.HydraConfig, "get", lambda: asked)
     monkeypatch.setattr(job, "composed", lambda overrides: SimpleNamespace(config=config))
-    for name, value in (("prepare_allocators", None), ("detect", "mps"), ("describe", "a Mac")):
-        monkeypatch.setattr(hardware, name, lambda *a, name=name, value=value, **_: order.append((name, a[0])) or value)
+    places = {"prepare_allocators": (machine, None), "detect": (hardware, "mps"), "describe": (hardware, "a Mac")}
+    for name, (place, value) in places.items():
+        monkeypatch.setattr(place, name, lambda *a, name=name, value=value, **_: order.append((name, a[0])) or value)
     job.Job(config=config)._configuration(Path("here"))
 
     assert [name for name, _ in order] == ["prepare_allocators", "detect", "describe"]
     assert order[0][1] == "leave 6GiB"
+
+
+def test_the_hardware_settings_name_a_precision_in_full():
+    node = {"_target_": "lightning_unified.hardware.HardwareSettings", "precision": "fp16"}
+
+    assert hardware_settings(OmegaConf.create({"hardware": node})).precision == "16-mixed"
