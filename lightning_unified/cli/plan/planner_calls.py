@@ -62,7 +62,8 @@ def _phase_in_words(plan: Plan) -> str:
     found = plan.prediction
     if found is None or not does_fit(plan):
         return "does not fit"
-    return f"{found.rows} × {found.parts} rows, {format_bytes(found.step_bytes)}"
+    split = "1 micro-batch of" if found.parts == 1 else f"{found.parts} micro-batches of up to"
+    return f"{split} {found.rows} rows, {format_bytes(found.step_bytes)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,11 +167,8 @@ def show_summary(
 
 def _rows(summary: Mapping[str, Any], baselines: Mapping[str, float], first_step: int) -> Iterable[tuple[str, str]]:
     effective, micro = summary["effective_batch_size"], summary["micro_batch_size"]
-    split = (
-        "the whole batch at once"
-        if micro is None or (effective is not None and micro >= effective)
-        else f"{micro} rows at a time"
-    )
+    is_whole = micro is None or (effective is not None and micro >= effective)
+    split = "one micro-batch" if is_whole else f"micro-batches of up to {micro} rows"
     yield "model", f"{summary['model']}, {summary['parameters']:,} parameters, {summary['precision']}"
     yield (
         "batch",

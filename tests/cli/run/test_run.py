@@ -67,7 +67,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         "8 rows for the optimizer, 8 to validate",
         "0 worker processes, pin memory off",
         "gradient scaler none",
-        "4 rows at a time",
+        "micro-batches of up to 4 rows",
         "Kneser–Ney trigram",
         "Samples of its text",
         "python train.py resume=run",

@@ -64,8 +64,8 @@ def _rows(run: Run, most: float) -> Iterable[str]:
             f'<i style="width:{100 * size / most:.3f}%;background:var(--{slug(name)})" title="{escape(name)} {amount(size, "bytes")}"></i>'
             for name, size in parts.items()
         )
-        told = amount(predicted, "bytes") + ("" if error is None else f" ({error:+.1%})")
-        yield f'<div class="bar"><span>predicted peak</span><div class="track">{stack}</div><b>{told}</b></div>'
+        size = amount(predicted, "bytes") + ("" if error is None else f" ({error:+.1%})")
+        yield f'<div class="bar"><span>predicted peak</span><div class="track">{stack}</div><b>{size}</b></div>'
     else:
         yield _row("predicted peak", predicted, most, color="predicted")
     reserved = number(prediction(run), "reserved_bytes")

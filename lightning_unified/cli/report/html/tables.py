@@ -192,12 +192,12 @@ def instants(run: Run) -> list[tuple[str, float]]:
 
 def moments_table(run: Run) -> str:
     """Return a table of events, newest last; of very many the first and the last."""
-    told = list(run.moments)
-    if not told:
+    events = run.moments
+    if not events:
         return unknown("no events were recorded: events.jsonl and pressure.jsonl are missing")
-    rest = len(told) - _MOST_MOMENTS
-    shown = told if rest <= 0 else [*told[: _MOST_MOMENTS // 4], *told[-_MOST_MOMENTS * 3 // 4 :]]
-    since = next((moment.time for moment in told if moment.time), None)
+    rest = len(events) - _MOST_MOMENTS
+    shown = events if rest <= 0 else [*events[: _MOST_MOMENTS // 4], *events[-_MOST_MOMENTS * 3 // 4 :]]
+    since = next((moment.time for moment in events if moment.time), None)
     rows = [
         (
             "" if moment.step is None else f"{moment.step:,}",

@@ -121,9 +121,9 @@ def peak_error(run: Run) -> float | None:
 
 def budget_bytes(run: Run) -> float | None:
     """Return the budget in bytes; the newest where it followed other programs."""
-    told = [moment.budget_bytes for moment in run.moments if moment.budget_bytes is not None]
+    logged = [moment.budget_bytes for moment in run.moments if moment.budget_bytes is not None]
     said = number(run.summary, "budget_bytes")
-    return told[-1] if told else said if said is not None else number(run.plan, "budget_bytes")
+    return logged[-1] if logged else said if said is not None else number(run.plan, "budget_bytes")
 
 
 def budget_curve(run: Run) -> Curve | None:
@@ -141,9 +141,9 @@ def budget_curve(run: Run) -> Curve | None:
 
 def recoveries(run: Run) -> int | None:
     """Return the number of repeated steps over all parts of the run, None if unknown."""
-    told = [moment.recoveries for moment in run.moments if moment.recoveries is not None]
+    logged = [moment.recoveries for moment in run.moments if moment.recoveries is not None]
     said = number(run.summary, "recoveries")
-    return told[-1] if told else None if said is None else int(said)
+    return logged[-1] if logged else None if said is None else int(said)
 
 
 def recovery_curve(run: Run) -> Curve | None:
