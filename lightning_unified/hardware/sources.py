@@ -20,30 +20,6 @@ _TEXT_SYSCTLS = ("machdep.cpu.brand_string", "hw.model")
 _HOST_VM_INFO64, _HOST_VM_INFO64_COUNT = 4, 38  # mach/host_info.h: the flavour and its size, in 4-byte integers
 
 
-def _no_sysctl(_name: str) -> int | str | None:
-    return None
-
-
-def _nothing() -> None:
-    return None
-
-
-def _not_found(_name: str) -> str | None:
-    return None
-
-
-def _no_process(_pid: int) -> float | None:
-    return None
-
-
-def _no_module(_name: str) -> bool:
-    return False
-
-
-def _no_program(_command: Sequence[str], _timeout_s: float) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     """Sources of all hardware figures; tests and simulated machines inject their own.
@@ -72,17 +48,17 @@ class Sources:
     torch: Any
     proc: Path = Path("/nonexistent/proc")
     sys: Path = Path("/nonexistent/sys")
-    sysctl: Callable[[str], int | str | None] = _no_sysctl
-    vm_info: Callable[[], bytes | None] = _nothing
+    sysctl: Callable[[str], int | str | None] = lambda _name: None
+    vm_info: Callable[[], bytes | None] = lambda: None
     environ: Mapping[str, str] = field(default_factory=dict)
     platform: str = "linux"
     machine: str = "x86_64"
-    affinity: Callable[[], int | None] = _nothing
-    max_resident: Callable[[], int | None] = _nothing
-    process_start: Callable[[int], float | None] = _no_process
-    which: Callable[[str], str | None] = _not_found
-    has_module: Callable[[str], bool] = _no_module
-    run: Callable[[Sequence[str], float], str | None] = _no_program
+    affinity: Callable[[], int | None] = lambda: None
+    max_resident: Callable[[], int | None] = lambda: None
+    process_start: Callable[[int], float | None] = lambda _pid: None
+    which: Callable[[str], str | None] = lambda _name: None
+    has_module: Callable[[str], bool] = lambda _name: False
+    run: Callable[[Sequence[str], float], str | None] = lambda _command, _timeout_s: None
     simulated: str | None = None
 
     @classmethod

@@ -111,7 +111,7 @@ def _plan(trainer: Trainer) -> dict[str, Any] | None:
 def _machine(trainer: Trainer, module: LightningModule) -> Mapping[str, Any]:
     """Return the machine's figures and versions, None where unknown."""
     device, sources = pool_of(trainer)
-    reading = read(device) if sources is None else read(device, sources=sources)
+    reading = read(device, sources=sources)
     budget = getattr(trainer.strategy, "budget", None)
     marks = None if budget is None else watermarks(budget, reading, (sources or Sources.live()).environ)
     return {

@@ -17,8 +17,9 @@ from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
 from lightning_unified.cli.run.json_files import versions, write_json
 from lightning_unified.cli.run.machine import hardware_settings
+from lightning_unified.cli.run.metrics import Curve, read_curves
 from lightning_unified.cli.run.parts import compiled
-from lightning_unified.cli.run.plots import draw_plots, read_metrics
+from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.result import printable
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
@@ -108,7 +109,10 @@ def test_versions_name_torch_and_this_python():
 def test_plots_are_drawn_for_the_columns_there_are(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,2.5,\n1,,2.0\n2,2.0,\n")
 
-    assert read_metrics(tmp_path / "metrics.csv") == {"train/loss": [(0, 2.5), (2, 2.0)], "val/loss": [(1, 2.0)]}
+    assert read_curves([tmp_path / "metrics.csv"]) == {
+        "train/loss": Curve(steps=(0, 2), values=(2.5, 2.0)),
+        "val/loss": Curve(steps=(1,), values=(2.0,)),
+    }
     assert [path.name for path in draw_plots(tmp_path / "metrics.csv", tmp_path / "plots")] == ["loss.png"]
     assert draw_plots(tmp_path / "nowhere.csv", tmp_path / "plots") == []
 

@@ -1,10 +1,11 @@
 """The figures of a run, from the first of its files that has them; None if no file has."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_unified.cli.report.run_directory.records import Curve, Run
+from lightning_unified.cli.report.run_directory.records import Run
+from lightning_unified.cli.run.metrics import Curve
 
 __all__ = [
     "alternatives",
@@ -128,15 +129,8 @@ def budget_bytes(run: Run) -> float | None:
 
 def budget_curve(run: Run) -> Curve | None:
     """Return the budget over steps, None if it never changed."""
-    points = {
-        moment.step: float(moment.budget_bytes)
-        for moment in run.moments
-        if moment.step is not None and moment.budget_bytes is not None
-    }
-    if len(set(points.values())) < 2:
-        return None
-    steps = sorted(points)
-    return Curve(steps=tuple(steps), values=tuple(points[step] for step in steps))
+    curve = _over_steps((moment.step, moment.budget_bytes) for moment in run.moments)
+    return None if curve is None or len(set(curve.values)) < 2 else curve
 
 
 def recoveries(run: Run) -> int | None:
@@ -148,13 +142,14 @@ def recoveries(run: Run) -> int | None:
 
 def recovery_curve(run: Run) -> Curve | None:
     """Return the number of recoveries over steps, None if unknown."""
-    points = {
-        moment.step: float(moment.recoveries)
-        for moment in run.moments
-        if moment.step is not None and moment.recoveries is not None
-    }
-    steps = sorted(points)
-    return Curve(steps=tuple(steps), values=tuple(points[step] for step in steps)) if points else None
+    return _over_steps((moment.step, moment.recoveries) for moment in run.moments)
+
+
+def _over_steps(pairs: Iterable[tuple[int | None, int | None]]) -> Curve | None:
+    """Return the known values over known steps, the last value of each; None without any."""
+    points = {step: float(value) for step, value in pairs if step is not None and value is not None}
+    steps = tuple(sorted(points))
+    return Curve(steps=steps, values=tuple(points[step] for step in steps)) if points else None
 
 
 def micro_batch_size(run: Run) -> float | None:
