@@ -5,7 +5,7 @@ from html import escape
 
 from lightning_unified.cli.report.html.charts import slug
 from lightning_unified.cli.report.html.scale import amount
-from lightning_unified.cli.report.html.tables import instants
+from lightning_unified.cli.report.html.tables import chip, instants
 from lightning_unified.cli.report.run_directory.figures import (
     budget_bytes,
     categories,
@@ -37,9 +37,9 @@ def peak_bars(runs: Sequence[Run]) -> str:
     shared = max(known) if max(known) <= _VISIBLE * min(known) else None
     groups = []
     for index, (run, size) in enumerate(zip(runs, sizes, strict=True)):
-        name = f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b>' if len(runs) > 1 else ""
+        name = f"<h3>{chip(index, run)}</h3>" if len(runs) > 1 else ""
         rows = "".join(_rows(run, shared or size or max(known)))
-        groups.append(f'<div class="bars">{f"<h3>{name}</h3>" if name else ""}{rows}</div>')
+        groups.append(f'<div class="bars">{name}{rows}</div>')
     if shared is None:
         groups.append('<p class="note">The runs differ so much in size that each has its own scale.</p>')
     found = dict.fromkeys(name for run in runs for name in categories(run))

@@ -25,6 +25,7 @@ from lightning_unified.cli.report.run_directory.records import Moment, Run
 
 __all__ = [
     "alternatives_table",
+    "chip",
     "environment",
     "facts",
     "instants",
@@ -68,6 +69,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "")
     )
     top = f"<thead><tr>{''.join(f'<th scope=col>{cell}</th>' for cell in head)}</tr></thead>" if any(head) else ""
     return f'<div class="wide"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+
+
+def chip(index: int, run: Run) -> str:
+    """Return the name of a run in its color."""
+    return f'<b class="chip" style="--c:var(--run-{index % 8})">{escape(run.name)}</b>'
 
 
 def facts(run: Run) -> dict[str, str]:
