@@ -76,7 +76,7 @@ def fits_where(
         group = {
             machine.entry.name: (
                 machine.entry.backend,
-                machine.entry.budget_bytes,
+                budget,
                 rates.tabled_rates(machine.entry.name),
             )
             for machine in known
