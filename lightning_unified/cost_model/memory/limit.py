@@ -11,7 +11,7 @@ from typing import cast
 from lightning_unified.cost_model.memory.reserve import RunReplay, pools_of
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.hardware.allocators.pools import Block, Pools
-from lightning_unified.hardware.watermarks import LOW_SHARE
+from lightning_unified.hardware.environment.watermarks import LOW_SHARE
 from lightning_unified.units import MIB
 
 __all__ = ["fits_within"]

@@ -7,7 +7,7 @@ from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render.page import sheet_of
 from lightning_unified.cost_model.render.planned import MachinePlan
 from lightning_unified.cost_model.render.sheet import Sheet, Table
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 
 __all__ = ["to_markdown"]
 

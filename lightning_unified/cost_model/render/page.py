@@ -13,7 +13,7 @@ from lightning_unified.cost_model.render.tables import (
     instants_table,
     machines_table,
 )
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 
 __all__ = ["sheet_of"]
 

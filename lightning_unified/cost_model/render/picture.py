@@ -10,7 +10,7 @@ from lightning_unified.cost_model.render.facts import format_seconds, format_sha
 from lightning_unified.cost_model.render.planned import phase_of, prediction_of, recomputed
 from lightning_unified.cost_model.render.tables import ordered
 from lightning_unified.errors import ConfigurationError
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 from lightning_unified.units import GIB, KIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from lightning_unified.cost_model.render.planned import (
 from lightning_unified.cost_model.render.sheet import Bars, Table
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.cost_model.trace.trace import CATEGORIES
-from lightning_unified.hardware.watermarks import Watermarks
+from lightning_unified.hardware.environment.watermarks import Watermarks
 from lightning_unified.units import format_bytes
 
 __all__ = ["alternatives_table", "categories_table", "generation_table", "instants_table", "machines_table", "ordered"]

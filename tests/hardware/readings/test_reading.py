@@ -283,7 +283,13 @@ def test_a_torch_device_is_as_good_as_its_text(machine):
 
 def test_sources_made_by_hand_know_nothing_of_this_machine(machine):
     bare = machine("bare")
-    arguments = {"sysctl": ["hw.memsize"], "which": ["ls"], "has_module": ["sys"], "run": [["ls", "/"], 9.0]}
+    arguments = {
+        "sysctl": ["hw.memsize"],
+        "which": ["ls"],
+        "has_module": ["sys"],
+        "process_start": [1],
+        "run": [["ls", "/"], 9.0],
+    }
     callables = [f.name for f in fields(bare) if callable(getattr(bare, f.name))]
 
     assert not any(getattr(bare, name)(*arguments.get(name, [])) for name in callables)

@@ -3,13 +3,30 @@
 import csv
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_unified.cli.report.run_directory.records import Curve
-
-__all__ = ["read_curves"]
+__all__ = ["Curve", "read_curves"]
 
 _NO_METRIC = ("step", "epoch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """A logged metric over optimizer steps; a value that was not finite is None.
+
+    Attributes:
+        steps: Logged steps, ascending.
+        values: One value for each step.
+    """
+
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+    @property
+    def last(self) -> float | None:
+        """The last finite value."""
+        return next((value for value in reversed(self.values) if value is not None), None)
 
 
 def read_curves(files: Iterable[Path]) -> dict[str, Curve]:

@@ -15,8 +15,8 @@ from lightning_unified.precision import MixedPrecision
 
 def shown(capsys, *, plugin, data):
     reading = read("cpu")
-    machine = Machine(reading=reading, settings=HardwareSettings(), budget=resolve_budget("auto", reading))
-    strategy = SimpleNamespace(root_device=torch.device("mps"))
+    machine = Machine(reading=reading, settings=HardwareSettings())
+    strategy = SimpleNamespace(root_device=torch.device("mps"), budget=resolve_budget("1GiB", reading))
     module = torch.nn.Linear(2, 3)
     module.trainer = SimpleNamespace(strategy=strategy, world_size=1, precision_plugin=plugin)
     show_start(OmegaConf.create({"data": data}), machine, module=module)
@@ -47,4 +47,5 @@ def test_rows_loader_processes_and_pinning_are_those_of_the_data(capsys):
 
     assert lines["batch"] == "64 rows for the optimizer, 64 to validate"
     assert lines["loading"] == "4 worker processes, by spawn, pin memory off"
+    assert lines["budget"].startswith("1.00 GiB (1GiB): as written, of the pool of cpu")
     assert lines["runs"].split(maxsplit=1)[1] == "mps, 1 process"

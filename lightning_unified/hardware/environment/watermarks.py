@@ -91,30 +91,20 @@ def cap_allocator(device: "str | torch.device", budget: Budget, *, sources: Sour
     if kind == "mps":
         return _cap_metal(budget, sources)
     if kind not in {"cuda", "xpu"}:
-        return Cap(
-            applied=False,
-            fraction=None,
-            bytes=None,
-            reason=f"{kind} has no allocator to cap; the plan and the monitor enforce the budget",
-        )
+        return Cap(reason=f"{kind} has no allocator to cap; the plan and the monitor enforce the budget")
     module: Any = getattr(sources.torch, kind)
     if not hasattr(module, "set_per_process_memory_fraction"):
-        return Cap(
-            applied=False,
-            fraction=None,
-            bytes=None,
-            reason=f"this torch has no torch.{kind}.set_per_process_memory_fraction",
-        )
+        return Cap(reason=f"this torch has no torch.{kind}.set_per_process_memory_fraction")
     chosen = int(index) if index else int(module.current_device())
     total = int(module.get_device_properties(chosen).total_memory)
     if budget.bytes > total:
         reason = f"the budget is above props.total_memory ({format_bytes(total)}), the cap's denominator: only the pool's end limits it"
-        return Cap(applied=False, fraction=None, bytes=None, reason=reason)
+        return Cap(reason=reason)
     fraction = budget.bytes / total
     own = _users_fraction(module, chosen, sources.environ)
     if own is not None and own < fraction:
         reason = f"your own memory fraction of {own:.3g} stays: {format_bytes(int(own * total))}, less than the budget"
-        return Cap(applied=False, fraction=own, bytes=int(own * total), reason=reason)
+        return Cap(fraction=own, bytes=int(own * total), reason=reason)
     module.set_per_process_memory_fraction(fraction, chosen)
     _HANDED_OVER[id(module), chosen] = (module, fraction)
     reason = f"{format_bytes(budget.bytes)} of props.total_memory, {format_bytes(total)}"
@@ -135,12 +125,10 @@ def _users_fraction(module: Any, index: int, environ: Mapping[str, str]) -> floa
 def _cap_metal(budget: Budget, sources: Sources) -> Cap:
     own_high = users_ratio(sources.environ, HIGH)
     if own_high is not None:
-        return Cap(applied=False, fraction=own_high, bytes=None, reason=f"your own {HIGH}={own_high:g} stays")
+        return Cap(fraction=own_high, reason=f"your own {HIGH}={own_high:g} stays")
     recommended = int(sources.torch.mps.recommended_max_memory())
     if recommended <= 0:
-        return Cap(
-            applied=False, fraction=None, bytes=None, reason="Metal names no recommended working set to take a share of"
-        )
+        return Cap(reason="Metal names no recommended working set to take a share of")
     fraction = min(budget.bytes / recommended, 2.0)
     sources.torch.mps.set_per_process_memory_fraction(fraction)
     reason = f"{format_bytes(budget.bytes)} of Metal's recommended working set, {format_bytes(recommended)}"

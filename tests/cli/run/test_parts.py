@@ -16,8 +16,10 @@ from lightning_unified.cli.config.resume import apply_changes, merged_overrides
 from lightning_unified.cli.failure import explain, report_failure
 from lightning_unified.cli.main import main
 from lightning_unified.cli.run.json_files import versions, write_json
+from lightning_unified.cli.run.machine import hardware_settings
+from lightning_unified.cli.run.metrics import Curve, read_curves
 from lightning_unified.cli.run.parts import compiled
-from lightning_unified.cli.run.plots import draw_plots, read_metrics
+from lightning_unified.cli.run.plots import draw_plots
 from lightning_unified.cli.run.result import printable
 from lightning_unified.cli.run.screen import show_summary
 from lightning_unified.errors import BudgetError, CheckpointError
@@ -107,7 +109,10 @@ def test_versions_name_torch_and_this_python():
 def test_plots_are_drawn_for_the_columns_there_are(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss\n0,2.5,\n1,,2.0\n2,2.0,\n")
 
-    assert read_metrics(tmp_path / "metrics.csv") == {"train/loss": [(0, 2.5), (2, 2.0)], "val/loss": [(1, 2.0)]}
+    assert read_curves([tmp_path / "metrics.csv"]) == {
+        "train/loss": Curve(steps=(0, 2), values=(2.5, 2.0)),
+        "val/loss": Curve(steps=(1,), values=(2.0,)),
+    }
     assert [path.name for path in draw_plots(tmp_path / "metrics.csv", tmp_path / "plots")] == ["loss.png"]
     assert draw_plots(tmp_path / "nowhere.csv", tmp_path / "plots") == []
 
@@ -152,15 +157,22 @@ def test_compilation_is_of_the_parts_and_lasts_as_long_as_the_training():
 def test_allocators_are_prepared_before_the_hardware_is_looked_at(monkeypatch):
     """hardware=auto reads the accelerator, and the first reading of an Apple GPU freezes its watermarks."""
     from lightning_unified import hardware
-    from lightning_unified.cli.run import job
+    from lightning_unified.cli.run import job, machine
 
     order, config = [], OmegaConf.create({"memory": {"budget": "leave 6GiB"}, "name": "test", "simulate": None})
     asked = SimpleNamespace(runtime=SimpleNamespace(choices={"hardware": "auto"}), overrides=SimpleNamespace(task=[]))
     monkeypatch.setattr(job.HydraConfig, "get", lambda: asked)
     monkeypatch.setattr(job, "composed", lambda overrides: SimpleNamespace(config=config))
-    for name, value in (("prepare_allocators", None), ("detect", "mps"), ("describe", "a Mac")):
-        monkeypatch.setattr(hardware, name, lambda *a, name=name, value=value, **_: order.append((name, a[0])) or value)
+    places = {"prepare_allocators": (machine, None), "detect": (hardware, "mps"), "describe": (hardware, "a Mac")}
+    for name, (place, value) in places.items():
+        monkeypatch.setattr(place, name, lambda *a, name=name, value=value, **_: order.append((name, a[0])) or value)
     job.Job(config=config)._configuration(Path("here"))
 
     assert [name for name, _ in order] == ["prepare_allocators", "detect", "describe"]
     assert order[0][1] == "leave 6GiB"
+
+
+def test_the_hardware_settings_name_a_precision_in_full():
+    node = {"_target_": "lightning_unified.hardware.HardwareSettings", "precision": "fp16"}
+
+    assert hardware_settings(OmegaConf.create({"hardware": node})).precision == "16-mixed"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ from lightning import LightningModule
 
 from lightning_unified.cli.main import main as any_command
 from lightning_unified.cli.plan.command import main
-from lightning_unified.cli.plan.planner_calls import Backend
+from lightning_unified.cost_model import rates
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Alignment, tabled_rates
 from lightning_unified.cost_model.rates.calibration import CACHE_VARIABLE, Calibration
 from lightning_unified.cost_model.search import Candidate
 from lightning_unified.hardware.simulated import PROFILES
+from lightning_unified.planner import predict
 
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
+CONF = str(Path(__file__).resolve().parents[3] / "conf")
 GIB = 2**30
 TINY = ("model=gearhead", "hardware=cpu", "model.width=16", "model.heads=2", "model.layers=1", "model.feed_forward=16")
 MINE = f"{__file__}:"
@@ -89,9 +91,15 @@ class Calls:
     def call(self):
         return self.one[-1]
 
-    @property
-    def backend(self):
-        return Backend(plan=self.plan, plan_many=self.plan_many, rates=lambda name: f"rates of {name}")
+    @contextlib.contextmanager
+    def in_place(self):
+        """Answer for the planner."""
+        with (
+            patch.object(predict, "plan", self.plan),
+            patch.object(predict, "plan_many", self.plan_many),
+            patch.object(rates, "tabled_rates", lambda name: f"rates of {name}"),
+        ):
+            yield
 
 
 @pytest.fixture
@@ -105,7 +113,8 @@ def command(calls, capfd, tmp_path, monkeypatch):
 
     def run(*arguments):
         capfd.readouterr()
-        code = main(list(arguments), backend=calls.backend, config_path=CONF)
+        with calls.in_place():
+            code = main(list(arguments), config_path=CONF)
         return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
 
     return run
@@ -117,8 +126,8 @@ def usual(tmp_path_factory):
     calls, folder, out = Calls(), tmp_path_factory.mktemp("empty"), io.StringIO()
     shapes = ("data.batch_size=24", "data.sequence_length=64", "data.val_batch_size=48")
     steps = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5", "memory.budget=4GiB")
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
-        code = main([*TINY, *shapes, *steps, "--fits-where"], backend=calls.backend, config_path=CONF)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), calls.in_place():
+        code = main([*TINY, *shapes, *steps, "--fits-where"], config_path=CONF)
     return SimpleNamespace(code=code, out=out.getvalue(), folder=folder, calls=calls, call=calls.call)
 
 

@@ -12,7 +12,7 @@ from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render import does_fit
 
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
+CONF = str(Path(__file__).resolve().parents[3] / "conf")
 
 
 def plan(*, taken, rows=4, generation=0):
@@ -27,7 +27,7 @@ def test_phases_that_fit_are_told_beside_the_main_one():
     found = with_phases(plan(taken=50), {"imitation": plan(taken=90, rows=2)})
 
     assert found.prediction.reserved_bytes == 50
-    assert found.reasons["other phases"] == "imitation: 2 × 1 rows, 90 B"
+    assert found.reasons["other phases"] == "imitation: 1 micro-batch of 2 rows, 90 B"
 
 
 def test_a_phase_that_does_not_fit_is_what_is_shown():

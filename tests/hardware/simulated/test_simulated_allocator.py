@@ -1,5 +1,7 @@
 """A simulated allocator counts, rounds and raises as its backend does."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -175,6 +177,21 @@ def test_the_place_of_the_peak_names_the_operation_and_the_line(card):
 
     assert "aten.sigmoid_backward.default in the backward of Sigmoid" in live.peak_place
     assert f"{__file__}:" in live.peak_place
+
+
+@pytest.mark.parametrize(
+    ("module", "is_named"),
+    [("lightning_unified.nn.linear_cross_entropy", False), ("lightning_unified.models.gearhead.network", True)],
+)
+def test_the_place_of_the_peak_is_a_models_line_not_an_operators(card, module, is_named):
+    importlib.import_module(module)
+    space = {"__name__": module}
+    exec(compile("def call(function, size):\n    return function(size)\n", "here.py", "exec"), space)
+
+    with card.active() as live:
+        space["call"](torch.empty, MIB)
+
+    assert ("here.py:2" if is_named else f"{__file__}:") in live.peak_place
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_run_keeps_its_contract(done, tmp_path):
         "8 rows for the optimizer, 8 to validate",
         "0 worker processes, pin memory off",
         "gradient scaler none",
-        "4 rows at a time",
+        "micro-batches of up to 4 rows",
         "Kneser–Ney trigram",
         "Samples of its text",
         "python train.py resume=run",
@@ -138,7 +138,8 @@ def test_another_strategy_of_lightning_can_be_compared_with(command, tiny, tmp_p
     summary = json.loads((tmp_path / "run/summary.json").read_text())
 
     assert done.code == 0
-    assert (summary["micro_batch_size"], summary["recoveries"]) == (None, None)
+    assert (summary["micro_batch_size"], summary["recoveries"], summary["budget_bytes"]) == (None, None, None)
+    assert "none: only the unified strategies keep a budget" in done.out
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(command, tiny, tmp_path):

@@ -15,7 +15,7 @@ from lightning_unified.cli.plan.weightless import without_memory
 from lightning_unified.data import TextData
 from lightning_unified.errors import ConfigurationError
 
-CONF = str(Path(__file__).resolve().parents[2] / "conf")
+CONF = str(Path(__file__).resolve().parents[3] / "conf")
 MINE = f"{__file__}:"
 
 
