@@ -1,7 +1,7 @@
 """How near the predicted peak comes to the true one: modules x precision x recomputation x optimizer x two batch sizes.
 
     python -m benchmarks.planner.accuracy [--device cuda] [--jobs 12] [--output FILE]
-    python -m benchmarks.planner.accuracy --summary benchmarks/planner/accuracy_cuda.json
+    python -m benchmarks.planner.accuracy --summary benchmarks/planner/records/accuracy_cuda.json
 
 Each cell is predicted before any step by `lightning_unified.predict`, in a process of its own: by fake tensors of the CPU that are made
 to behave like the device's. Beside it, in another process, the rival: torch's MemTracker under fake tensors.

@@ -23,7 +23,7 @@ from benchmarks.planner.harness.pool import Task
 from benchmarks.planner.harness.recording import Record, errors, measure, parser
 from benchmarks.planner.harness.tables import gib, percent, table
 from benchmarks.planner.zoo.modules import MODULES
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 
 _LARGE = ("mlp", "gearhead-34m", "gearhead-118m", "bert-like", "encoder-decoder", "tied 150k vocabulary")
 CHOSEN = {

@@ -16,8 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, what_would_fit
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import Candidate, Choice, Option, Sizes, even_splits, what_would_fit
 from lightning_unified.cost_model.rates import Alignment, Rates
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.trace.trace import Trace

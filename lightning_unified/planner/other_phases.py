@@ -15,12 +15,11 @@ import lightning as L
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.generation.networks import generation_before
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.static import static_bytes
-from lightning_unified.cost_model.prediction import Prediction
-from lightning_unified.cost_model.summary import summarise
+from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.dry_run import trace_validation
 from lightning_unified.planner.traced_sizes import TracedSizes

@@ -17,12 +17,11 @@ import lightning as L
 
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.reserve import reserved_bytes
-from lightning_unified.cost_model.prediction import Prediction
+from lightning_unified.cost_model.prediction import Prediction, summarise
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration, kind_of
 from lightning_unified.cost_model.rates.cost import step_seconds
 from lightning_unified.cost_model.search import Candidate, Choice, Option, search
-from lightning_unified.cost_model.summary import summarise
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.trace.trace import Trace
 from lightning_unified.planner.bounds import Bounds
 from lightning_unified.planner.combinations import Combination

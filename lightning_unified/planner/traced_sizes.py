@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lightning_unified.cost_model.backends import with_workspaces
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError, interpolate

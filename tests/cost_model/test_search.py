@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Alignment
 from lightning_unified.cost_model.rates.cost import split_seconds
 from lightning_unified.cost_model.search import Option, search, what_would_fit

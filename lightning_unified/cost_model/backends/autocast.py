@@ -212,7 +212,7 @@ def _cross_entropy(
 
     Source:
         torch's LossNLL.cpp `cross_entropy_loss`, which autocast leaves alone; a GPU's allocations under bfloat16 confirm it
-        (tests/cost_model/recorded/gpt_fixed.json.gz).
+        (tests/cost_model/memory/recorded/gpt_fixed.json.gz).
     """
 
     def low(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import split_seconds, step_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.peak import peak
 from lightning_unified.cost_model.memory.reserve import allocator_peak, replay, reserved_bytes
-from lightning_unified.cost_model.summary import summarise
+from lightning_unified.cost_model.prediction import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
