@@ -15,7 +15,7 @@ from lightning_unified.cost_model.backends import with_workspaces
 from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.memory.lower_bound import least_bytes
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError, interpolate
+from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
 from lightning_unified.cost_model.trace.trace import Event, Take, Trace, Work
 
 __all__ = ["TracedSizes", "adjusted"]
@@ -136,7 +136,7 @@ class TracedSizes:
         lines = self._lines_at(rows, parts)
         if lines is None:
             return self._by_itself(rows, parts)
-        return self._complete(lines.at(rows, parts=parts), rows=rows * parts)
+        return self._complete(lines.at(rows), rows=rows * parts)
 
     def _lines_at(self, rows: int, parts: int) -> Interpolation | None:
         """Return the lines that give a size; None for a size that needs a dry run."""
@@ -151,7 +151,7 @@ class TracedSizes:
             if self._rows >= _FEW * self._unit:
                 sizes = [count * self._unit for count in _FIT]
                 with suppress(MisalignedError):
-                    self._lines[parts] = interpolate([self._traced(size, parts, size) for size in sizes])
+                    self._lines[parts] = Interpolation([self._traced(size, parts, size) for size in sizes])
         return self._lines[parts]
 
     def _by_itself(self, rows: int, parts: int) -> Trace:
