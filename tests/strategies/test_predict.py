@@ -478,7 +478,7 @@ def test_batches_of_another_kind_get_their_own_plan_and_the_first_kind_keeps_its
     first = in_phases(UnifiedStrategy(budget="64MiB", simulate="m2-16gb")).first_step
 
     assert planned == [["x"], ["x", "y"]]
-    assert first.predicted_peak_bytes >= first._earlier_peak > 0
+    assert first.memory.peak_bytes >= first.memory.earlier_peak > 0
 
 
 def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypatch):
@@ -490,6 +490,6 @@ def test_what_is_generated_before_a_step_is_part_of_the_predicted_peak(monkeypat
 
     strategy = in_phases(UnifiedStrategy(budget="1000MiB", simulate="m2-16gb"))
 
-    assert strategy.first_step.prediction.generation_bytes > 900 * MIB
-    assert strategy.first_step.predicted_peak_bytes > 900 * MIB
+    assert strategy.first_step.memory.prediction.generation_bytes > 900 * MIB
+    assert strategy.first_step.memory.peak_bytes > 900 * MIB
     assert "4 rows of 2 + 1 tokens before the step" in strategy.plan.reasons["generation"]

@@ -6,6 +6,7 @@ before any collective operation of the step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -56,14 +57,14 @@ class DistributedFirstStep(FirstStep):
     def __init__(
         self, trainer: L.Trainer, policy: DistributedPolicy, *, precision: str, ranks: Ranks, reduction_bytes: int
     ) -> None:
-        super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes)
-        self._common = DistributedPlanning(trainer, policy, self.budget, precision=precision, ranks=ranks)
-        self.planning = self._common
+        planning = partial(DistributedPlanning, ranks=ranks)
+        super().__init__(trainer, policy, precision=precision, reduction_bytes=reduction_bytes, planning=planning)
 
     @override
     def look(self, batch: Any, shape: BatchShape | None, *, step: Callable[[Any], ClosureResult]) -> None:
         super().look(batch, shape, step=step)
-        self._common.agree(shape)
+        assert isinstance(self.planning, DistributedPlanning)
+        self.planning.agree(shape)
 
     @override
     def _begin_kind(self) -> None:
