@@ -118,7 +118,7 @@ def test_a_batch_that_cannot_be_cut_is_planned_whole_or_not_at_all():
 
 
 def test_the_largest_micro_batch_that_the_user_allows_is_not_exceeded():
-    assert find([recomputing(0)], 10**9, most=5).best.micro_batch_size == 4
+    assert find([recomputing(0)], 10**9, micro_batch_size=5).best.micro_batch_size == 4
 
 
 def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
@@ -127,17 +127,17 @@ def test_when_nothing_fits_the_least_that_each_option_needs_is_told():
     assert choice.best is None
     assert [need for _, need in what_would_fit(choice)] == [1020, 1100]
     assert choice.reason == (
-        "no plan fits into 900 B: 16 parts of 1 row, recomputed: all, 32-true needs 1020 B; "
-        "16 parts of 1 row, nothing recomputed, 32-true needs 1.07 KiB"
+        "no plan fits into 900 B: 16 micro-batches of 1 row, activation checkpointing: all, 32-true needs 1020 B; "
+        "16 micro-batches of 1 row, no activation checkpointing, 32-true needs 1.07 KiB"
     )
 
 
 def test_the_reason_names_the_plan_its_rival_and_what_did_not_fit():
     reason = find([recomputing(0), recomputing(1, per_row=20)], 1000 + 100 * 8).reason
 
-    assert reason.startswith("2 parts of up to 8 rows, nothing recomputed, 32-true: ")
-    assert "; next, the whole batch of 16 rows at once, recomputed: all, 32-true: " in reason
-    assert reason.endswith("; the whole batch at once, recomputed: none, would take 2.54 KiB or more")
+    assert reason.startswith("2 micro-batches of up to 8 rows, no activation checkpointing, 32-true: ")
+    assert "; next, the whole batch of 16 rows at once, activation checkpointing: all, 32-true: " in reason
+    assert reason.endswith("; the whole batch at once, activation checkpointing: none, would take 2.54 KiB or more")
 
 
 def test_without_options_there_is_no_search():

@@ -162,7 +162,7 @@ def test_a_plan_says_in_how_many_parts_a_larger_validation_batch_goes_through(mo
     assert plan.micro_batch_size == 16
     assert plan.prediction.validation.parts > 1
     assert plan.prediction.validation.reserved_bytes <= plan.budget_bytes
-    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} parts of up to ")
+    assert plan.reasons["validation"].startswith(f"{plan.prediction.validation.parts} micro-batches of up to ")
 
 
 def test_this_machine_s_speeds_are_measured_once_and_what_alignment_gave_is_said(module, tmp_path, monkeypatch):

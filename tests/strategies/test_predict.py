@@ -400,17 +400,17 @@ def test_a_simulated_machine_teaches_nothing_about_this_one():
     assert calibrated_machines() == []
 
 
-@pytest.mark.parametrize(("sanity_steps", "told"), some([(1, 0), (0, 1)], (0, 1)))
-def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, told):
+@pytest.mark.parametrize(("sanity_steps", "event"), some([(1, 0), (0, 1)], (0, 1)))
+def test_a_validation_batch_that_does_not_fit_is_cut_before_memory_runs_out(sanity_steps, event):
     strategy = UnifiedStrategy(simulate="h200", budget="48MiB")
     module = fit(strategy, kind=Validates, rows=16, validation_rows=256, num_sanity_val_steps=sanity_steps)
     validation = strategy.plan.prediction.validation
 
     assert strategy.recoveries == 0
-    assert strategy.events[told].startswith("validation planned: 2 parts of up to 128 rows: ")
+    assert strategy.events[event].startswith("validation planned: 2 micro-batches of up to 128 rows: ")
     assert (validation.rows, validation.parts) == (128, 2)
     assert validation.reserved_bytes <= 48 * MIB
-    assert strategy.plan.reasons["validation"].startswith("2 parts of up to 128 rows")
+    assert strategy.plan.reasons["validation"].startswith("2 micro-batches of up to 128 rows")
     whole = fit("auto", kind=Validates, rows=16, validation_rows=256).trainer.callback_metrics["loss"]
     assert torch.allclose(module.trainer.callback_metrics["loss"], whole)
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["KERNELS", "choose_kernel", "host_state"]
+__all__ = ["choose_kernel", "host_state"]
 
-KERNELS = ("fused", "foreach", "for-loop")
 _FOREACH_BACKENDS = ("cuda", "rocm")  # torch/utils/_foreach_utils.py: `_get_foreach_kernels_supported_devices`
 
 
@@ -19,7 +18,7 @@ def choose_kernel(optimizer: Optimizer, *, kernel: str | None, backend: str) -> 
 
     Args:
         optimizer: An optimizer of a dry run; it is changed.
-        kernel: One of `KERNELS`; None for the default.
+        kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for the default.
         backend: The backend of the trace.
 
     Source:

@@ -27,7 +27,7 @@ from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.recovery.sizes import MicroBatchSize
 from lightning_unified.step.split.roles import Roles
 
-__all__ = ["DryRunStrategy", "fake_copy_precision", "precision_of"]
+__all__ = ["DryRunStrategy", "fake_copy_precision"]
 
 _ENDLESS = 1 << 62
 _CASTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -248,11 +248,6 @@ class _NoBudget(BudgetWatch):
     @override
     def overrun(self) -> None:
         return None
-
-
-def precision_of(trainer: L.Trainer | None) -> str:
-    """Return Lightning's name of a live Trainer's precision; `"32-true"` without a Trainer."""
-    return "32-true" if trainer is None else str(trainer.precision_plugin.precision)
 
 
 def fake_copy_precision(precision: str, *, device_type: str) -> tuple[stock.Precision, torch.dtype | None]:

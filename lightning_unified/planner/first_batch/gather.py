@@ -9,9 +9,11 @@ import torch
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
+from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.other_phases import outline
-from lightning_unified.planner.planner import CountedMemory, Planner, SizeLimits
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, SizeLimits, StepTraces
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
@@ -46,24 +48,24 @@ def planner_of(
         budget: Knows the bytes that the reduction over ranks holds.
     """
     watch, light = policy.watch, outline(batch)
-    return Planner(
-        trainer.lightning_module,
-        batch if light is None else light,  # a dry run keeps its batch alive until garbage is collected
+    step = StepSpec(
+        module=trainer.lightning_module,
+        batch=batch if light is None else light,  # a dry run keeps its batch alive until garbage is collected
         is_prepared=True,
         backend=watch.reading().backend,
         trainer=trainer,
-        calibration=calibration,
-        limits=SizeLimits(
-            unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
-            least=policy.sizes.least,
-            micro_batch_size=policy.sizes.limit,
-        ),
-        counted=CountedMemory(
-            workspaces=watch.machine is None,
-            reduction_bytes=budget.reduction_bytes,
-            mmap_threshold=watch.mmap_threshold,
-        ),
     )
+    limits = SizeLimits(
+        unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
+        least=policy.sizes.least,
+        micro_batch_size=policy.sizes.limit,
+    )
+    counted = CountedMemory(
+        workspaces=watch.machine is None,
+        reduction_bytes=budget.reduction_bytes,
+        mmap_threshold=watch.mmap_threshold,
+    )
+    return Planner(StepTraces(step, limits=limits, counted=counted), calibration=calibration)
 
 
 def open_combinations(trainer: L.Trainer, policy: MemoryPolicy, *, precision: str) -> list[Combination]:

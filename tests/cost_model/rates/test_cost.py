@@ -115,7 +115,7 @@ def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
 
 
 def test_no_way_exceeds_the_largest_micro_batch_that_is_allowed():
-    assert even_splits(10, most=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
+    assert even_splits(10, micro_batch_size=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
 
 
 def test_a_batch_that_is_no_multiple_of_its_unit_runs_whole():
@@ -123,5 +123,7 @@ def test_a_batch_that_is_no_multiple_of_its_unit_runs_whole():
 
 
 def test_rows_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="rows=0, unit=1, least=1, most=None: give positive numbers of rows"):
+    with pytest.raises(
+        ValueError, match="rows=0, unit=1, least=1, micro_batch_size=None: give positive numbers of rows"
+    ):
         even_splits(0)
