@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_unified.cost_model.candidates import describe_split, even_splits
-from lightning_unified.cost_model.generation.networks import generation_before
+from lightning_unified.cost_model.generation import generation_before
 from lightning_unified.cost_model.memory.limit import fits_within
 from lightning_unified.cost_model.memory.static import static_bytes
 from lightning_unified.cost_model.prediction import Prediction, summarise

@@ -6,8 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from lightning_unified.cost_model.generation.formula import Generation
-from lightning_unified.cost_model.generation.networks import Generated
+from lightning_unified.cost_model.generation import Generated, Generation
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.render import MachinePlan, does_fit, to_markdown, to_png, to_terminal

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, predict
-from lightning_unified.cost_model.generation.formula import Generation
+from lightning_unified.cost_model.generation import Generation
 from lightning_unified.cost_model.rates import typical_rates
 from lightning_unified.cost_model.rates.calibration import Calibration, calibrated_machines
 from lightning_unified.errors import BudgetError, OutOfMemoryError

@@ -13,7 +13,7 @@ from rich.console import Console
 from lightning_unified.cli.plan.arguments import Asked
 from lightning_unified.cli.plan.subject import Subject
 from lightning_unified.cli.plan.target_machine import Target
-from lightning_unified.cost_model.generation.networks import Generated
+from lightning_unified.cost_model.generation import Generated
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.render import MachinePlan, does_fit, least_bytes, to_markdown, to_png, to_terminal
 from lightning_unified.cost_model.render.planned import recomputed
