@@ -65,7 +65,6 @@ def summarise(
     *,
     seconds: float | None = None,
     planning_seconds: float = 0.0,
-    expandable_segments: bool = False,
     mmap_threshold: int | None = None,
 ) -> Prediction:
     """Return the prediction that follows from the trace of a step.
@@ -78,14 +77,13 @@ def summarise(
         trace: A step in steady state, at the size in question.
         seconds: Predicted seconds of the step; None if the device's speed is unknown.
         planning_seconds: Seconds the prediction took.
-        expandable_segments: Whether CUDA's allocator uses expandable segments.
         mmap_threshold: On a CPU, the bytes of `M_MMAP_THRESHOLD` if the user set it; None models the C library's moving
             threshold.
 
     Raises:
         ValueError: If there is no model of the backend's allocator.
     """
-    replayed = allocator_peak(trace, expandable_segments=expandable_segments, mmap_threshold=mmap_threshold)
+    replayed = allocator_peak(trace, mmap_threshold=mmap_threshold)
     rounding = ROUNDING[trace.backend]
     if trace.backend != "cpu":
         count, categories, instant = replayed.allocated, replayed.categories, describe_instant(trace, replayed.index)
