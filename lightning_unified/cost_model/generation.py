@@ -173,11 +173,6 @@ def generation_before(module: nn.Module, batch: Any, *, precision: str = "32-tru
     A module that generates in its rule `prepare` declares the amount by `generations(batch)`: a dict of `rows`, `prompts`,
     `prompt` and `new` as `generated` takes them, empty for a batch without generation.
 
-    Args:
-        module: Module whose weights may be on the meta device.
-        batch: Batch as the loader returns it, or prepared.
-        precision: Lightning's name of the precision.
-
     Raises:
         ValueError: As `generated`.
     """

@@ -155,11 +155,6 @@ class FirstValidation:
     before training begins whether the validation after the first epoch fits. In two cases the plan waits for the first training batch:
     a training step cannot be traced on a validation batch, or the training plan changes memory options that validation uses too.
 
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy whose evaluation sizes this class sets.
-        precision: Lightning's name of the fit's precision.
-
     Attributes:
         prediction: The prediction for the largest validation step so far; None while there is none.
         reason: The decision in words; empty before the first validation batch.
@@ -193,13 +188,7 @@ class FirstValidation:
         self._plan(known, shape, limit=limit, factor=factor)
 
     def training_planned(self, train_batch: Any, *, limit: int, factor: float) -> None:
-        """Keep the training batch, and plan validation again if its memory changed.
-
-        Args:
-            train_batch: The whole batch, after the rule `prepare`.
-            limit: As for `look`.
-            factor: As for `look`.
-        """
+        """Keep the training batch, and plan validation again if its memory changed."""
         if self._trainer.enable_validation:
             self._train_batch = outline(train_batch)
         largest, self._largest = self._largest, None
@@ -249,12 +238,6 @@ def with_generation(
 
     During generation there are no activations. Gradients of the previous step are still allocated, because Lightning drops them after
     the forward pass. The optimizer state is allocated too.
-
-    Args:
-        prediction: The prediction for the training step.
-        module: The module, which may generate in its rule `prepare`.
-        batch: A whole batch.
-        precision: Lightning's name.
     """
     try:
         found = generation_before(module, batch, precision=precision)

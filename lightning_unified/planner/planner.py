@@ -35,7 +35,6 @@ class Planner:
     """Predicts and chooses for one module and one batch on one backend; every dry run is kept.
 
     Args:
-        traces: The traces of the module's step.
         rates: The speeds of the machine. Without them `predict` gives no seconds; `choose` gets its own.
         calibration: Corrections from earlier runs on the machine; None corrects nothing.
     """
@@ -51,9 +50,7 @@ class Planner:
     def predict(self, combination: Combination, *, micro_batch_size: int | None = None) -> Prediction:
         """Predict a step under `combination`, from a dry run at exactly that size.
 
-        Args:
-            combination: The combination of memory options.
-            micro_batch_size: Rows of a micro-batch; None for the whole batch.
+        A size of None means the whole batch.
 
         Raises:
             DryRunError: If the step cannot be traced.
@@ -64,11 +61,6 @@ class Planner:
 
     def fits(self, combination: Combination, *, micro_batch_size: int | None, limit: int) -> bool:
         """Return whether a step fits within `limit` bytes, corrected by earlier measurements.
-
-        Args:
-            combination: As in `predict`.
-            micro_batch_size: As in `predict`.
-            limit: Bytes that the machine gives.
 
         Raises:
             DryRunError: If the step cannot be traced.

@@ -151,15 +151,8 @@ def plan_many(
 ) -> dict[str, Plan]:
     """Return a plan for each machine; machines of one backend share their dry runs.
 
-    Args:
-        module: As in `predict`.
-        batch: As in `predict`.
-        machines: The backend, the budget in bytes and the speeds of each machine, by name; None takes the speeds from the table.
-        micro_batch_size: As in `plan`.
-        precision: As in `plan`.
-        recompute: As in `plan`.
-        optimizer_kernel: As in `plan`.
-        trainer: As in `predict`.
+    `machines` maps a name to the backend, the budget in bytes and the speeds; None takes the speeds from the table. The other
+    arguments are those of `plan`.
 
     Raises:
         DryRunError: If the step cannot be traced.

@@ -86,8 +86,6 @@ class StepTraces:
 
     Args:
         step: The step, whose memory options each combination replaces.
-        limits: The micro-batch sizes that are allowed.
-        counted: The memory to count beside the tensors of the step.
 
     Attributes:
         backend: The backend of the traces.

@@ -40,9 +40,6 @@ def verify_run(trainer: L.Trainer) -> None:
 
     Effects of float16 that may be intended are warned about.
 
-    Args:
-        trainer: Trainer whose strategy has been set up.
-
     Raises:
         PrecisionError: If the Trainer's flag was ignored, or as `verify_plugin` says.
     """
@@ -81,13 +78,6 @@ def verify_plugin(
     sources: Sources | None = None,
 ) -> None:
     """Raise unless the plugin does what its name says (R2) and its scaler suits the optimizers (R3).
-
-    Args:
-        plugin: Precision plugin of the run.
-        device_type: Device type of the module.
-        optimizers: All optimizers of the run.
-        clips: Whether the Trainer clips gradients.
-        sources: Sources of torch's version; default this machine.
 
     Raises:
         PrecisionError: If autocast is for another device than the module or disabled, if float16 would train without a live
@@ -169,12 +159,6 @@ def float16_warnings(
     module: L.LightningModule, plugin: stock.Precision, *, device_type: str, optimizers: Iterable[Optimizer]
 ) -> Iterator[str]:
     """Yield warnings about float16 effects of the run, each with a remedy.
-
-    Args:
-        module: Module in the precision it trains in.
-        plugin: Precision plugin of the run.
-        device_type: Device type of the run.
-        optimizers: All optimizers of the run.
 
     Source:
         Autocast's tables of operators for MPS and CUDA, torch 2.13. Layers are seen; calls of `torch.nn.functional` are not.

@@ -118,11 +118,7 @@ _KEYS = {"cuda": "AutocastCUDA", "rocm": "AutocastCUDA", "mps": "AutocastMPS"}
 
 
 def casts_of(backend: str) -> Mapping[str, Cast]:
-    """Return the casts on which the target's autocast differs from the CPU's, by operation.
-
-    Args:
-        backend: `"cuda"`, `"rocm"` or `"mps"`.
-    """
+    """Return the casts on which the target's autocast differs from the CPU's, by operation."""
     key = _KEYS[backend]
     halves = (torch.float16,) if key == "AutocastCUDA" else ()
     casts: dict[str, Cast] = {}

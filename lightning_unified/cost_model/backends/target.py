@@ -33,9 +33,6 @@ def mimic(backend: str) -> Iterator[None]:
     whether it is opened for the backend or for `"cpu"`. Optimizers choose the backend's kernels. The block's end undoes all
     of it. Open the recorder and the fake mode outside this block.
 
-    Args:
-        backend: `"cpu"`, `"cuda"`, `"rocm"` or `"mps"`.
-
     Raises:
         ValueError: For another backend.
     """

@@ -69,11 +69,6 @@ class _WithinLimit:
     Metal compares the size of one more block with the limit, even if a freed block could be reused, and ignores the heap in
     which the block lies. Above its low watermark it first frees its unused blocks and creates no large heaps.
 
-    Args:
-        pools: The same pools without a limit.
-        limit: Bytes.
-        is_metal: Whether they are Metal's.
-
     Attributes:
         addresses: Addresses of segments, for pools that model them.
 

@@ -52,9 +52,7 @@ def fit_monomials(sizes: Sequence[Size], values: Floats) -> Fit:
     if two monomials come near enough. This is tried before a fit with as many monomials as sizes, which would magnify the
     rounding.
 
-    Args:
-        sizes: Sizes of the traces.
-        values: A row for each trace, a column for each figure.
+    `values` has a row for each trace and a column for each figure.
     """
     varies = [len(set(axis)) > 1 for axis in zip(*sizes, strict=True)]
     exponents = tuple(

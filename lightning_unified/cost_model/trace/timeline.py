@@ -97,10 +97,6 @@ def align(timelines: Sequence[Timeline], names: Sequence[str]) -> Integers:
     An end is the latest slot in any of them. Python's garbage collector frees reference cycles at any time, so ends may
     differ where nothing else does. The latest end is the safe one.
 
-    Args:
-        timelines: Timelines of the traces.
-        names: The sizes of the traces in words, for the message.
-
     Raises:
         MisalignedError: If the timelines do not hold the same operations and storages in the same order.
     """

@@ -22,11 +22,6 @@ class Counters:
 
     These are Lightning's progress, learning rates and schedulers' counts. They are also the numbers, strings and flags among the attributes
     of the module, its submodules and the optimizer's state. Tensors with known values, such as the optimizer's step counts, belong to them.
-
-    Args:
-        module: The fake copy.
-        trainer: The Trainer of the dry run.
-        answers: Returns the known values of tensors.
     """
 
     def __init__(self, module: L.LightningModule, trainer: L.Trainer, answers: Answers) -> None:

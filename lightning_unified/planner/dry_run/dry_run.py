@@ -29,7 +29,6 @@ class DryRun:
     The module, random generators and the live Trainer stay unchanged.
 
     Args:
-        spec: The step to trace.
         recompute: The blocks that recompute their activations: True for all, False for none, a policy for some. None leaves the module
             as it is.
     """
@@ -87,11 +86,7 @@ class DryRun:
         must equal them too: then the size of a step does not decide the state that the next one finds. Growing state, kept batch
         tensors and gradients in another order all fail these comparisons.
 
-        Args:
-            rows: As for `run`.
-            parts: As for `run`.
-            later_rows: As for `run`.
-            recompute: As for `DryRun`.
+        The arguments are those of `run` and `DryRun`.
 
         Returns:
             The trace; None if this size needs a dry run of its own.
@@ -172,8 +167,6 @@ class DryRuns:
     if they begin in the same state (`DryRun.go_on` says how that is checked). If they do not, each size gets a new dry run.
 
     Args:
-        spec: The step to trace.
-        recompute: As for `DryRun`.
         fake_copies: Keeps the last dry run, by precision, kernel and loss chunk. Combinations that differ only in recomputation share this
             mapping, and so one fake copy.
     """

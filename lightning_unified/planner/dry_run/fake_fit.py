@@ -35,9 +35,6 @@ class Templates:
 
     Create them outside the fake world, because they look at real tensors.
 
-    Args:
-        spec: The step to trace.
-
     Attributes:
         traced: The template of batches of the traced stage.
         train: The template of training batches.
@@ -60,11 +57,7 @@ class FakeFit:
     Create and run it inside `fake_world(world)`.
 
     Args:
-        spec: The step to trace.
-        templates: The templates of its batches.
         size: The size of the first step to trace.
-        recompute: As for `DryRun`.
-        world: The world of the fake tensors.
 
     Attributes:
         size: The size of the step that is traced next.
@@ -123,12 +116,7 @@ class FakeFit:
             self.trainer.fit(self._copy, **loaders)
 
     def go_on(self, size: StepSize, *, recompute: RecomputePolicy | bool | None) -> None:
-        """Go on until the recording of one more step ends.
-
-        Args:
-            size: The size of the step.
-            recompute: As for `DryRun`.
-        """
+        """Go on until the recording of one more step ends."""
         self.size = size
         self.recording.go_on()
         self.recompute(recompute)

@@ -16,11 +16,6 @@ def choose_kernel(optimizer: Optimizer, *, kernel: str | None, backend: str) -> 
     torch chooses by the type and device of the weights, and fake weights all lie on one device. So the choice is written into each
     parameter group. An optimizer without the kernel stays as it is.
 
-    Args:
-        optimizer: An optimizer of a dry run; it is changed.
-        kernel: `"fused"`, `"foreach"` or `"for-loop"`; None for the default.
-        backend: The backend of the trace.
-
     Source:
         torch/optim/optimizer.py, `_default_to_fused_or_foreach`, 2.13.
     """

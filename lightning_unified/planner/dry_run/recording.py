@@ -30,7 +30,6 @@ class RecordingCallback(Callback):
     """Supplies the batches of a dry run, and records one step that follows another.
 
     Args:
-        recorder: Records operations and allocations.
         answers: Notes the reads of the recorded step.
         strategy: Counts optimizer steps.
         make_batch: Makes a validation batch if its argument is true, else a training batch.

@@ -17,11 +17,7 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Follows the calls of a module's submodules without hooks, which disable fast paths.
-
-    Args:
-        module: The module whose submodules are named.
-    """
+    """Follows the calls of a module's submodules without hooks, which disable fast paths."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {id(child): name for name, child in module.named_modules()}

@@ -39,9 +39,6 @@ class FirstStep:
     batch. If the step cannot be traced or the dry run cannot be trusted, it says so and the batch-size probe finds the sizes.
 
     Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy whose sizes and memory options are set.
-        precision: Lightning's name of the fit's precision.
         reduction_bytes: Bytes that the device holds during the whole fit to average gradients over ranks.
         planning: Makes `planning`, from the arguments of `StepPlanning`.
 
@@ -77,10 +74,7 @@ class FirstStep:
 
         For shorter rows, plan only a larger micro-batch size.
 
-        Args:
-            batch: The whole batch, after the rule `prepare`.
-            shape: The shape of the batch; None for a batch without a row dimension.
-            step: Runs `training_step` on a batch, as the loop does.
+        The rule `prepare` has been applied to the batch. Its shape is None if it has no row dimension.
 
         Raises:
             BudgetError: If no plan fits.
@@ -154,12 +148,7 @@ class FirstStep:
         return times <= 1 or times * prediction.reserved_bytes <= self.budget.left
 
     def look_at_validation(self, batch: Any, shape: BatchShape | None) -> None:
-        """Plan for a validation batch, unless a batch as large already has a plan.
-
-        Args:
-            batch: The whole batch.
-            shape: The shape of the batch; None for a batch without a row dimension.
-        """
+        """Plan for a validation batch, unless a batch as large already has a plan."""
         self._has_validated = self._batches > 0
         if not self._kinds.any and self._is_worth_it(batch):  # the sanity check
             self.budget.note_foreign(batch)

@@ -37,16 +37,7 @@ def planner_of(
     calibration: Calibration | None,
     budget: StepBudget,
 ) -> Planner:
-    """Return the planner of a batch, within the sizes that the policy allows.
-
-    Args:
-        trainer: The Trainer of the fit.
-        policy: The memory policy.
-        batch: The whole batch, after the rule `prepare`.
-        shape: The shape of the batch; None for a batch without a row dimension.
-        calibration: Corrections from earlier runs.
-        budget: Knows the bytes that the reduction over ranks holds.
-    """
+    """Return the planner of a batch, within the sizes that the policy allows."""
     watch, light = policy.watch, outline(batch)
     step = StepSpec(
         module=trainer.lightning_module,
@@ -89,8 +80,6 @@ class RunSpeeds:
     batch could be split into such sizes, and kept.
 
     Args:
-        watch: The watch of the device, real or simulated.
-        calibration: The kept measurements of the device.
         precision: Lightning's name of the precision in which the run multiplies matrices.
     """
 

@@ -14,12 +14,6 @@ __all__ = ["PredictedMemory"]
 class PredictedMemory:
     """The predicted memory of a fit, from the plans of its training and validation steps.
 
-    Args:
-        policy: The memory policy, whose watch reads the pool.
-        budget: The part of the budget that a step may take.
-        planning: Holds the plan of the training step.
-        validation: Holds the plan of the validation step.
-
     Attributes:
         earlier_peak: The predicted peak of earlier kinds of batches, in bytes.
     """
