@@ -1,7 +1,8 @@
 """Run a step on fake CPU tensors as another backend would run it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -45,8 +46,9 @@ def mimic(backend: str) -> Iterator[None]:
             for module in _LOOKED_INTO:
                 for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
                     if hasattr(module, name):
-                        unpack = name == "has_torch_function"
-                        stack.enter_context(replaced(module, name, _any_overrides if unpack else _overrides))
+                        takes_one = name == "has_torch_function"
+                        check = (lambda arguments: _overrides(*arguments)) if takes_one else _overrides
+                        stack.enter_context(replaced(module, name, check))
             stack.enter_context(_Target(_rules(backend), casts_of(backend)))
         yield
 
@@ -87,23 +89,15 @@ class _Target(TorchFunctionMode):
         if isinstance(func, FunctionType) or "out" in kwargs:
             return func(*args, **kwargs)
         rule = self._rules.get(name)
-        operation = func if rule is None else _bound(rule, func)
+        operation = func if rule is None else partial(rule, func)
         cast = self._casts.get(name) if torch.is_autocast_enabled("cpu") else None
         return operation(*args, **kwargs) if cast is None else cast(operation, args, kwargs)
-
-
-def _bound(rule: Callable[..., Any], func: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: rule(func, *args, **kwargs)
 
 
 def _overrides(*arguments: Any) -> bool:
     """Return whether a user's tensor class handles the call itself; modes do not count."""
     kinds = (getattr(type(each), "__torch_function__", None) for each in arguments)
     return any(kind is not None and getattr(kind, "__func__", kind) not in _PLAIN_OVERRIDES for kind in kinds)
-
-
-def _any_overrides(arguments: Iterable[Any]) -> bool:
-    return _overrides(*arguments)
 
 
 @contextmanager

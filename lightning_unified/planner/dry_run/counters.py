@@ -40,7 +40,8 @@ class Counters:
             (owner, {name: value for name, value in owner.items() if isinstance(value, _PLAIN)})
             for owner in self._owners()
         ]
-        known = ((tensor, self._answers.known(tensor)) for tensor in self._tensors())
+        kept = (value for owner in self._owners() for value in owner.values() if isinstance(value, Tensor))
+        known = ((tensor, self._answers.known(tensor)) for tensor in (*self._module.buffers(), *kept))
         with no_dispatch():
             self._values = [(tensor, value.clone()) for tensor, value in known if value is not None]
 
@@ -72,8 +73,3 @@ class Counters:
         for optimizer in self._trainer.optimizers:
             yield from optimizer.param_groups
             yield from (state for state in optimizer.state.values() if isinstance(state, dict))
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._module.buffers()
-        for owner in self._owners():
-            yield from (value for value in owner.values() if isinstance(value, Tensor))
