@@ -208,7 +208,7 @@ def recompute_policies(module: L.LightningModule) -> tuple[RecomputePolicy, ...]
 
     A module without blocks allows `NONE` only.
 
-    Each number of blocks comes with and without kept attention, because only a step shows whether the blocks have any attention.
+    Each number of blocks comes with and without saved attention outputs, because only a step shows whether the blocks have any attention.
     """
     if has_switch(module) and not hasattr(module, "recompute_blocks"):
         return NONE, ALL

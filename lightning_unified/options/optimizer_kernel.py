@@ -215,8 +215,8 @@ def _kernel_of_group(group: Mapping[str, Any], device: str | None) -> Kernel:
         return "fused"
     if group.get("foreach"):
         return "foreach"
-    told = any(group.get(flag) is not None for flag in _FLAGS)
-    if told or group.get("differentiable"):
+    is_given = any(group.get(flag) is not None for flag in _FLAGS)
+    if is_given or group.get("differentiable"):
         return "for-loop"
     capable = set(_foreach_utils._get_foreach_kernels_supported_devices())
     plain = all(map(_is_plain, group["params"]))

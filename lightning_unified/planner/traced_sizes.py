@@ -1,7 +1,7 @@
 """Traces of one step at any size: dry runs at a few, straight lines for the others.
 
 A dry run of one size takes a second or two. The peak of a step is no straight line in its rows, but the size of each allocation is.
-Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`interpolation.fit`).
+Two dry runs of small sizes therefore give the trace of every larger size, allocation by allocation (`Interpolation`).
 Lines hold only where the step runs the same operations at both sizes. Elsewhere each size gets a dry run of its own.
 
 Every trace is then adjusted: memory outside the step is added, and operations that the real step skips are removed.
@@ -62,7 +62,7 @@ class TracedSizes:
     ) -> None:
         self._trace, self._least, self._holds_batch = trace_step, least, holds_batch
         self._rows, self._unit, self._row_bytes, self._workspaces = rows, unit, row_bytes, workspaces
-        self._second = {cut[0]: cut[1] for cut in even_splits(rows, unit=unit) if len(cut) > 1}
+        self._second = {split[0]: split[1] for split in even_splits(rows, unit=unit) if len(split) > 1}
         self._traces: dict[tuple[int, int], Trace] = {}
         self._own: dict[tuple[int, int, int], Trace] = {}
         self._peaks: dict[tuple[int, int], int] = {}

@@ -70,11 +70,11 @@ def line_of(text, start):
 def test_each_choice_stands_with_its_reason():
     text = text_of(plan(reasons={"micro_batch_size": "8 rows need 9 GiB", "cap": "no cap"}, prediction=prediction()))
 
-    assert re.search(r"micro-batch +4 rows at a time, 8 times a batch +8 rows need 9 GiB", text)
+    assert re.search(r"micro-batch +8 micro-batches of up to 4 rows +8 rows need 9 GiB", text)
     assert re.search(r"cap +no cap", text)
 
 
-def test_the_peak_is_told_with_its_share_of_the_budget_and_its_place():
+def test_the_peak_is_shown_with_its_share_of_the_budget_and_its_place():
     text = text_of(plan(prediction=prediction()))
 
     assert "4.00 GiB of tensors; 5.00 GiB with the allocator's rounding and caches, 62 % of the budget" in text
@@ -109,7 +109,7 @@ def test_a_validation_step_stands_between_what_is_taken_and_the_budget():
     assert table.bars.spans[-3:] == ((0, 0.5), (0, 1.0), (0, 0.8))
 
 
-def test_a_generation_is_told_by_what_it_is_for_and_whether_it_fits():
+def test_a_generation_is_shown_by_what_it_is_for_and_whether_it_fits():
     taken = Generation(weights=4 * GIB, cache=2 * GIB, logits=GIB, prompt=GIB // 2)
     found = Generated(rows=8, prompt=100, new=28, bytes=taken, network="Net", grows=True)
     text = to_markdown(sheet_of(prediction(), more=[generation_table(found, budget_bytes=6 * GIB)]))

@@ -42,7 +42,7 @@ def test_options_that_the_whole_batch_outdoes_are_not_traced():
     assert slower.traces.asked == []
 
 
-def test_an_option_that_would_be_slower_even_at_once_is_not_cut():
+def test_an_option_that_would_be_slower_even_whole_is_not_split():
     slower = recomputing(9, per_row=60)
     choice = find([recomputing(0), slower], 1000 + 100 * 8)
 
@@ -110,7 +110,7 @@ def test_rows_that_stay_together_are_not_parted():
     assert (choice.best.micro_batch_size, choice.best.parts) == (4, 4)
 
 
-def test_a_batch_that_cannot_be_cut_is_planned_whole_or_not_at_all():
+def test_a_batch_that_cannot_be_split_is_planned_whole_or_not_at_all():
     options = [recomputing(0), recomputing(1, per_row=20)]
 
     assert find(options, 1000 + 100 * 8, unit=16).best.recompute == "all"
@@ -231,7 +231,7 @@ def test_a_larger_budget_never_gives_a_slower_plan(options, rows, unit, budgets,
 
 @settings(deadline=None, max_examples=100)
 @given(option=made_options, rows=st.integers(1, 70), budget=st.integers(1, 10**7))
-def test_no_way_to_cut_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
+def test_no_split_that_fits_is_faster_than_the_chosen_one(option, rows, budget):
     found = [
         split_seconds(lambda rows, parts: option.traces.at(rows, parts=parts), split, rates())
         for split in even_splits(rows)

@@ -53,7 +53,7 @@ def test_the_later_micro_batches_of_a_dry_run_can_be_smaller():
     assert batch_of(even) - batch_of(uneven) == 64 * 4 + 8  # one row and its label
 
 
-def test_what_a_check_of_the_cut_took_of_a_gpu_is_given_back_once():
+def test_what_a_check_of_the_split_took_of_a_gpu_is_given_back_once():
     class Watch:
         device, machine = torch.device("cuda"), None
         released = 0

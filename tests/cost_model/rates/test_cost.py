@@ -88,9 +88,9 @@ def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
 def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
     traces = MadeTraces(backend=backend)
     whole = step_seconds(traces.at(5, parts=parts), rates(part=1e-4))
-    cut = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
+    split = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
 
-    assert cut == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
+    assert split == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
 
 def test_a_smaller_last_part_costs_less_than_a_full_one():
@@ -103,7 +103,7 @@ def test_a_smaller_last_part_costs_less_than_a_full_one():
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 5))
-def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
+def test_the_splits_are_those_of_the_step(units, unit, least):
     rows = units * unit
     splits = even_splits(rows, unit=unit, least=least)
 
