@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 import torch._tensor as tensors
+import torch.optim.optimizer as optimizers
+import torch.utils._foreach_utils as foreach
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_unified.cost_model.backends.attention import cuda_attention, mps_attention, rocm_attention
 from lightning_unified.cost_model.backends.autocast import Cast, casts_of
 from lightning_unified.cost_model.backends.fused_kernels import bias_in_place, fused_dropout, fused_rms_norm
-from lightning_unified.cost_model.backends.optimizers import optimizer_kernels
 from lightning_unified.cost_model.backends.patching import replaced
 from lightning_unified.cost_model.backends.recurrent import cuda_recurrences, mps_recurrences
 
 __all__ = ["BACKENDS", "mimic"]
 
 BACKENDS = ("cpu", "cuda", "rocm", "mps")
+_FOREACH = ("cuda", "rocm")
 _PLAIN_OVERRIDES = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # pyright: ignore[reportFunctionMemberAccess]
 _LOOKED_INTO: tuple[ModuleType, ...] = (torch.nn.functional, torch.functional, tensors, torch.autograd)
 
@@ -40,7 +43,7 @@ def mimic(backend: str) -> Iterator[None]:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}.")
     with ExitStack() as stack:
-        stack.enter_context(optimizer_kernels(backend))
+        stack.enter_context(_optimizer_kernels(backend))
         if backend != "cpu":
             stack.enter_context(_devices_are_the_cpu("mps" if backend == "mps" else "cuda"))
             for module in _LOOKED_INTO:
@@ -126,4 +129,24 @@ def _devices_are_the_cpu(device: str) -> Iterator[None]:
         stack.enter_context(replaced(scaler, "__init__", init_scaler))
         stack.enter_context(replaced(torch, "is_autocast_enabled", enabled))
         stack.enter_context(replaced(torch, "get_autocast_dtype", dtype))
+        yield
+
+
+@contextmanager
+def _optimizer_kernels(backend: str) -> Iterator[None]:
+    """Make optimizers choose their kernel as on `backend`, whatever device the parameters are on.
+
+    An optimizer with neither `foreach` nor `fused` set updates all parameters at once on CUDA, with one more copy of them as
+    temporaries, and one after the other on a CPU and on MPS. It decides by the device and class of each parameter, and fake
+    parameters have other ones.
+
+    Source:
+        `_default_to_fused_or_foreach` in torch's `optim/optimizer.py`, and the lists in `utils/_foreach_utils.py`.
+    """
+    devices = ["cuda", "cpu"] if backend in _FOREACH else []
+    classes = [*optimizers._foreach_supported_types, FakeTensor]
+    with ExitStack() as stack:
+        for owner in (optimizers, foreach):
+            stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: list(devices)))
+            stack.enter_context(replaced(owner, "_foreach_supported_types", classes))
         yield
