@@ -12,11 +12,11 @@ __all__ = ["Candidate", "Choice", "Option", "Sizes", "describe_split", "even_spl
 class Sizes(Protocol):
     """Traces of one step at any micro-batch size, under one setting of the memory options."""
 
-    def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step of `parts` micro-batches of `rows` rows, whole batch included."""
+    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step of `parts` micro-batches of that size, whole batch included."""
         ...
 
-    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
+    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
         """Return the peak of live bytes of that step."""
         ...
 

@@ -68,80 +68,76 @@ class TracedSizes:
         self._peaks: dict[tuple[int, int], int] = {}
         self._lines: dict[int, Interpolation | None] = {}
 
-    def at(self, rows: int, *, parts: int = 1) -> Trace:
-        """Return the trace of a step in `parts` micro-batches of `rows`.
-
-        It shows at most two micro-batches.
+    def at(self, micro_batch_size: int, *, parts: int = 1) -> Trace:
+        """Return the trace of a step in `parts` micro-batches of that size, which shows at most two.
 
         Further micro-batches add only their share of the batch, which waits on the device. The trace counts that share.
         """
         parts = min(parts, 2)
-        key = rows, parts
+        key = micro_batch_size, parts
         if key not in self._traces:
-            self._traces[key] = self._made(rows, parts)
+            self._traces[key] = self._made(micro_batch_size, parts)
         return self._traces[key]
 
-    def exactly(self, rows: int, *, parts: int) -> Trace:
+    def exactly(self, micro_batch_size: int, *, parts: int) -> Trace:
         """Return the trace from a dry run at that size, not from lines.
 
         `at` returns it from now on.
         """
         parts = min(parts, 2)
-        self._traces[rows, parts] = self._by_itself(rows, parts)
-        self._peaks.pop((rows, parts), None)
-        return self._traces[rows, parts]
+        self._traces[micro_batch_size, parts] = self._by_itself(micro_batch_size, parts)
+        self._peaks.pop((micro_batch_size, parts), None)
+        return self._traces[micro_batch_size, parts]
 
     def distrust_lines(self) -> None:
         """Run every size dry from now on: the step does not follow the lines."""
         self._lines = {1: None, 2: None}
         self._traces, self._peaks = {}, {}
 
-    def peak_bytes(self, rows: int, *, parts: int = 1) -> int:
-        """Return the peak of live bytes in that step, or a lower bound of it.
-
-        It is a lower bound if the peak needs another dry run.
+    def peak_bytes(self, micro_batch_size: int, *, parts: int = 1) -> int:
+        """Return the peak of live bytes in that step, or a lower bound of it if the peak needs another dry run.
 
         A peak is the maximum of straight lines. So more rows take at least as much as fewer rows, and at least as much as the line
         through two smaller sizes. Fewer rows take at least their share of a larger size. This rules out most sizes that are too large
         without a dry run.
         """
         parts = min(parts, 2)
-        if (rows, parts) in self._traces or self._lines_at(rows, parts) is not None:
-            return self._peak(rows, parts)
+        if (micro_batch_size, parts) in self._traces or self._lines_at(micro_batch_size, parts) is not None:
+            return self._peak(micro_batch_size, parts)
         if parts == 1 and self._least is None:
-            return self._peak(rows, parts)
-        return self._least_bytes(rows, parts)
+            return self._peak(micro_batch_size, parts)
+        return self._least_bytes(micro_batch_size, parts)
 
-    def _least_bytes(self, rows: int, parts: int) -> int:
-        smallest = rows if parts == 1 else self._second.get(rows, rows)
+    def _least_bytes(self, size: int, parts: int) -> int:
+        smallest = size if parts == 1 else self._second.get(size, size)
         found = [0 if self._least is None else self._least(smallest)]
         found += [
-            least_bytes(trace, smallest) for (size, _), trace in self._traces.items() if size > rows and parts > 1
+            least_bytes(trace, smallest) for (larger, _), trace in self._traces.items() if larger > size and parts > 1
         ]
-        known = sorted({size for size, of, _ in self._own if of == parts and size < rows})[-2:]
+        known = sorted({smaller for smaller, of, _ in self._own if of == parts and smaller < size})[-2:]
         if not known:
             return max(found)
-        taken = [self._peak(size, parts) for size in known]
+        taken = [self._peak(smaller, parts) for smaller in known]
         more = 0.0
         if len(known) > 1 and known[0] >= _FIT[0] * self._unit:
-            more = (taken[1] - taken[0]) / (known[1] - known[0]) * (rows - known[1])
+            more = (taken[1] - taken[0]) / (known[1] - known[0]) * (size - known[1])
         return max(*found, taken[-1] + max(int(more), 0))
 
-    def _peak(self, rows: int, parts: int) -> int:
-        if (rows, parts) not in self._peaks:
-            self._peaks[rows, parts] = peak(self.at(rows, parts=parts)).bytes
-        return self._peaks[rows, parts]
+    def _peak(self, size: int, parts: int) -> int:
+        if (size, parts) not in self._peaks:
+            self._peaks[size, parts] = peak(self.at(size, parts=parts)).bytes
+        return self._peaks[size, parts]
 
-    def _made(self, rows: int, parts: int) -> Trace:
-        lines = self._lines_at(rows, parts)
+    def _made(self, size: int, parts: int) -> Trace:
+        lines = self._lines_at(size, parts)
         if lines is None:
-            return self._by_itself(rows, parts)
-        return self._complete(lines.at(rows), rows=rows * parts)
+            return self._by_itself(size, parts)
+        return self._complete(lines.at(size), rows=size * parts)
 
-    def _lines_at(self, rows: int, parts: int) -> Interpolation | None:
+    def _lines_at(self, size: int, parts: int) -> Interpolation | None:
         """Return the lines that give a size; None for a size that needs a dry run."""
-        whole, small = parts == 1 and rows == self._rows, rows < _FIT[0] * self._unit
-        uneven = parts > 1 and rows < _FEW * self._unit and self._second.get(rows, rows) < rows
+        whole, small = parts == 1 and size == self._rows, size < _FIT[0] * self._unit
+        uneven = parts > 1 and size < _FEW * self._unit and self._second.get(size, size) < size
         few = parts > 1 and parts not in self._lines and sum(of > 1 for _, of, _ in self._own) < _TRIED
         return None if whole or small or uneven or few else self._lines_of(parts)
 
@@ -154,12 +150,12 @@ class TracedSizes:
                     self._lines[parts] = Interpolation([self._traced(size, parts, size) for size in sizes])
         return self._lines[parts]
 
-    def _by_itself(self, rows: int, parts: int) -> Trace:
-        second = self._second.get(rows, rows) if parts > 1 else rows
-        return self._complete(self._traced(rows, parts, second), rows=rows + (parts - 1) * second)
+    def _by_itself(self, size: int, parts: int) -> Trace:
+        second = self._second.get(size, size) if parts > 1 else size
+        return self._complete(self._traced(size, parts, second), rows=size + (parts - 1) * second)
 
-    def _traced(self, rows: int, parts: int, second: int) -> Trace:
-        key = rows, parts, second
+    def _traced(self, size: int, parts: int, second: int) -> Trace:
+        key = size, parts, second
         if key not in self._own:
             self._own[key] = self._trace(*key)
         return self._own[key]
