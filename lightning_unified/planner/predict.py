@@ -10,7 +10,7 @@ import torch
 from lightning_unified.cost_model.plan import Plan
 from lightning_unified.cost_model.prediction import Prediction
 from lightning_unified.cost_model.rates import Rates, tabled_rates
-from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.cost_model.search import Choice
 from lightning_unified.errors import ConfigurationError, DryRunError
 from lightning_unified.hardware import parse_spec, read, resolve_budget
@@ -273,7 +273,6 @@ def _calibration(device: str | torch.device) -> Calibration:
         raise ConfigurationError(
             f"{device} is not here, so its speed cannot be measured; give rates, such as tabled_rates('m2-16gb')."
         )
-    now = read(real)
-    known = Calibration.load(machine_key(device=now.name, total_bytes=now.total.bytes, torch_version=torch.__version__))
+    known = Calibration.of(read(real))
     known.speeds(real)
     return known

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_unified.cost_model.rates import Alignment, Rates, measure_alignment, measure_rates
+from lightning_unified.hardware import Reading
 
 __all__ = [
     "CACHE_VARIABLE",
@@ -123,6 +124,12 @@ class Calibration:
         calibration = cls(machine, directory=directory or cache_directory())
         calibration._read()
         return calibration
+
+    @classmethod
+    def of(cls, reading: Reading) -> "Calibration":
+        """Return the calibration of the machine and torch version of a reading."""
+        total = reading.total.bytes
+        return cls.load(machine_key(device=reading.name, total_bytes=total, torch_version=torch.__version__))
 
     def keep(self, *, rates: Rates | None = None, alignment: Alignment | None = None) -> None:
         """Store measured speeds or alignment; None leaves the stored value."""

@@ -4,10 +4,9 @@ from functools import cached_property
 from typing import Any
 
 import lightning as L
-import torch
 
 from lightning_unified.cost_model.rates import Rates, brief_rates, tabled_rates, typical_rates
-from lightning_unified.cost_model.rates.calibration import Calibration, machine_key
+from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.planner.combinations import Combination, combinations_to_compare
 from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.step_budget import StepBudget
@@ -18,14 +17,7 @@ from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from lightning_unified.step.split import BatchShape
 
-__all__ = ["RunSpeeds", "calibration_of", "open_combinations", "planner_of"]
-
-
-def calibration_of(watch: BudgetWatch) -> Calibration:
-    """Load the measurements that earlier runs kept about this machine and torch version."""
-    reading = watch.reading()
-    key = machine_key(device=reading.name, total_bytes=reading.total.bytes, torch_version=torch.__version__)
-    return Calibration.load(key)
+__all__ = ["RunSpeeds", "open_combinations", "planner_of"]
 
 
 def planner_of(

@@ -21,7 +21,7 @@ from lightning_unified.planner.first_batch.decide import (
     needs_search,
     trusted,
 )
-from lightning_unified.planner.first_batch.gather import RunSpeeds, calibration_of, open_combinations, planner_of
+from lightning_unified.planner.first_batch.gather import RunSpeeds, open_combinations, planner_of
 from lightning_unified.planner.first_batch.step_budget import StepBudget
 from lightning_unified.planner.planner import Planner
 from lightning_unified.step.policy import MemoryPolicy
@@ -107,7 +107,7 @@ class StepPlanning:
         """
         self._begun = time.monotonic()
         self._budget.note_foreign(batch)
-        self.calibration = calibration_of(self._policy.watch)
+        self.calibration = Calibration.of(self._policy.watch.reading())
         self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
         planner, combinations = self._planner(batch, shape), self.combinations()
         own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.limit))
