@@ -92,7 +92,7 @@ def test_an_optimizer_is_as_it_was_built_once_it_is_undone(options):
     assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_post_hooks
 
 
-def test_a_gradient_scaler_is_told_whether_the_optimizer_unscales():
+def test_a_gradient_scaler_is_informed_whether_the_optimizer_unscales():
     optimizer = AdamW(deep().parameters())
     change = set_kernel(optimizer, "fused")
     assert optimizer._step_supports_amp_scaling

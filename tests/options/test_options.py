@@ -106,7 +106,7 @@ def test_more_blocks_than_there_are_is_all():
     assert (memory_option.policy, memory_option.how) == (ALL, "4 blocks of layers (Block), detected")
 
 
-def test_some_blocks_are_told_as_some():
+def test_some_blocks_are_shown_as_some():
     assert CheckpointedBlocks(deep(), RecomputePolicy(blocks=2, keep_attention=True)).how == (
         "the first 2 of 4 blocks of layers (Block), detected, attention kept"
     )

@@ -198,7 +198,7 @@ def test_fabric_has_the_fault_of_the_accelerator_object_as_well(mac):
     assert (plugin.device, plugin.scaler.is_enabled()) == ("cuda", False)
 
 
-def test_fabric_is_told_that_the_strategy_is_the_trainers(mac):
+def test_fabric_is_informed_that_the_strategy_is_the_trainers(mac):
     mac()
     with pytest.raises(ValueError, match=r"<UnifiedStrategy: for lightning.Trainer\(strategy=…\) only"):
         L.Fabric(strategy=UnifiedStrategy())

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_unified.cost_model.rates import tabled_rates
-from lightning_unified.planner.dry_run import trace_step
 from lightning_unified.planner.predict import plan, predict
 from tests.support.contrastive_modules import Contrastive
+from tests.support.dry_run_zoo import trace_step
 from tests.support.lanes import some
 from tests.support.live_bytes import live_peak, peak_of
 

@@ -5,8 +5,10 @@ import pytest
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.calibration import Calibration
 from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.gather import RunSpeeds
-from lightning_unified.planner.planner import Planner, SizeLimits
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import SizeLimits, StepTraces
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
 from tests.support.dry_run_zoo import Perceptron
 
@@ -39,9 +41,8 @@ def test_brief_speeds_are_said_to_be_so_and_not_kept(calibration):
 
 @pytest.mark.parametrize(("rows", "could"), [(24, True), (10, False)])  # 12 and 12, or 8, 8, 8; 5 and 5, and no 8
 def test_alignment_matters_where_an_unaligned_cut_has_an_aligned_one_beside_it(rows, could):
-    planner = Planner(
-        Perceptron(), Perceptron.batch(rows), backend="cpu", limits=SizeLimits(micro_batch_size=rows // 2)
-    )
+    step = StepSpec(module=Perceptron(), batch=Perceptron.batch(rows))
+    planner = Planner(StepTraces(step, limits=SizeLimits(micro_batch_size=rows // 2)))
     choice = planner.choose([Combination(precision="32-true")], budget_bytes=1 << 40, rates=RATES)
 
     assert choice.best.parts == 2

@@ -15,11 +15,13 @@ from lightning_unified.cost_model.rates import Rates
 from lightning_unified.errors import DryRunError, LightningUnifiedError
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.combinations import Combination
+from lightning_unified.planner.dry_run import StepSpec
 from lightning_unified.planner.first_batch.distributed import DistributedFirstStep, DistributedPlanning
 from lightning_unified.planner.first_batch.gather import RunSpeeds
 from lightning_unified.planner.first_batch.planning import StepPlanning
 from lightning_unified.planner.first_batch.step_budget import StepBudget
-from lightning_unified.planner.planner import CountedMemory, Planner
+from lightning_unified.planner.planner import Planner
+from lightning_unified.planner.step_traces import CountedMemory, StepTraces
 from lightning_unified.step.ranks import reduction
 from tests.support.ddp_modules import REFUSED, TEXT, Blocks, ManualNet, Net, OwnData, RaggedNet, Rows, Tokens, rank
 from tests.support.lasting import Lasting
@@ -356,7 +358,8 @@ def _short() -> int:
     """
     module = net(Blocks)
     batch = next(iter(module.train_dataloader()))
-    planner = Planner(module, batch, backend="cpu", counted=CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED))
+    counted = CountedMemory(reduction_bytes=MIB, mmap_threshold=MAPPED)
+    planner = Planner(StepTraces(StepSpec(module=module, batch=batch), counted=counted))
 
     def needed(blocks: Any, rows: int) -> int:
         combination = Combination(precision="64-true", recompute=RecomputePolicy(blocks=blocks))

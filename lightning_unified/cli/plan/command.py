@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_unified.cli.plan.show import Page
     from lightning_unified.cli.plan.subject import Subject
     from lightning_unified.cli.plan.target_machine import Target
-    from lightning_unified.cost_model.generation.networks import Generated
+    from lightning_unified.cost_model.generation import Generated
 
 __all__ = ["main"]
 
@@ -114,7 +114,7 @@ def _page(asked: Asked, config: DictConfig, *, subject: "Subject", target: "Targ
 def _generation(asked: Asked, subject: "Subject", *, precision: str) -> "Generated":
     """Return the memory of a generation, by default with the batch's rows and length."""
     from lightning_unified.cli.plan.example_batches import length_of
-    from lightning_unified.cost_model.generation.networks import generated
+    from lightning_unified.cost_model.generation import generated
 
     rows, prompt = asked.rows or subject.rows, asked.prompt or length_of(subject.batch)
     if rows is None or prompt is None:

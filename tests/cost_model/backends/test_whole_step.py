@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.cost_model.backends import hidden_bytes, mimic
+from tests.support.hidden_peak import temporary_bytes
 
 _MARK = 1_000_003
 
@@ -34,7 +35,7 @@ class Live(TorchDispatchMode):
         unseen = hidden_bytes(func, args, kwargs or {}, result, backend=self.backend)
         for tensor in tensors:
             self.take(tensor.untyped_storage(), unseen.saved * self.repaired * (tensor is tensors[-1]))
-        self.peak = max(self.peak, self.live + unseen.temporary * self.repaired)
+        self.peak = max(self.peak, self.live + temporary_bytes(unseen) * self.repaired)
         return result
 
     def take(self, storage, more):

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.memory.reserve import allocator_peak, replay, reserved_bytes
-from lightning_unified.cost_model.summary import summarise
+from lightning_unified.cost_model.memory.reserve import RunReplay, allocator_peak, reserved_bytes
+from lightning_unified.cost_model.prediction import summarise
 from lightning_unified.cost_model.trace.trace import Give, Take, Trace, Work
 from lightning_unified.hardware.allocators.expandable import ExpandableSegments
 from lightning_unified.hardware.allocators.host_heap import HostHeap
 from lightning_unified.hardware.allocators.pools import CudaSegments, MetalHeaps
+from tests.support.allocation_replay import replay
 
 KIB, MIB = 2**10, 2**20
 POOLS = (CudaSegments, ExpandableSegments, MetalHeaps, HostHeap)
@@ -58,22 +59,22 @@ def test_what_is_reserved_is_no_less_than_what_lives(made, backend, rows):
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 500), expandable=st.booleans())
-def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows, expandable):
+@given(rows=st.integers(1, 500), pools=st.sampled_from([CudaSegments, ExpandableSegments]))
+def test_what_is_allocated_is_no_less_than_the_peak_in_whole_blocks(made, rows, pools):
     trace = made(rows=rows)
-    found = allocator_peak(trace, expandable_segments=expandable)
+    found = RunReplay(trace, pools()).peak()
     assert found.reserved >= found.allocated >= peak(trace).bytes
     assert sum(found.categories.values()) == found.allocated
 
 
 def test_segments_that_grow_are_split_to_what_is_asked_for(made):
     trace = made(rows=200)
-    assert allocator_peak(trace, expandable_segments=True).allocated == peak(trace).bytes
+    assert RunReplay(trace, ExpandableSegments()).peak().allocated == peak(trace).bytes
 
 
 def test_an_unknown_backend_is_refused(made):
     with pytest.raises(ValueError, match=r"no model of the allocator of 'xpu'; known are cuda, rocm, mps, cpu"):
-        reserved_bytes(made(rows=2), backend="xpu")
+        reserved_bytes(made(rows=2, backend="xpu"))
 
 
 def test_the_gradients_of_a_step_become_those_of_the_step_before():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_unified.cost_model.memory.peak import peak
-from lightning_unified.cost_model.trace.interpolation import MisalignedError, interpolate
+from lightning_unified.cost_model.trace.interpolation import Interpolation, MisalignedError
 from lightning_unified.cost_model.trace.timeline import timeline_of
 from lightning_unified.cost_model.trace.trace import Give, Read, Take, Trace, Work
 
@@ -51,57 +51,43 @@ def timelines(draw):
 @settings(max_examples=40, deadline=None)
 @given(timelines(), st.integers(1, 10**4))
 def test_a_step_of_any_rows_is_computed_from_two(step, rows):
-    steps = interpolate([step(2), step(4)])
+    steps = Interpolation([step(2), step(4)])
     for asked in (2, 4, rows):
         assert happened(steps.at(asked)) == happened(step(asked))
 
 
 @settings(max_examples=40, deadline=None)
-@given(timelines(), st.integers(1, 10**4), st.sampled_from([1, 256, 512]))
-def test_the_peak_without_events_is_that_of_the_events(step, rows, rounding):
-    steps = interpolate([step(2), step(4)])
-    assert steps.peak_bytes(rows, rounding=rounding) == peak(steps.at(rows), rounding=rounding).bytes
-
-
-@settings(max_examples=40, deadline=None)
 @given(timelines(), st.lists(st.integers(1, 10**4), min_size=2, max_size=2).map(sorted))
 def test_more_rows_never_have_a_lower_peak(step, rows):
-    steps = interpolate([step(2), step(4)])
-    assert steps.peak_bytes(rows[0]) <= steps.peak_bytes(rows[1])
+    steps = Interpolation([step(2), step(4)])
+    assert peak(steps.at(rows[0])).bytes <= peak(steps.at(rows[1])).bytes
 
 
 @pytest.mark.parametrize("length", [8, 16, 100, 4096])
 def test_attention_that_is_materialised_is_quadratic_from_three_traces(made, length):
-    steps = interpolate([made(rows=2), made(rows=4), made(rows=2, length=32)])
+    steps = Interpolation([made(rows=2), made(rows=4), made(rows=2, length=32)])
     assert happened(steps.at(5, length=length)) == happened(made(rows=5, length=length))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 9])
-def test_every_number_of_parts_follows_from_steps_of_two_and_three(made, parts):
-    steps = interpolate([made(rows=r, parts=p) for r, p in ((2, 1), (4, 1), (2, 2), (4, 2), (2, 3))])
-    assert happened(steps.at(5, parts=parts)) == happened(made(rows=5, parts=parts))
-    assert steps.peak_bytes(5, parts=parts) == peak(made(rows=5, parts=parts)).bytes
-
-
-def test_without_a_step_of_three_parts_the_batch_of_all_is_counted_and_said_so(made):
-    at = interpolate([made(rows=2, parts=2), made(rows=4, parts=2)]).at(4, parts=5)
-    assert peak(at).categories["batch"] == peak(made(rows=4, parts=5)).categories["batch"]
-    assert "the trace holds two of 5 micro-batches" in at.notes[0]
+def test_a_split_step_of_any_rows_is_computed_from_two_split_steps(made):
+    at = Interpolation([made(rows=2, parts=2), made(rows=4, parts=2)]).at(5)
+    assert happened(at) == happened(made(rows=5, parts=2))
+    assert at.notes[0].endswith("2 rows of 16, 4 rows of 16 in 2 micro-batches")
 
 
 def test_similarities_of_all_pairs_of_rows_grow_with_their_square():
     def step(rows):
         return trace_of([Work("aten.mm.default", "forward"), Take(0, 4 * rows * rows, "logits")], rows=rows)
 
-    assert peak(interpolate([step(2), step(4)]).at(100), rounding=1).bytes == 40_000
+    assert peak(Interpolation([step(2), step(4)]).at(100), rounding=1).bytes == 40_000
 
 
 def test_a_figure_that_kernels_round_up_is_near_at_every_size():
     def step(rows):
         return trace_of([Take(0, -(-(rows * 10_007) // 512) * 512, "activations")], rows=rows)
 
-    steps = interpolate([step(2), step(4), step(8)])
-    assert steps.peak_bytes(1000, rounding=1) == pytest.approx(10_007_000, rel=0.02)
+    steps = Interpolation([step(2), step(4), step(8)])
+    assert peak(steps.at(1000), rounding=1).bytes == pytest.approx(10_007_000, rel=0.02)
 
 
 def test_a_figure_on_no_line_is_refused_with_its_sizes():
@@ -111,19 +97,19 @@ def test_a_figure_on_no_line_is_refused_with_its_sizes():
         for r, size in sizes.items()
     ]
     with pytest.raises(MisalignedError, match=r"logits are taken by aten.odd.default.*9000000 bytes at 4 rows"):
-        interpolate(steps)
+        Interpolation(steps)
 
 
 def test_storages_are_known_by_their_order_not_by_their_numbers():
     steps = [trace_of([Take(rows * 100, rows, "logits"), Give(rows * 100)], rows=rows) for rows in (2, 4)]
-    assert interpolate(steps).at(3).events == (Take(0, 3, "logits"), Give(0))
+    assert Interpolation(steps).at(3).events == (Take(0, 3, "logits"), Give(0))
 
 
 def test_a_storage_that_ends_earlier_in_one_trace_lives_until_the_later_end():
     first = [Take(0, 8, "logits"), Give(0), Work("a", "forward"), Take(1, 8, "logits")]
     later = [Take(0, 16, "logits"), Work("a", "forward"), Take(1, 16, "logits"), Give(0)]
-    steps = interpolate([trace_of(first, rows=2), trace_of(later, rows=4)])
-    assert steps.peak_bytes(2, rounding=1) == 16
+    steps = Interpolation([trace_of(first, rows=2), trace_of(later, rows=4)])
+    assert peak(steps.at(2), rounding=1).bytes == 16
 
 
 def test_traces_of_other_operations_are_refused_by_the_first_that_differs():
@@ -135,64 +121,54 @@ def test_traces_of_other_operations_are_refused_by_the_first_that_differs():
     with pytest.raises(
         MisalignedError, match=r"event 2, aten.a runs in the backward of net.head with 2 rows, but aten.b .* with 4"
     ):
-        interpolate([step("aten.a", 2), step("aten.b", 4)])
+        Interpolation([step("aten.a", 2), step("aten.b", 4)])
 
 
 def test_a_trace_that_is_longer_is_refused():
     steps = [trace_of([Take(n, 8, "logits") for n in range(rows)], rows=rows) for rows in (2, 4)]
     with pytest.raises(MisalignedError, match=r"the step has ended with 2 rows, but logits are taken with 4 rows"):
-        interpolate(steps)
+        Interpolation(steps)
 
 
-@pytest.mark.parametrize(("field", "value"), [("backend", "mps"), ("options", {"precision": "bf16-mixed"})])
+@pytest.mark.parametrize(
+    ("field", "value"), [("backend", "mps"), ("options", {"precision": "bf16-mixed"}), ("parts", 2)]
+)
 def test_traces_of_other_settings_are_refused(made, field, value):
     with pytest.raises(MisalignedError, match=f"differ in {field}"):
-        interpolate([made(rows=2), replace(made(rows=4), **{field: value})])
+        Interpolation([made(rows=2), replace(made(rows=4), **{field: value})])
 
 
 def test_one_row_is_no_size_to_fit_from(made):
     with pytest.raises(ValueError, match="one of the traces has 1 row"):
-        interpolate([made(rows=1), made(rows=2)])
+        Interpolation([made(rows=1), made(rows=2)])
 
 
 def test_no_traces_are_refused():
     with pytest.raises(ValueError, match="no traces to fit"):
-        interpolate([])
+        Interpolation([])
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
         ({"rows": 8, "length": 32}, r"length=32 was requested.*length=16 only"),
-        ({"rows": 8, "parts": 2}, "only whole batches were traced"),
         ({"rows": 0}, "rows=0; a micro-batch has at least 1"),
     ],
 )
 def test_a_size_that_the_traces_do_not_determine_is_refused(made, asked, words):
     with pytest.raises(ValueError, match=words):
-        interpolate([made(rows=2), made(rows=4)]).at(**asked)
+        Interpolation([made(rows=2), made(rows=4)]).at(**asked)
 
 
 def test_one_trace_gives_its_own_size_only(made):
-    steps = interpolate([made(rows=3)])
+    steps = Interpolation([made(rows=3)])
     assert happened(steps.at(3)) == happened(made(rows=3))
     with pytest.raises(ValueError, match="rows=4 was requested, but the step was traced at rows=3 only"):
         steps.at(4)
 
 
-def test_three_parts_need_two_beside_them(made):
-    with pytest.raises(ValueError, match=r"the split batches have \[3\] parts"):
-        interpolate([made(rows=2, parts=3), made(rows=4, parts=3)])
-
-
-def test_a_third_part_that_is_another_is_refused(made):
-    two, three = made(rows=2, parts=2), made(rows=2, parts=3, blocks=4)
-    with pytest.raises(MisalignedError, match="the third micro-batch of a step does not repeat the second"):
-        interpolate([two, made(rows=4, parts=2), three])
-
-
 def test_what_was_made_up_in_any_trace_is_in_the_computed_one(made):
     read = Read("aten._local_scalar_dense.default", "net", "1", shapes=True)
-    steps = interpolate([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
+    steps = Interpolation([made(rows=2), replace(made(rows=4), reads=(read,), notes=("seen",))])
     assert steps.at(9).confidence == "low"
     assert steps.at(9).notes == ("seen", "interpolated from the step traced at 2 rows of 16, 4 rows of 16")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.harness import cells, ours
-from lightning_unified.cost_model.memory.reserve import replay
+from tests.support.allocation_replay import replay
 from tests.support.lanes import some
 
 FOLDER = Path(__file__).parent / "recorded"

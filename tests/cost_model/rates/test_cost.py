@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_unified.cost_model.even_splits import even_splits
+from lightning_unified.cost_model.candidates import even_splits
 from lightning_unified.cost_model.rates import Rates
 from lightning_unified.cost_model.rates.cost import split_seconds, step_seconds
 from lightning_unified.cost_model.trace.trace import Trace, Work
@@ -88,9 +88,9 @@ def test_convolutions_of_float32_run_as_tf32_on_cuda_alone(backend, faster):
 def test_even_parts_cost_what_a_trace_of_them_all_costs(backend, parts):
     traces = MadeTraces(backend=backend)
     whole = step_seconds(traces.at(5, parts=parts), rates(part=1e-4))
-    cut = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
+    split = split_seconds(lambda rows, parts: traces.at(rows, parts=parts), [5] * parts, rates(part=1e-4))
 
-    assert cut == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
+    assert split == pytest.approx(whole, rel=1e-3)  # a first micro-batch makes gradients, later ones add to them
 
 
 def test_a_smaller_last_part_costs_less_than_a_full_one():
@@ -103,7 +103,7 @@ def test_a_smaller_last_part_costs_less_than_a_full_one():
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 5))
-def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
+def test_the_splits_are_those_of_the_step(units, unit, least):
     rows = units * unit
     splits = even_splits(rows, unit=unit, least=least)
 
@@ -115,7 +115,7 @@ def test_the_ways_to_cut_are_those_of_the_step(units, unit, least):
 
 
 def test_no_way_exceeds_the_largest_micro_batch_that_is_allowed():
-    assert even_splits(10, most=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
+    assert even_splits(10, micro_batch_size=4) == [(4, 3, 3), (3, 3, 2, 2), (2, 2, 2, 2, 2), (1,) * 10]
 
 
 def test_a_batch_that_is_no_multiple_of_its_unit_runs_whole():
@@ -123,5 +123,7 @@ def test_a_batch_that_is_no_multiple_of_its_unit_runs_whole():
 
 
 def test_rows_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="rows=0, unit=1, least=1, most=None: give positive numbers of rows"):
+    with pytest.raises(
+        ValueError, match="rows=0, unit=1, least=1, micro_batch_size=None: give positive numbers of rows"
+    ):
         even_splits(0)

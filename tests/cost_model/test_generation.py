@@ -4,8 +4,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_unified.cost_model.generation.formula import kv_cache_bytes
-from lightning_unified.cost_model.generation.networks import generated, generation_before
+from lightning_unified.cost_model.generation import NetworkShape, generated, generation_before
 from lightning_unified.models.gearhead.module import GearHead
 
 
@@ -52,9 +51,8 @@ def test_a_transformers_model_counts_with_its_adapters_and_a_growing_cache():
     module = Tuned(language_model(num_key_value_heads=2, intermediate_size=128))
     found = generated(module, rows=4, prompt=100, new=28, precision="bf16-true")
 
-    assert found.bytes.cache == kv_cache_bytes(
-        layers=2, kv_heads=2, head_width=16, batch=4, length=128, item_bytes=2, grows=True
-    )
+    shape = NetworkShape(layers=2, kv_heads=2, head_width=16, vocabulary=1, item_bytes=2, grows=True)
+    assert found.bytes.cache == shape.cache_bytes(batch=4, length=128)
     parameters = sum(one.numel() for one in module.parameters())
     assert 2 * parameters <= found.bytes.weights <= 2 * parameters + 1000  # buffers of rotary positions
     assert found.bytes.prompt == 4 * 100 * (2 * 64 + 3 * 128) * 2

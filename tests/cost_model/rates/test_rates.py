@@ -105,7 +105,7 @@ def test_a_machine_that_only_shares_a_name_is_not_guessed(name):
     assert tabled_rates(name) is None
 
 
-def test_memory_of_another_speed_is_told_by_the_longer_name():
+def test_memory_of_another_speed_is_recognized_by_the_longer_name():
     assert tabled_rates("NVIDIA A100-SXM4-80GB").bandwidth > tabled_rates("NVIDIA A100-SXM4-40GB").bandwidth
 
 
