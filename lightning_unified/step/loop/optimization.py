@@ -1,7 +1,7 @@
 """The seam with Lightning: its automatic optimization, with micro-batches and recovery.
 
 This is the one file that touches `_AutomaticOptimization`, a private class in
-lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/test_seam.py pins its shape. Deviations
+lightning/pytorch/loops/optimization/automatic.py (read in 2.6.6); tests/step/loop/test_seam.py pins its shape. Deviations
 from Lightning's loop:
 
 1. `run` prepares and plans the batch first, and repeats the step if memory ran out. Lightning runs it once.
