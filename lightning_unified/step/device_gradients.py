@@ -76,7 +76,7 @@ class DeviceGradientCheck:
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:
             return
-        rows = max(self._policy.sizes.parts(shape)) if is_split else shape.rows
+        rows = max(self._policy.sizes.micro_batches(shape)) if is_split else shape.rows
         self._changes = self._changes or is_split
         if self._changes and rows not in self._seen:
             self._seen.add(rows)

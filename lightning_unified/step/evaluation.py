@@ -88,7 +88,7 @@ class EvaluationSteps:
     def _attempt(
         self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str
     ) -> Any:
-        if shape is None or len(sizes := self._policy.evaluation_sizes.parts(shape)) == 1:
+        if shape is None or len(sizes := self._policy.evaluation_sizes.micro_batches(shape)) == 1:
             return step(batch, *rest)
         if (encoders := self._encoders_of(phase)) is not None:
             return encoders.run(partial(step, batch, *rest), rows=max(sizes))

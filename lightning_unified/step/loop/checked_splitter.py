@@ -68,7 +68,7 @@ class CheckedSplitter:
         policy, sizes = self._policy, self._policy.sizes
         batch = next(iter(kwargs.values()))
         shape = None if sizes.runs_whole else self.splitter.require_shape(batch)
-        if shape is None or len(rows := sizes.parts(shape)) == 1:
+        if shape is None or len(rows := sizes.micro_batches(shape)) == 1:
             return WholeBatch(whole)
         policy.splits.require(shape.rows, micro_batch_size=sizes.micro_batch_size(shape))
         if self._encoders is not None:

@@ -105,7 +105,7 @@ class MicroBatchSizing:
         if self.largest is None or shape.rows >= self.largest.rows:
             self.largest = shape
         self.training.worked(shape)
-        if self.training.is_due and self.training.forgive(self._watch.room()):
+        if self.training.evidence.is_due and self.training.evidence.forgive(self._watch.room()):
             self._report_growth("more memory is available than when it ran out")
 
     def shrink(self, reason: str, *, has_failed: bool = False) -> bool:
@@ -172,7 +172,7 @@ class MicroBatchSizing:
         """
         done = self._checkpointing.more(why)
         if done:
-            self.training.start_over()
+            self.training.evidence.start_over()
         return done
 
     def goes_whole(self, refusal: SplitError) -> bool:
