@@ -17,7 +17,7 @@ from lightning_unified.step.recovery.oom import caught
 from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.undo import EVALUATION_STEPS, BatchWatch, StateWatch, roots_of
+from lightning_unified.step.undo import EVALUATION_STEPS, StateWatch, roots_of
 
 __all__ = ["EvaluationSteps"]
 
@@ -65,7 +65,7 @@ class EvaluationSteps:
             return self._attempt(step, batch, rest, shape=shape, phase=phase)
         attempt = 0
         while True:
-            snapshot, watch = self._snapshot(), BatchWatch(batch)
+            snapshot = self._snapshot(batch)
             output, reason = caught(partial(self._attempt, step, batch, rest, shape=shape, phase=phase))
             if reason is None:
                 if shape is not None:
@@ -73,17 +73,15 @@ class EvaluationSteps:
                 self._state.learn(snapshot.state)
                 return output
             attempt += 1
-            snapshot.restore()
+            batch = snapshot.restore()
             self._state.forget()
-            batch = watch.again()
-            del snapshot, watch
+            del snapshot
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)
 
-    def _snapshot(self) -> StepSnapshot:
-        return StepSnapshot(
-            self._trainer, state=self._state, generators=self._generators, results=self._trainer._results
-        )
+    def _snapshot(self, batch: Any) -> StepSnapshot:
+        results = self._trainer._results
+        return StepSnapshot(self._trainer, state=self._state, generators=self._generators, results=results, batch=batch)
 
     def _attempt(
         self, step: Callable[..., Any], batch: Any, rest: list[Any], *, shape: BatchShape | None, phase: str

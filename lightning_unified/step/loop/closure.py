@@ -27,8 +27,8 @@ class ClosureHooks(Protocol):
 
     _skip_backward: bool
 
-    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> "ZeroGrad | None":
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> "ZeroGrad | None":
+        """Return the object that zeroes gradients in a batch of so many micro-batches.
 
         None if the batch does not open an accumulation window.
         """
@@ -67,9 +67,9 @@ class MicroBatchClosure(Closure):
         loop, batch = self._loop, self._batch
         outputs: list[ClosureResult] = []
         scaled: Tensor | None = None
-        zeroing, last = loop.zeroing(self._zero_grad_fn, parts=batch.parts), batch.parts - 1
+        zeroing, last = loop.zeroing(self._zero_grad_fn, micro_batches=batch.count), batch.count - 1
         batch.begin()
-        for index in range(batch.parts):
+        for index in range(batch.count):
             output = batch.step(index, in_window=self._zero_grad_fn is None)
             batch.end_micro_batch()
             if zeroing is not None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_unified.errors import ConfigurationError, HalfUpdatedError
+from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.device_gradients import DeviceGradientCheck
+from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
 from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
 from lightning_unified.step.loop.planner import StepPlanner
@@ -35,10 +36,9 @@ from lightning_unified.step.loop.window import WindowTerms
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import caught, insist
-from lightning_unified.step.recovery.snapshot import HeldGradients, StepSnapshot
-from lightning_unified.step.recovery.weights import WeightsCopy, WeightsWatch
+from lightning_unified.step.recovery.snapshot import StepSnapshot
 from lightning_unified.step.split import BatchShape
-from lightning_unified.step.undo import TRAINING_STEP, BatchWatch, StateWatch, roots_of
+from lightning_unified.step.undo import TRAINING_STEP, StateWatch, roots_of
 
 __all__ = ["UnifiedOptimization"]
 
@@ -49,11 +49,6 @@ _DRAWS_BATCHES = (
 _DRAWS_TERMS = (
     'window_mean="terms" counts the loss terms of each batch, and training_step(dataloader_iter) draws its batches itself; '
     'give window_mean="batches", or write training_step(batch, batch_idx).'
-)
-_HALF_UPDATED = (
-    "memory ran out while the optimizer was writing weights, and some are written already; the run stops here so that no "
-    "half-updated weight is ever saved. Resume from the last checkpoint with an optimizer that needs no temporaries "
-    "(fused=True), a smaller memory.micro_batch_size, or optimizer_rollback=True, which keeps a copy to go back to."
 )
 
 
@@ -76,9 +71,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
-        self._gradients: HeldGradients | None = None
-        self._weights: WeightsWatch | WeightsCopy | None = None
-        self._zeroing: ZeroGrad | None = None
+        self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
         self._batch_idx = 0
 
@@ -138,10 +131,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._policy.notices.say_unsplit(_DRAWS_BATCHES, option="micro_batch_size", asked=asked)
         if self._window is not None:
             raise ConfigurationError(_DRAWS_TERMS)
-        try:
-            return super().run(optimizer, batch_idx, kwargs)
-        finally:
-            self._weights = None
+        return super().run(optimizer, batch_idx, kwargs)
 
     def _step_on(self, kwargs: "OrderedDict[str, Any]", batch: Any) -> ClosureResult:
         return self._training_step(OrderedDict(kwargs, **{next(iter(kwargs)): batch}))
@@ -149,48 +139,44 @@ class UnifiedOptimization(_AutomaticOptimization):
     def _run_and_recover(
         self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]", *, shape: BatchShape | None
     ) -> dict[str, Any]:
-        key, attempt = next(iter(kwargs)), 0
+        key, failures = next(iter(kwargs)), 0
+        within_window = batch_idx % self.trainer.accumulate_grad_batches != 0
         while True:
             # recorded before each attempt: the policy may have changed the module, or made it free memory
-            snapshot, batch = self._snapshot(), BatchWatch(kwargs[key])
-            continues = batch_idx % self.trainer.accumulate_grad_batches != 0
-            self._gradients = HeldGradients(optimizer, within_window=continues)
-            self._weights, self._phase = None, "forward"
-            outputs, reason = self._attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            attempt = self._attempt = Attempt(
+                self._snapshot(kwargs[key]),
+                optimizer,
+                within_window=within_window,
+                copies_weights=self._policy.options.optimizer_rollback,
+            )
+            self._phase = "forward"
+            outputs, reason = self._run_attempt(partial(super().run, optimizer, batch_idx, OrderedDict(kwargs)))
+            self._attempt = None
             if reason is None:
                 break
-            attempt += 1
-            self._step_back(snapshot)
-            kwargs[key] = batch.again()
-            del snapshot, batch
+            failures += 1
+            kwargs[key] = self._undo(attempt)
+            del attempt
             self._policy.out_of_memory(
-                phase=self._phase, reason=reason, shape=shape, attempt=attempt, batch=kwargs[key]
+                phase=self._phase, reason=reason, shape=shape, attempt=failures, batch=kwargs[key]
             )
-        self._gradients = self._weights = None
-        self._state.learn(snapshot.state)
+        self._state.learn(attempt.snapshot.state)
         assert outputs is not None
         return outputs
 
-    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         """Return the outputs and None, or None and the reason why memory ran out."""
         return caught(run)
 
-    def _snapshot(self) -> StepSnapshot:
+    def _snapshot(self, batch: Any) -> StepSnapshot:
         results = self.trainer.fit_loop.epoch_loop._results
-        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results)
+        return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results, batch=batch)
 
-    def _step_back(self, snapshot: StepSnapshot) -> None:
-        """Undo the failed attempt, weights first: if they cannot be restored, the run stops."""
-        if self._weights is not None and not self._weights.restore():
-            raise HalfUpdatedError(_HALF_UPDATED)
-        self._weights = None
-        if self._gradients is not None:
-            self._gradients.restore()
-        if self._zeroing is not None:
-            self._zeroing.undo()
-        self._gradients = self._zeroing = None
-        snapshot.restore()
+    def _undo(self, attempt: Attempt) -> Any:
+        """Undo the failed attempt, and return the batch for the next one."""
+        batch = attempt.undo()
         self._state.forget()
+        return batch
 
     def _prepared(self, batch: Any) -> Any:
         """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
@@ -204,18 +190,17 @@ class UnifiedOptimization(_AutomaticOptimization):
 
         if not self._policy.options.recover:
             return call(batch)
-        attempt = 0
+        failures = 0
         while True:
-            snapshot, watch = self._snapshot(), BatchWatch(batch)
+            snapshot = self._snapshot(batch)
             prepared, reason = caught(partial(call, batch))
             if reason is None:
                 return prepared
-            attempt += 1
-            snapshot.restore()
+            failures += 1
+            batch = snapshot.restore()
             self._state.forget()
-            batch = watch.again()
-            del snapshot, watch
-            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=attempt)
+            del snapshot
+            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=failures)
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -223,7 +208,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if _draws_its_batches(kwargs):
             return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
         batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=self._batch_idx)
-        self._device_check.compare(kwargs, is_split=batch.parts > 1)
+        self._device_check.compare(kwargs, is_split=batch.count > 1)
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
 
     def _fits(self, rows: int) -> bool | None:
@@ -233,8 +218,8 @@ class UnifiedOptimization(_AutomaticOptimization):
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
         self._phase = "backward"
-        if first and self._gradients is not None:
-            self._gradients.hold()
+        if first and self._attempt is not None:
+            self._attempt.gradients.hold()
         if self._window is not None:
             # Lightning has divided the loss by the window's nominal number of batches
             share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
@@ -242,15 +227,20 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._phase = "forward"
         return scaled
 
-    def zeroing(self, zero_grad: Callable[[], None] | None, *, parts: int) -> ZeroGrad | None:
-        """Return the object that zeroes gradients in a batch of `parts` micro-batches.
+    def zeroing(self, zero_grad: Callable[[], None] | None, *, micro_batches: int) -> ZeroGrad | None:
+        """Return the object that zeroes gradients in a batch of so many micro-batches.
 
         None if the batch does not open an accumulation window.
         """
-        self._zeroing = None if zero_grad is None else ZeroGrad(zero_grad)
-        if zero_grad is not None and parts > 1 and overrides(self.trainer, "on_before_zero_grad"):
-            self._zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
-        return self._zeroing
+        if zero_grad is None:
+            return None
+        if micro_batches > 1 and overrides(self.trainer, "on_before_zero_grad"):
+            zeroing = LateZeroGrad(zero_grad, self.trainer.lightning_module.parameters())
+        else:
+            zeroing = ZeroGrad(zero_grad)
+        if self._attempt is not None:
+            self._attempt.zeroing = zeroing
+        return zeroing
 
     def has_terms(self) -> bool:
         """Return whether the batch has loss terms that count in its window."""
@@ -265,10 +255,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         """
         if loss is not None or self._closes_window:
             self._phase = "backward"
-            if self._gradients is not None:
+            if self._attempt is not None:
                 if loss is None:
-                    self._gradients.hold()
-                self._gradients.add_back()
+                    self._attempt.gradients.hold()
+                self._attempt.gradients.add_back()
         self._finish_gradients(optimizer)
         if loss is not None:
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
@@ -284,13 +274,9 @@ class UnifiedOptimization(_AutomaticOptimization):
         return not self.trainer.fit_loop._should_accumulate()
 
     def before_weights(self, optimizer: Optimizer) -> None:
-        """Record weights and optimizer state before they are written.
-
-        If an optimizer runs its closure again, its first record is kept, because it has written already.
-        """
-        if self._policy.options.recover and self._closes_window:
-            if self._weights is None:
-                self._weights = (WeightsCopy if self._policy.options.optimizer_rollback else WeightsWatch)(optimizer)
+        """Record weights and optimizer state before they are written."""
+        if self._attempt is not None and self._closes_window:
+            self._attempt.before_weights(optimizer)
             self._phase = "optimizer step"
 
 

@@ -28,7 +28,7 @@ __all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
 class WholeBatch:
     """A batch that runs as Lightning runs it."""
 
-    parts = 1
+    count = 1
 
     def __init__(self, step: Callable[[], ClosureResult]) -> None:
         self._step = step
@@ -187,7 +187,7 @@ class SplitResults:
 
 
 class SplitBatch:
-    """A batch that runs as micro-batches.
+    """A batch that runs as `count` micro-batches.
 
     Args:
         steps: One function for each micro-batch, which runs `training_step` on it.
@@ -205,7 +205,7 @@ class SplitBatch:
         merging: SplitResults,
         parameters: Sequence[Tensor],
     ) -> None:
-        self.parts = len(steps)
+        self.count = len(steps)
         self._steps, self._weighting, self._merging = steps, weighting, merging
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
 

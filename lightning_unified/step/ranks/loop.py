@@ -27,12 +27,13 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.loop import UnifiedOptimization
+from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
 from lightning_unified.step.ranks.reduction import Replicas
 from lightning_unified.step.ranks.resync import resync
-from lightning_unified.step.recovery.snapshot import StepSnapshot, _forget_unscaled
+from lightning_unified.step.recovery.snapshot import forget_unscaled
 from lightning_unified.step.results.logs import LogRecorder
 
 __all__ = ["DistributedOptimization"]
@@ -87,9 +88,10 @@ class DistributedOptimization(UnifiedOptimization):
         return outputs
 
     @override
-    def _step_back(self, snapshot: StepSnapshot) -> None:
-        super()._step_back(snapshot)
+    def _undo(self, attempt: Attempt) -> Any:
+        batch = super()._undo(attempt)
         self._logs.forget()
+        return batch
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -127,9 +129,9 @@ class DistributedOptimization(UnifiedOptimization):
         self._meet(Point.BEFORE_WEIGHTS, then=Point.AFTER_WEIGHTS)
 
     @override
-    def _attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    def _run_attempt(self, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
         self._next, self._distributed_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
-        outputs, reason = super()._attempt(run)
+        outputs, reason = super()._run_attempt(run)
         if self._next is Point.AFTER_WEIGHTS and self._closes_window:
             return self._after_weights(outputs, reason)
         if reason is not None and self._distributed_policy.elsewhere is None:
@@ -158,7 +160,7 @@ class DistributedOptimization(UnifiedOptimization):
         """Meet after the optimizer step; resync a rank whose step failed."""
         mine = Outcome.WELL
         if reason is not None:
-            restored = self._weights is None or self._weights.restore()
+            restored = self._attempt is None or self._attempt.restore_weights()
             mine = Outcome.SHORT if restored else Outcome.WRITTEN
             self._distributed_policy.watch.release()
         words = self._ranks.meet(Point.AFTER_WEIGHTS, mine, text=reason or "")
@@ -185,7 +187,7 @@ class DistributedOptimization(UnifiedOptimization):
     def _finish_resynced(self, source: int, reason: str) -> dict[str, Any]:
         """Finish the step after a resync, as if the optimizer step had succeeded on this rank."""
         self._distributed_policy.report_resync(source, reason)
-        _forget_unscaled(self.trainer)
+        forget_unscaled(self.trainer)
         self.optim_progress.optimizer.step.increment_completed()
         result = cast("ClosureResult", cast("Closure", self._closure).consume_result())
         return {} if result.loss is None else result.asdict()

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from functools import partial
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -13,13 +14,13 @@ from torch.optim import Optimizer
 from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.generators import GeneratorWatch
 from lightning_unified.step.recovery.oom import insist
-from lightning_unified.step.undo import StateWatch
+from lightning_unified.step.undo import BatchWatch, StateWatch
 
-__all__ = ["HeldGradients", "StepSnapshot"]
+__all__ = ["HeldGradients", "StepSnapshot", "forget_unscaled"]
 
 
 class StepSnapshot:
-    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler.
+    """The state a repeated step starts from: `step.undo`, generators, logs, progress, scaler, batch.
 
     Gradients, weights and optimizer state are restored elsewhere: by `HeldGradients` and by
     `step.recovery.weights.WeightsWatch`. They are as large as the model and must not be copied every step.
@@ -29,6 +30,7 @@ class StepSnapshot:
         state: The watch over attributes, buffers, metrics and other state that a step may change.
         generators: The watch over the process's random generators.
         results: The loop's collection of logged values; None where nothing can be logged.
+        batch: The batch that the step is about to receive; None if it receives copies.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class StepSnapshot:
         state: StateWatch,
         generators: GeneratorWatch,
         results: _ResultCollection | None,
+        batch: Any,
     ) -> None:
         self._trainer = trainer
         self._collection = results
@@ -57,9 +60,10 @@ class StepSnapshot:
         )
         self._progress = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
         self._names = (module._current_fx_name, trainer._logger_connector._current_fx)
+        self._batch = BatchWatch(batch)
 
-    def restore(self) -> None:
-        """Restore everything as it was when the snapshot was taken.
+    def restore(self) -> Any:
+        """Restore everything as it was when the snapshot was taken, and return the batch.
 
         Raises:
             RunError: If a change cannot be undone.
@@ -69,8 +73,9 @@ class StepSnapshot:
         for tracker, state in self._progress:
             tracker.__dict__.update(state)
         self._trainer.lightning_module._current_fx_name, self._trainer._logger_connector._current_fx = self._names
-        _forget_unscaled(self._trainer)
+        forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
+        return self._batch.again()
 
     def _restore_results(self) -> None:
         results = self._collection
@@ -149,7 +154,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _forget_unscaled(trainer: L.Trainer) -> None:
+def forget_unscaled(trainer: L.Trainer) -> None:
     """Let the gradient scaler begin the step again.
 
     The scaler refuses a second `unscale_` before `update`. A fused optimizer gets the scale as an attribute, which the
