@@ -73,8 +73,7 @@ class EvaluationSteps:
                 self._state.learn(snapshot.state)
                 return output
             attempt += 1
-            batch = snapshot.restore()
-            self._state.forget()
+            batch = snapshot.undo()
             del snapshot
             shape = self._shape(batch, rest, phase=phase, is_needed=True)
             self._policy.out_of_memory(phase=phase, reason=reason, shape=shape, attempt=attempt, batch=batch)

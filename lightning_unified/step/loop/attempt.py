@@ -65,4 +65,4 @@ class Attempt:
         self.gradients.restore()
         if self.zeroing is not None:
             self.zeroing.undo()
-        return self.snapshot.restore()
+        return self.snapshot.undo()

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
 from torch import Tensor
@@ -31,6 +30,7 @@ from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
 from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
 from lightning_unified.step.loop.planner import StepPlanner
+from lightning_unified.step.loop.preparation import prepared
 from lightning_unified.step.loop.split_batch import WholeBatch
 from lightning_unified.step.loop.window import WindowTerms
 from lightning_unified.step.policy import MemoryPolicy
@@ -67,13 +67,16 @@ class UnifiedOptimization(_AutomaticOptimization):
         self._state = StateWatch(partial(roots_of, trainer.lightning_module, trainer, TRAINING_STEP))
         self._generators = GeneratorWatch(trainer.strategy.root_device)
         self._batches = CheckedSplitter(
-            trainer, policy, step=self._training_step, fits=self._fits, metrics=lambda: self._state.named_metrics
+            trainer,
+            policy,
+            step=self._training_step,
+            fits=_unknown if planner is None else planner.fits,
+            metrics=lambda: self._state.named_metrics,
         )
         self._device_check = DeviceGradientCheck(trainer, policy, step=self._training_step)
         self._window = WindowTerms() if policy.options.window_mean == "terms" else None
         self._attempt: Attempt | None = None  # None where steps are not repeated
         self._phase = "forward"
-        self._batch_idx = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process: Lightning's own state, the policy and the window.
@@ -100,7 +103,6 @@ class UnifiedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: "OrderedDict[str, Any]") -> dict[str, Any]:
         """Run the batch; if memory runs out, repeat it in smaller micro-batches while any are left."""
-        self._batch_idx = batch_idx
         if _draws_its_batches(kwargs):
             return self._run_unsplit(optimizer, batch_idx, kwargs)
         key = next(iter(kwargs))
@@ -174,46 +176,20 @@ class UnifiedOptimization(_AutomaticOptimization):
 
     def _undo(self, attempt: Attempt) -> Any:
         """Undo the failed attempt, and return the batch for the next one."""
-        batch = attempt.undo()
-        self._state.forget()
-        return batch
+        return attempt.undo()
 
     def _prepared(self, batch: Any) -> Any:
         """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
-        prepare = self._policy.batches.of("fit").prepare
-        if prepare is None:
-            return batch
-
-        def call(batch: Any) -> Any:
-            with torch.no_grad(), self.trainer.precision_plugin.train_step_context():
-                return prepare(batch)
-
-        if not self._policy.options.recover:
-            return call(batch)
-        failures = 0
-        while True:
-            snapshot = self._snapshot(batch)
-            prepared, reason = caught(partial(call, batch))
-            if reason is None:
-                return prepared
-            failures += 1
-            batch = snapshot.restore()
-            self._state.forget()
-            del snapshot
-            self._policy.out_of_memory(phase="prepare", reason=reason, shape=None, attempt=failures)
+        return prepared(batch, trainer=self.trainer, policy=self._policy, snapshot=self._snapshot)
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         if _draws_its_batches(kwargs):
             return MicroBatchClosure(self, WholeBatch(self._make_step_fn(kwargs)), optimizer, zero_grad)
-        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=self._batch_idx)
+        batch = self._batches.split(kwargs, self._make_step_fn(kwargs), batch_idx=batch_idx)
         self._device_check.compare(kwargs, is_split=batch.count > 1)
         return MicroBatchClosure(self, batch, optimizer, zero_grad)
-
-    def _fits(self, rows: int) -> bool | None:
-        """Return whether `rows` rows are predicted to fit at once; None where nothing is predicted."""
-        return None if self._planner is None else self._planner.fits(rows)
 
     def backward_micro_batch(self, loss: Tensor, optimizer: Optimizer, *, share: float | None, first: bool) -> Tensor:
         """Run one micro-batch's backward pass, with the window's earlier gradients set aside."""
@@ -221,8 +197,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if first and self._attempt is not None:
             self._attempt.gradients.hold()
         if self._window is not None:
-            # Lightning has divided the loss by the window's nominal number of batches
-            share = (1.0 if share is None else share) * self._window.factor * self.trainer.accumulate_grad_batches
+            share = self._window.share(share, nominal=self.trainer.accumulate_grad_batches)
         scaled = call._call_strategy_hook(self.trainer, "backward_micro_batch", loss, optimizer, share)
         self._phase = "forward"
         return scaled
@@ -256,9 +231,7 @@ class UnifiedOptimization(_AutomaticOptimization):
         if loss is not None or self._closes_window:
             self._phase = "backward"
             if self._attempt is not None:
-                if loss is None:
-                    self._attempt.gradients.hold()
-                self._attempt.gradients.add_back()
+                self._attempt.gradients.add_back(hold_first=loss is None)
         self._finish_gradients(optimizer)
         if loss is not None:
             self.trainer.strategy.after_backward(loss)  # pyright: ignore[reportAttributeAccessIssue]
@@ -278,6 +251,10 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._attempt is not None and self._closes_window:
             self._attempt.before_weights(optimizer)
             self._phase = "optimizer step"
+
+
+def _unknown(_rows: int) -> None:
+    """Return None: without a planner, it is not predicted how many rows fit."""
 
 
 def _draws_its_batches(kwargs: "OrderedDict[str, Any]") -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torchmetrics import Metric
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.exactness.results import Tables
+from lightning_unified.step.results.by_shape import merge
 from lightning_unified.step.results.logs import Logged, LogKey, LogRecorder, path_of_log
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights, merged
 from lightning_unified.step.results.metrics import MetricsOverMicroBatches
 from lightning_unified.step.results.trees import merge_tree, unknown_paths
 from lightning_unified.step.results.written import WrittenOverMicroBatches
-from lightning_unified.step.split import merge
 from lightning_unified.step.undo import StateWatch
 
 __all__ = ["SplitBatch", "SplitResults", "WholeBatch"]
@@ -147,7 +148,11 @@ class SplitResults:
             self._learn(tables.outputs, new)
         self.settle(parts)
         self._flush(parts, by_steps=False)
-        return merge_tree(self._tables.outputs, values, parts, fallback=_Fallback(parts))
+
+        def by_shape(_path: str, values: Sequence[Any]) -> Any:
+            return merge(values, sizes=parts.rows, average=partial(merged, "mean", parts=parts))
+
+        return merge_tree(tables.outputs, values, parts, fallback=by_shape)
 
     def _is_new(self, key: LogKey, call: Logged) -> bool:
         """Return whether the step itself logged a value that no check has seen."""
@@ -285,22 +290,6 @@ def _is_untouched(before: Tensor | None, version: int | None, now: Tensor | None
     if before is None or now is None:
         return before is now
     return before._version == version and (before is now or torch.equal(before, now))
-
-
-class _Fallback:
-    """Merges values for which no rule is known.
-
-    Entries with rows are concatenated, and numbers are averaged. Of all other values the last is returned.
-    """
-
-    def __init__(self, parts: MicroBatchWeights) -> None:
-        self._parts = parts
-
-    def __call__(self, _path: str, values: Sequence[Any]) -> Any:
-        return merge(values, sizes=self._parts.rows, average=self._average)
-
-    def _average(self, values: Sequence[Any]) -> Any:
-        return merged("mean", values, self._parts)
 
 
 def _as_reduced(call: Logged, values: list[Tensor], parts: MicroBatchWeights) -> Any:

@@ -41,6 +41,15 @@ class WindowTerms:
         """The factor of the batch's mean loss before backward; 0 for a batch without a loss term."""
         return self._now / self._unit
 
+    def share(self, share: float | None, *, nominal: int) -> float:
+        """Return the factor of a micro-batch's loss in the window's gradient.
+
+        Args:
+            share: The share of its loss in the batch's; None for a whole batch.
+            nominal: The number of batches in a window, by which Lightning has divided the loss.
+        """
+        return (1.0 if share is None else share) * self.factor * nominal
+
     @property
     def terms(self) -> float:
         """The loss terms in the window so far, including this batch's."""

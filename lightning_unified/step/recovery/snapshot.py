@@ -42,8 +42,7 @@ class StepSnapshot:
         results: _ResultCollection | None,
         batch: Any,
     ) -> None:
-        self._trainer = trainer
-        self._collection = results
+        self._trainer, self._watch, self._collection = trainer, state, results
         self._device = trainer.strategy.root_device
         self._generators = generators
         self._states, self.state = insist(lambda: (generators.note(), state.note()), device=self._device)
@@ -76,6 +75,15 @@ class StepSnapshot:
         forget_unscaled(self._trainer)
         insist(self.state.restore, device=self._device)
         return self._batch.again()
+
+    def undo(self) -> Any:
+        """Restore everything after a failed attempt, and return the batch for the next one.
+
+        The watch forgets what it found, so that no freed object of the module stays alive.
+        """
+        batch = self.restore()
+        self._watch.forget()
+        return batch
 
     def _restore_results(self) -> None:
         results = self._collection
@@ -122,8 +130,14 @@ class HeldGradients:
         if self._before is None:  # an optimizer that runs its closure again finds its first run's gradients here
             self._before = self._held
 
-    def add_back(self) -> None:
-        """Add the held gradients to this batch's, in the order of plain accumulation."""
+    def add_back(self, *, hold_first: bool) -> None:
+        """Add the held gradients to this batch's, in the order of plain accumulation.
+
+        Args:
+            hold_first: Whether no backward pass has set them aside.
+        """
+        if hold_first:
+            self.hold()
         for parameter, earlier in self._held or ():
             parameter.grad = earlier.clone() if parameter.grad is None else earlier + parameter.grad
 

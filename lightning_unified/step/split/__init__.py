@@ -1,7 +1,6 @@
-"""Split batches into micro-batches by rows, and merge their outputs."""
+"""Split batches into micro-batches by rows."""
 
 from lightning_unified.step.split.containers import containers_copied, tensors_in
-from lightning_unified.step.split.merging import merge
 from lightning_unified.step.split.sizes import BatchShape, elements_per_row, positions, split_rows
 from lightning_unified.step.split.splitting import BatchSplitter, planning_splitter, splitter_of
 
@@ -10,7 +9,6 @@ __all__ = [
     "BatchSplitter",
     "containers_copied",
     "elements_per_row",
-    "merge",
     "planning_splitter",
     "positions",
     "split_rows",

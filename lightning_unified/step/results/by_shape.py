@@ -1,4 +1,4 @@
-"""Merge the outputs of micro-batches into the output of the whole batch."""
+"""Merge values without a known rule: by their first dimension, else by their mean."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
