@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class GradientBuffer:
             self._members.append(names)
         self.places = self._views(self.blocks)
         self._own = [_users(block) for block in self.blocks]
+
+    def has_places_for(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether the gradients of `parameters` have their places here, by name, shape, dtype and device."""
+        return _kinds(parameters) == _kinds(self.places)
 
     def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -109,6 +114,10 @@ class GradientBuffer:
             if has_place:
                 users[place.untyped_storage().data_ptr()] += 1
         return [_users(block) for block in self.blocks] == list(users.values())
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(name, one.shape, one.dtype, one.device) for name, one in tensors.items()]
 
 
 def _reduces() -> bool:
