@@ -41,9 +41,12 @@ class GradientBuffer:
         self.places = self._views(self.blocks)
         self._own = [_users(block) for block in self.blocks]
 
-    def has_places_for(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether the gradients of `parameters` have their places here, by name, shape, dtype and device."""
-        return _kinds(parameters) == _kinds(self.places)
+    def of(self, parameters: Mapping[str, Tensor]) -> "GradientBuffer":
+        """Return the buffer for `parameters`: this one if names, shapes, dtypes and devices are the same."""
+        if _kinds(parameters) != _kinds(self.places):
+            return GradientBuffer(parameters)
+        self.parameters = parameters
+        return self
 
     def _views(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

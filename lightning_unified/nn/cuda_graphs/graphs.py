@@ -4,7 +4,6 @@ A step of a small model waits for its host: Python launches hundreds of kernels 
 call. benchmarks/models/classifier/rivals.py measures the gain.
 """
 
-import logging
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,9 @@ from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer
 from lightning_unified.nn.cuda_graphs.recordable import look, must_run_eagerly, state_of, why_not
 from lightning_unified.nn.cuda_graphs.recording import Call, Recording, Turn, call_of, record, recording_stream
 from lightning_unified.nn.cuda_graphs.shapes import KnownShapes
+from lightning_unified.nn.warn_once import warn_once
 
 __all__ = ["RecordedCalls", "eager_calls", "is_recorded", "may_be_recorded", "release_recordings"]
-
-log = logging.getLogger("lightning_unified")
 
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 _SHORT = "memory has run out twice while it was recorded; a smaller memory.micro_batch_size leaves room"
@@ -150,10 +148,8 @@ class RecordedCalls:
         self._state, self._changes = state, self._changes + 1
         trained: dict[str, Tensor] = {name: one for name, one in self._network.named_parameters() if one.requires_grad}
         if self._shortages < 2:
-            if not self._buffer.has_places_for(trained):
-                self._buffer = GradientBuffer(trained)
-                self.gradients[:] = self._buffer.blocks
-            self._buffer.parameters = trained
+            self._buffer = self._buffer.of(trained)
+            self.gradients[:] = self._buffer.blocks
         self._device = next(iter(trained.values())).device if trained else self._device
         self.is_refused = False
         reason = why_not(self._network)
@@ -169,16 +165,13 @@ class RecordedCalls:
 
         This call warms up the kernels.
         """
-        if self._shapes.is_full:
-            for key in self._shapes.forget_stale():
-                self._recordings.pop(key, None)
+        for key in self._shapes.make_room():
+            self._recordings.pop(key, None)
         if self._shapes.is_full:
             self._say(f"is called with more than {self._shapes.most} shapes: the others run eagerly")
             return self._network._call_impl(*args, **kwargs)
-        failures = _failures(self._device)
-        if failures != self._failures:
-            # memory ran out since: earlier shapes may be too large to come again
-            self._failures = failures
+        if (failures := _failures(self._device)) != self._failures:
+            self._failures = failures  # memory ran out since: earlier shapes may be too large to come again
             self._shapes.forget()
         self.release()
         found = look(self._network, call, args, kwargs, state=self._state)
@@ -203,8 +196,7 @@ class RecordedCalls:
                     self._network, call, buffer=self._buffer, written=[*self._written.values()], pool=self._pool
                 )
         except BaseException as error:
-            self.release()
-            self._shapes.forget()
+            self._drop()
             self._shortages += isinstance(error, torch.OutOfMemoryError)
             if self._shortages < 2 or not isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -231,10 +223,7 @@ class RecordedCalls:
         self._say(f"is not recorded, and runs eagerly as it is now: {reason}")
 
     def _say(self, what: str) -> None:
-        text = f"{type(self._network).__name__} {what}."
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("%s", text)
+        warn_once(self._said, f"{type(self._network).__name__} {what}.")
 
 
 def is_recorded(network: nn.Module) -> bool:

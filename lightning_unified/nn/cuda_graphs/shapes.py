@@ -59,9 +59,12 @@ class KnownShapes:
         """Expect new shapes, until enough calls bring none."""
         self._quiet = 0
 
-    def forget_stale(self) -> list[Hashable]:
-        """Forget shapes that no longer come, as after a change of the micro-batch size; return their keys."""
-        stale = [key for key, last in self._last.items() if self._calls - last > _STALE]
+    def make_room(self) -> list[Hashable]:
+        """Forget shapes that no longer come if there is no room for another; return their keys.
+
+        Shapes change with the micro-batch size.
+        """
+        stale = [key for key, last in self._last.items() if self.is_full and self._calls - last > _STALE]
         for key in stale:
             del self._examples[key], self._last[key]
             self._again.discard(key)
