@@ -41,18 +41,11 @@ class DeviceGradientCheck:
     that memory is missing, or the module does not run on a CPU, nothing is compared and the run says so once. The run
     continues with any result.
 
-    Args:
-        trainer: A Trainer in `fit`.
-        policy: Holds the sizes, the weights of micro-batches, and the events.
-        step: Runs `training_step` as the loop does.
+    `step` runs `training_step` as the loop does.
     """
 
     def __init__(
-        self,
-        trainer: L.Trainer,
-        policy: MemoryPolicy,
-        *,
-        step: Callable[["OrderedDict[str, Any]"], ClosureResult],
+        self, trainer: L.Trainer, policy: MemoryPolicy, *, step: Callable[["OrderedDict[str, Any]"], ClosureResult]
     ) -> None:
         self._trainer, self._policy, self._splitter = trainer, policy, policy.batches.splitter("fit")
         self._step = step
@@ -67,11 +60,7 @@ class DeviceGradientCheck:
     def compare(self, kwargs: "OrderedDict[str, Any]", *, is_split: bool) -> None:
         """Compare the gradients of the batch's first micro-batch; warn if they differ.
 
-        Each size of micro-batch is compared once.
-
-        Args:
-            kwargs: The arguments of `training_step`, the whole batch first.
-            is_split: Whether the batch runs in micro-batches.
+        Each size of micro-batch is compared once. `kwargs` are the arguments of `training_step`, the whole batch first.
         """
         shape = None if self._silent else self._splitter.shape(next(iter(kwargs.values())))
         if shape is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_unified.step.split.containers import entries_of, with_entries
+from lightning_unified.step.split.containers import entries_of, joined, with_entries
 
 __all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "empty_like", "leaves_of", "mapped", "merged", "split_call"]
 
@@ -66,7 +66,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
     else:
         for name, entry in entries_of(value) or []:
-            yield from leaves_of(entry, _joined(path, name))
+            yield from leaves_of(entry, joined(path, name))
 
 
 def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
@@ -109,7 +109,7 @@ def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     names = [[name for name, _ in (entries_of(part) or [])] for part in parts]
     if names[0] and all(some == names[0] for some in names):
         columns = zip(*([entry for _, entry in (entries_of(part) or [])] for part in parts), strict=True)
-        entries = (merged(column, sizes, _joined(path, name)) for name, column in zip(names[0], columns, strict=True))
+        entries = (merged(column, sizes, joined(path, name)) for name, column in zip(names[0], columns, strict=True))
         return with_entries(first, list(zip(names[0], entries, strict=True)))
     if not any(names) and isinstance(first, _PLAIN) and all(part == first for part in parts):
         return first
@@ -154,7 +154,7 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
     entries = entries_of(value) or []
     if not entries:
         return value
-    return with_entries(value, [(name, mapped(entry, change, _joined(path, name))) for name, entry in entries])
+    return with_entries(value, [(name, mapped(entry, change, joined(path, name))) for name, entry in entries])
 
 
 def _is_texts(value: Any) -> bool:
@@ -164,7 +164,3 @@ def _is_texts(value: Any) -> bool:
 def _slices(texts: Sequence[str], sizes: Sequence[int]) -> list[Sequence[str]]:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [texts[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def _joined(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)

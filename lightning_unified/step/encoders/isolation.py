@@ -22,11 +22,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class IsolatedEncoder:
     """Restores the state that calls of an encoder change inside the block.
 
-    Inside the block, the encoder's buffers are copies.
-
-    Args:
-        encoder: The module that runs inside the block.
-        device: The device whose random generator is restored, beside the host's generators.
+    Inside the block, the encoder's buffers are copies. The random generators of the host and of `device` are restored too.
     """
 
     def __init__(self, encoder: nn.Module, device: torch.device) -> None:

@@ -121,10 +121,6 @@ class LateZeroGrad(ZeroGrad):
     Otherwise a momentum teacher that the hook updates would differ between the first micro-batch and the others. As
     with a whole batch, the hook finds the gradients of the step before. Until then these gradients are set aside, which
     costs their bytes.
-
-    Args:
-        zero_grad: Lightning's function: calls `on_before_zero_grad`, then `optimizer_zero_grad`.
-        parameters: The parameters whose gradients are set aside.
     """
 
     def __init__(self, zero_grad: Callable[[], None], parameters: Iterable[Tensor]) -> None:

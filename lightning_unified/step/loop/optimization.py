@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
 from torch import Tensor
@@ -30,7 +31,6 @@ from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.checked_splitter import CheckedSplitter
 from lightning_unified.step.loop.closure import LateZeroGrad, MicroBatchClosure, ZeroGrad, overrides
 from lightning_unified.step.loop.planner import StepPlanner
-from lightning_unified.step.loop.preparation import prepared
 from lightning_unified.step.loop.split_batch import WholeBatch
 from lightning_unified.step.loop.window import WindowTerms
 from lightning_unified.step.policy import MemoryPolicy
@@ -55,10 +55,7 @@ _DRAWS_TERMS = (
 class UnifiedOptimization(_AutomaticOptimization):
     """Runs one optimization step: splits the batch, and repeats the step if memory runs out.
 
-    Args:
-        trainer: The Trainer of the fit.
-        policy: Decides the micro-batch sizes and the reaction when memory runs out.
-        planner: Plans for a batch before it runs; None where nothing is predicted.
+    Without a `planner` nothing is predicted.
     """
 
     def __init__(self, trainer: L.Trainer, policy: MemoryPolicy, *, planner: StepPlanner | None = None) -> None:
@@ -157,7 +154,7 @@ class UnifiedOptimization(_AutomaticOptimization):
             if reason is None:
                 break
             failures += 1
-            kwargs[key] = self._undo(attempt)
+            kwargs[key] = attempt.undo()
             del attempt
             self._policy.out_of_memory(
                 phase=self._phase, reason=reason, shape=shape, attempt=failures, batch=kwargs[key]
@@ -174,13 +171,13 @@ class UnifiedOptimization(_AutomaticOptimization):
         results = self.trainer.fit_loop.epoch_loop._results
         return StepSnapshot(self.trainer, state=self._state, generators=self._generators, results=results, batch=batch)
 
-    def _undo(self, attempt: Attempt) -> Any:
-        """Undo the failed attempt, and return the batch for the next one."""
-        return attempt.undo()
-
     def _prepared(self, batch: Any) -> Any:
         """Return the whole batch after the rule `prepare`; a repeated step reuses it."""
-        return prepared(batch, trainer=self.trainer, policy=self._policy, snapshot=self._snapshot)
+        prepare = self._policy.batches.of("fit").prepare
+        if prepare is None:
+            return batch
+        call = partial(_without_gradients, self.trainer, prepare, batch)
+        return self._policy.retried(call, phase="prepare", begin=lambda: self._snapshot(batch).undo)
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -224,9 +221,7 @@ class UnifiedOptimization(_AutomaticOptimization):
     def after_backward(self, loss: Tensor | None, optimizer: Optimizer) -> None:
         """Run the hooks after a batch's last backward pass, on the window's gradients so far.
 
-        Args:
-            loss: The loss of the last backward pass; None if there was none.
-            optimizer: The optimizer of the gradients.
+        `loss` is that of the last backward pass; None if there was none.
         """
         if loss is not None or self._closes_window:
             self._phase = "backward"
@@ -251,6 +246,11 @@ class UnifiedOptimization(_AutomaticOptimization):
         if self._attempt is not None and self._closes_window:
             self._attempt.before_weights(optimizer)
             self._phase = "optimizer step"
+
+
+def _without_gradients(trainer: L.Trainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
+    with torch.no_grad(), trainer.precision_plugin.train_step_context():
+        return prepare(batch)
 
 
 def _unknown(_rows: int) -> None:

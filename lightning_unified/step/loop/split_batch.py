@@ -113,11 +113,7 @@ class SplitResults:
             self._written.end_micro_batch()
 
     def settle(self, parts: MicroBatchWeights) -> None:
-        """Write the merged state, metrics and logs once; later calls do nothing.
-
-        Args:
-            parts: The weights of the micro-batches.
-        """
+        """Write the merged state, metrics and logs once; later calls do nothing."""
         if self._is_settled:
             return
         self._is_settled = True
@@ -137,12 +133,7 @@ class SplitResults:
         return self._logs.recording(self._results)
 
     def finish(self, values: Sequence[Any], parts: MicroBatchWeights) -> Any:
-        """Return the whole batch's output, write its logs, and merge metrics.
-
-        Args:
-            values: The outputs of the micro-batches.
-            parts: The weights of the micro-batches.
-        """
+        """Return the whole batch's output, write its logs, and merge metrics."""
         tables = self._tables
         if new := list(unknown_paths(tables.outputs, values)):
             self._learn(tables.outputs, new)

@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from lightning_unified.errors import RankError
 from lightning_unified.step.loop import UnifiedOptimization
-from lightning_unified.step.loop.attempt import Attempt
 from lightning_unified.step.loop.planner import StepPlanner
 from lightning_unified.step.ranks.consensus import Outcome, Point, Ranks, Word
 from lightning_unified.step.ranks.policy import DistributedPolicy
@@ -45,13 +44,7 @@ class DistributedOptimization(UnifiedOptimization):
     Gradients are those of `DistributedDataParallel` over whole batches: the mean of the ranks' own, reduced once for an
     accumulation window. A rank may split its batch into more micro-batches than another.
 
-    Args:
-        trainer: The Trainer of the fit.
-        policy: Chooses the micro-batch sizes, and reacts when memory runs out.
-        ranks: All ranks of the run.
-        replicas: The ranks' copies of the module.
-        broadcast_buffers: Whether all ranks copy the first rank's buffers after each optimizer step.
-        planner: Plans for a batch before it runs, with the other ranks; None where nothing is predicted.
+    With `broadcast_buffers`, all ranks copy the first rank's buffers after each optimizer step.
     """
 
     def __init__(
@@ -86,12 +79,6 @@ class DistributedOptimization(UnifiedOptimization):
             if self._broadcast_buffers and self._closes_window:
                 self._replicas.copy_from_first()
         return outputs
-
-    @override
-    def _undo(self, attempt: Attempt) -> Any:
-        batch = super()._undo(attempt)
-        self._logs.forget()
-        return batch
 
     @override
     def _make_closure(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
@@ -133,9 +120,11 @@ class DistributedOptimization(UnifiedOptimization):
         self._next, self._distributed_policy.elsewhere, self._ranks.are_apart = Point.GRADIENTS, None, True
         outputs, reason = super()._run_attempt(run)
         if self._next is Point.AFTER_WEIGHTS and self._closes_window:
-            return self._after_weights(outputs, reason)
-        if reason is not None and self._distributed_policy.elsewhere is None:
+            outputs, reason = self._after_weights(outputs, reason)
+        elif reason is not None and self._distributed_policy.elsewhere is None:
             self._ranks.meet(self._next, Outcome.SHORT, text=f"{self._phase}: {reason}")
+        if reason is not None:
+            self._logs.forget()
         return outputs, reason
 
     def _meet(self, point: Point, *, then: Point, **figures: Any) -> list[Word]:

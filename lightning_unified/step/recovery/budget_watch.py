@@ -281,10 +281,7 @@ def refuse_small_budget(
 
     Activations are not counted.
 
-    Args:
-        watch: The budget; nothing is refused before it is resolved.
-        module: The module to train.
-        optimizers: Its optimizers; empty before they exist.
+    Nothing is refused before the budget is resolved. `optimizers` is empty before they exist.
     """
     need, budget = static_bytes(module, optimizers), watch.budget
     if budget is None:

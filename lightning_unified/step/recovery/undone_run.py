@@ -142,10 +142,7 @@ def gradient_of_step(
     Every call returns the same entries. Hooks around the backward pass are not run, and no gradient is left behind. A
     step without a loss has a gradient of zeros.
 
-    Args:
-        trainer: A Trainer in `fit`.
-        step: Runs `training_step`.
-        parameters: The parameters of the gradient; by default all that are trained.
+    The gradient is that of `parameters`, by default of all that are trained.
     """
     if parameters is None:
         parameters = [parameter for parameter in parameters_of_step(trainer) if parameter.requires_grad]

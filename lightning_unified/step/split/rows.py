@@ -44,9 +44,7 @@ class RowFinder:
     def rows(self, batch: Any, sub_batches: Sequence[SubBatch]) -> int | None:
         """Return the number of rows of `batch`; None if it is unknown or contradictory.
 
-        Args:
-            batch: The whole batch.
-            sub_batches: The sub-batches by path, with the samples of their loaders.
+        The sub-batches are given by path, with the samples of their loaders.
         """
         found = {self._find(batch, path, samples) for path, samples in sub_batches}
         return found.pop() if len(found) == 1 else None
@@ -54,12 +52,8 @@ class RowFinder:
     def shape(self, batch: Any, sub_batches: Sequence[SubBatch]) -> BatchShape | None:
         """Return the size of `batch`; None if its number of rows is unknown.
 
-        If the batch contradicts the roles, or its rows are ambiguous, this is its largest possible size. `refusal` decides whether it can
-        be split.
-
-        Args:
-            batch: The whole batch.
-            sub_batches: The sub-batches by path, with the samples of their loaders.
+        If the batch contradicts the roles, or its rows are ambiguous, this is its largest possible size. `refusal`
+        decides whether it can be split.
         """
         rows = self.rows(batch, sub_batches)
         if rows is None:
