@@ -17,7 +17,7 @@ from lightning_unified.step.exactness.losses import Weighting
 from lightning_unified.step.policy import MemoryPolicy
 from lightning_unified.step.recovery.oom import release_cached_memory
 from lightning_unified.step.recovery.undone_run import Undone, draws_or_mixes, gradient_of_step, owns_dropout
-from lightning_unified.step.split import split_rows
+from lightning_unified.step.split import bounds, split_rows
 from lightning_unified.units import format_bytes
 
 __all__ = ["DeviceGradientCheck"]
@@ -126,10 +126,7 @@ class DeviceGradientCheck:
         ours = self._gradient(kwargs, key, apply_to_collection(part, Tensor, _own), parameters)
         unit = self._policy.sizes.unit
         sizes = split_rows(rows, micro_batch_size=max(-(-rows // _SLICES), unit), unit=unit)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        slices = [
-            self._splitter.split(batch, start, start + size, rows=of) for start, size in zip(starts, sizes, strict=True)
-        ]
+        slices = [self._splitter.split(batch, *span, rows=of) for span in bounds(sizes)]
         weighting = Weighting(self._policy.splits.loss_rule, slices, sizes)
         shares = [weighting.share(index) for index in range(len(slices))]
         with on_host(self._trainer) as copies:
@@ -154,10 +151,7 @@ class DeviceGradientCheck:
 
 
 def _bytes_of_copies(module: nn.Module) -> int:
-    """Return the bytes of float32 copies of parameters and buffers, and of the gradients.
-
-    Only trained parameters have gradients.
-    """
+    """Return the bytes of float32 copies of parameters and buffers, and of trained gradients."""
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     return 4 * (sum(one.numel() for one in (*module.parameters(), *module.buffers())) + trained)
 

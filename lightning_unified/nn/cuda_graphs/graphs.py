@@ -161,10 +161,7 @@ class RecordedCalls:
             self._refuse(reason)
 
     def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first call of a shape, and check whether it can be recorded.
-
-        This call warms up the kernels.
-        """
+        """Run the first call of a shape, which warms up the kernels, and check it for a recording."""
         for key in self._shapes.make_room():
             self._recordings.pop(key, None)
         if self._shapes.is_full:

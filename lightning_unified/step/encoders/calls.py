@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_unified.step.split import bounds
 from lightning_unified.step.split.containers import entries_of, joined, with_entries
 
 __all__ = ["EncoderCall", "NotRowWiseError", "call_rows", "empty_like", "leaves_of", "mapped", "merged", "split_call"]
@@ -80,7 +81,8 @@ def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
     for path, leaf in leaves_of(call.arguments):
         if call.roles[path]:
             # one operation for all chunks: its backward is one concatenation
-            pieces[path] = leaf.split(list(sizes)) if isinstance(leaf, Tensor) else _slices(leaf, sizes)
+            spans = bounds(sizes)
+            pieces[path] = leaf.split(list(sizes)) if isinstance(leaf, Tensor) else [leaf[slice(*one)] for one in spans]
 
     def chunk(at: int) -> dict[Any, Any]:
         return mapped(call.arguments, lambda path, leaf: pieces[path][at] if path in pieces else leaf)
@@ -159,8 +161,3 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
 
 def _is_texts(value: Any) -> bool:
     return type(value) in (list, tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
-
-
-def _slices(texts: Sequence[str], sizes: Sequence[int]) -> list[Sequence[str]]:
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [texts[start : start + size] for start, size in zip(starts, sizes, strict=True)]

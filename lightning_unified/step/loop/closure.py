@@ -163,10 +163,7 @@ def _has_own(user: Any, hook: str, base: type) -> bool:
 
 
 def _sum(left: Tensor | None, made: Tensor | None) -> Tensor | None:
-    """Return the gradient after a backward pass that adds `made` to `left`.
-
-    None if both are None.
-    """
+    """Return the gradient after a backward pass that adds `made` to `left`; either may be None."""
     if left is None or made is None:
         return made if left is None else left
     return left + made

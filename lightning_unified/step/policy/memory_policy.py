@@ -173,11 +173,7 @@ class MemoryPolicy:
         self.sizing.save()
 
     def _react(self, sizes: MicroBatchSize, *, phase: str, shape: BatchShape | None, attempt: int) -> tuple[bool, bool]:
-        """Shrink the size or recompute activations.
-
-        Returns:
-            Whether the size shrank, and whether activations are now recomputed.
-        """
+        """Shrink the size or recompute activations; return whether each of them was done."""
         trains, why = phase in ("forward", "backward"), "because memory ran out"
         can_split = phase not in STAGES or self.batches.of(STAGES[phase]).splittable
         if self.splits.verdict is None and trains and self.sizing.before_failure is None:

@@ -252,10 +252,7 @@ class MicroBatchSize:
         self.evidence.load_state_dict(state)
 
     def _allowed(self, shape: BatchShape) -> int:
-        """Return the micro-batch size for rows as long as this batch's.
-
-        It may exceed the batch's rows.
-        """
+        """Return the size for rows as long as this batch's; it may exceed the batch's rows."""
         most = shape.rows if self.max_micro_batch_size is None else self._whole_units(self.max_micro_batch_size)
         bounds = self.evidence.bounds(shape.elements)
         if bounds is None:

@@ -178,10 +178,7 @@ class WrittenOverMicroBatches:
         self._writes.append({one.path: one for one in moved if not one.path.startswith(self._ignored)})
 
     def _back(self, changes: Iterable[Change]) -> None:
-        """Take back the last micro-batch's writes that some rule merges; the others stay.
-
-        `finish` merges them.
-        """
+        """Take back the writes that some rule merges, for `finish` to merge them; the others stay."""
         changes = list(changes)
         new = [one for one in changes if not (one.kind == "members" or is_known(self._table, one.path, one.before))]
         if new and len(self._writes) == 1:
