@@ -71,12 +71,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
-    """Return the arguments of a call for each chunk; shared arguments go into each chunk whole.
-
-    Args:
-        call: The call.
-        sizes: Rows of each chunk.
-    """
+    """Return the arguments of a call for each chunk; shared arguments go into each chunk whole."""
     pieces: dict[str, Any] = {}
     for path, leaf in leaves_of(call.arguments):
         if call.roles[path]:
@@ -93,10 +88,7 @@ def split_call(call: EncoderCall, sizes: Sequence[int]) -> list[dict[Any, Any]]:
 def merged(parts: Sequence[Any], sizes: Sequence[int], path: str = "") -> Any:
     """Return the result of a whole call, merged from the results of its chunks.
 
-    Args:
-        parts: The result of each chunk.
-        sizes: Rows of each chunk.
-        path: The path of the result, for messages.
+    `path` is the path of the result, for messages.
 
     Raises:
         NotRowWiseError: If an entry is neither made of rows nor the same object in all chunks.

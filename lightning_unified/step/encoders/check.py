@@ -64,10 +64,6 @@ class EncoderCheck:
     def look(self, call: EncoderCall, *, unit: int) -> None:
         """Compare a few rows of a call, unless a call of its kind has been compared.
 
-        Args:
-            call: The call.
-            unit: Rows that stay together.
-
         Raises:
             NotRowWiseError: If the results whole and in chunks differ, or the encoder writes state.
         """

@@ -72,10 +72,7 @@ class IsolatedEncoder:
 def written(before: Mapping[str, Any], after: Mapping[str, Any], *, only: str = "") -> str | None:
     """Return the first name at which two states differ; None if they are equal.
 
-    Args:
-        before: The earlier state.
-        after: The later state.
-        only: Compare only names that contain this text.
+    Only names that contain the text `only` are compared.
     """
     for name in dict.fromkeys((*after, *before)):
         if only in name and not (name in before and name in after and is_same(before[name], after[name])):

@@ -41,9 +41,7 @@ class BatchSplitter:
     def shape(self, batch: Any, *, loader: int = 0) -> BatchShape | None:
         """Return the size of `batch`; None if its rows are unknown, or the rule `count` fails.
 
-        Args:
-            batch: The whole batch.
-            loader: The index of its loader, if several run one after another.
+        `loader` is the index of its loader, if several run one after another.
         """
         try:
             return self._measured(batch, loader)
@@ -150,10 +148,7 @@ class BatchSplitter:
 def splitter_of(module: L.LightningModule, stage: str, *, trainer: L.Trainer | None = None) -> BatchSplitter:
     """Return the splitter of `module` in the run of `trainer`, or a new one outside a run.
 
-    Args:
-        module: A LightningModule.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        trainer: The running Trainer; None without one.
+    A stage is `"fit"`, `"validate"`, `"test"` or `"predict"`.
     """
     policy = getattr(getattr(trainer, "strategy", None), "policy", None)
     if policy is not None and policy.batches.runs(module):
@@ -165,11 +160,6 @@ def planning_splitter(module: L.LightningModule, rules: MicroBatchRules, *, stag
     """Return a splitter that predicts from one batch, without loaders.
 
     If the rows are ambiguous, the most common first dimension of the tensors is the number of rows.
-
-    Args:
-        module: The module that gets the batches.
-        rules: The rules of the module.
-        stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
     """
     rows = rules.rows
     if rows.count is None and rows.split is None:
