@@ -195,7 +195,7 @@ class FirstValidation:
         if largest is None or (self.prediction is not None and self._policy.applied_options.loss_chunk is None):
             return
         if self._has_split:
-            self._policy.evaluation_sizes.start_over()
+            self._policy.evaluation_sizes.evidence.start_over()
         self._plan(*largest, limit=limit, factor=factor)
 
     def _plan(self, batch: Any, shape: BatchShape | None, *, limit: int, factor: float) -> None:
@@ -216,13 +216,13 @@ class FirstValidation:
                 is_prepared=self._train_batch is not None,
             )
             counted = CountedMemory(workspaces=watch.machine is None, mmap_threshold=watch.mmap_threshold)
-            found = plan_validation(step, limit=limit, micro_batch_size=sizes.limit, factor=factor, counted=counted)
+            found = plan_validation(step, limit=limit, micro_batch_size=sizes.max_micro_batch_size, factor=factor, counted=counted)
         except Exception as error:  # in the module or the planner: a run must not end because it has no plan
             self.reason = f"not predicted: {error}"
             return
         self.prediction, self.reason = found.prediction, found.reason
         if found.refused is not None and shape is not None:
-            sizes.plan(shape, rows=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
+            sizes.plan(shape, micro_batch_size=found.prediction.rows, refused=found.refused, room_bytes=watch.bytes)
             self._has_split = True
             self._policy.events.append(f"validation planned: {found.reason}")
         if not found.fits:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import CudaGraphs, UnifiedStrategy
-from lightning_unified.nn.cuda_graphs.graphs import _SETTLED as SETTLED
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS = SETTLED + 6

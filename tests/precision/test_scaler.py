@@ -82,7 +82,7 @@ class Halves(L.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if module.batches == self.batch:
-            trainer.strategy.sizes.limit = 2
+            trainer.strategy.sizes.max_micro_batch_size = 2
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Sizes(L.Callback):
         self.limits = iter(limits)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        trainer.strategy.sizes.limit = next(self.limits, None)
+        trainer.strategy.sizes.max_micro_batch_size = next(self.limits, None)
 
 
 def lacks_bfloat16_lstm():

@@ -288,7 +288,7 @@ def test_it_is_registered_with_each_start_method(method):
 def test_it_can_be_sent_to_a_process_that_is_spawned():
     strategy = UnifiedDDPStrategy(micro_batch_size=3, start_method="spawn")
 
-    assert pickle.loads(pickle.dumps(strategy)).policy.sizes.limit == 3
+    assert pickle.loads(pickle.dumps(strategy)).policy.sizes.max_micro_batch_size == 3
 
 
 def test_a_trainer_of_two_ranks_pickles_while_it_trains():

@@ -242,9 +242,9 @@ def test_a_batch_is_first_split_as_small_as_possible_and_sizes_are_then_found_an
 
     told = [event.split(";")[1] for event in trainer.strategy.events if "repeated" in event]
     assert [text.split(" (")[0] for text in told[:4]] == [
-        " repeated with 4 at once",
-        " repeated with 2 at once",
-        " repeated with 1 at once",
+        " repeated with micro-batches of 4 rows",
+        " repeated with micro-batches of 2 rows",
+        " repeated with micro-batches of 1 rows",
         " repeated with activations recomputed",
     ]
     assert trainer.strategy.micro_batch_size == 1

@@ -143,7 +143,9 @@ def probe_sizes(
             f"{rows} rows were run on the device and undone: a micro-batch size of {found.micro_batch_size} fits"
         )
         if found.refused is not None and shape is not None:
-            policy.sizes.plan(shape, rows=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room())
+            policy.sizes.plan(
+                shape, micro_batch_size=found.micro_batch_size, refused=found.refused, room_bytes=policy.watch.room()
+            )
     policy.events.append(f"the step could not be traced ({why}); {what_then}")
     log.warning("The step could not be traced (%s); %s.", why, what_then)
     return what_then

@@ -125,13 +125,13 @@ class FirstStep:
         """
         self.memory.earlier_peak = self.memory.peak_bytes or 0
         self.planning.shorter.clear()
-        self._policy.sizes.forget()
+        self._policy.sizes.evidence.forget()
         self._policy.events.append("batches are of another kind from here on: sizes are found for them anew")
 
     def _is_worth_it(self, batch: Any) -> bool:
         policy = self._policy
         follows_plan = self.planning.prediction is not None and not policy.recoveries
-        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.has_evidence
+        found_already = not follows_plan and not policy.sizes.runs_whole and policy.sizes.evidence
         self._is_ample = self.budget.is_ample(batch)
         return not found_already and not self._is_ample
 

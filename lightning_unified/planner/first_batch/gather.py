@@ -41,7 +41,7 @@ def planner_of(
     limits = SizeLimits(
         unit=None if shape is None or not policy.splits.refuses(shape.rows) else shape.rows,
         least=policy.sizes.least,
-        micro_batch_size=policy.sizes.limit,
+        micro_batch_size=policy.sizes.max_micro_batch_size,
     )
     counted = CountedMemory(
         workspaces=watch.machine is None,

@@ -110,7 +110,7 @@ class StepPlanning:
         self.calibration = Calibration.of(self._policy.watch.reading())
         self.speeds = RunSpeeds(self._policy.watch, self.calibration, precision=self._precision)
         planner, combinations = self._planner(batch, shape), self.combinations()
-        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.limit))
+        own = trusted(planner.predict(combinations[0], micro_batch_size=self._policy.sizes.max_micro_batch_size))
         decision = self._decided(planner, combinations, own, shape)
         if self._budget.planning_took_memory(batch) and not planner.fits(
             decision.plan.combination, micro_batch_size=decision.plan.micro_batch_size, limit=self._budget.left
@@ -153,7 +153,7 @@ class StepPlanning:
             return
         began, planner, limit = time.monotonic(), self._planner(batch, shape), self._budget.left
         try:
-            size = self._policy.sizes.limit
+            size = self._policy.sizes.max_micro_batch_size
             if planner.fits(self._combination, micro_batch_size=size, limit=limit):
                 self.shorter[shape.elements] = planner.predict(self._combination, micro_batch_size=size)
                 return
@@ -189,7 +189,7 @@ class StepPlanning:
             own_fits=planner.fits(combinations[0], micro_batch_size=own.rows, limit=budget),
             budget_bytes=budget,
             rows=None if shape is None else shape.rows,
-            micro_batch_size=self._policy.sizes.limit,
+            micro_batch_size=self._policy.sizes.max_micro_batch_size,
             module=type(self._trainer.lightning_module).__name__,
             may_try=not self._budget.kept_bytes,
         )
@@ -213,7 +213,7 @@ class StepPlanning:
     def _set_size(self, shape: BatchShape, micro_batch_size: int, *, refused: int) -> None:
         """Set the micro-batch size of such batches; `refused` rows are predicted not to fit."""
         room = self._policy.watch.bytes
-        self._policy.sizes.plan(shape, rows=micro_batch_size, refused=refused, room_bytes=room)
+        self._policy.sizes.plan(shape, micro_batch_size=micro_batch_size, refused=refused, room_bytes=room)
 
 
 def set_memory_options(policy: MemoryPolicy, combination: Combination, *, why: str) -> None:

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.nn.cuda_graphs import RecordedCalls
-from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.recording import Recording
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
 
@@ -93,7 +93,7 @@ def test_weights_are_those_of_a_fit_without(rows, window, short, monkeypatch):
     trainer = fit(ours, Records(), *([RunsOut()] if short else []), rows=rows, window=window)
     fit(plain, rows=rows, window=window)
 
-    assert len(replays) > cuda_graphs._SETTLED
+    assert len(replays) > SETTLED
     assert bool(trainer.strategy.policy.recoveries) is short
     for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)

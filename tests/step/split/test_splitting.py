@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from lightning_unified.step.split import BatchShape, BatchSplitter, elements_per_row, merge, positions
+from lightning_unified.step.results.by_shape import merge
+from lightning_unified.step.split import BatchShape, BatchSplitter, elements_per_row, positions
 from tests.support.lanes import crossed
 from tests.support.modules import fit, weights
 

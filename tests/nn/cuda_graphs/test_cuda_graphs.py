@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings
+from lightning_unified.nn.cuda_graphs import RecordedCalls, eager_calls, is_recorded, release_recordings, shapes
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
 from lightning_unified.nn.cuda_graphs.gradient_buffer import GradientBuffer, differentiate
 from lightning_unified.nn.cuda_graphs.recording import Recording, call_of
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 from lightning_unified.nn.recomputing import Recomputing
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
-SETTLED = cuda_graphs._SETTLED
 IDS = torch.arange(24).reshape(4, 6)
 
 
@@ -286,7 +286,7 @@ def test_more_shapes_than_allowed_run_eagerly_and_that_is_said_once(net, caplog)
 
 
 def test_a_shape_that_comes_no_more_makes_place_for_another(net, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_STALE", SETTLED)
+    monkeypatch.setattr(shapes, "_STALE", SETTLED)
     recorded = RecordedCalls(net, most=2)
     settle(net, IDS, IDS[:2])
     settle(net, IDS)
@@ -294,7 +294,7 @@ def test_a_shape_that_comes_no_more_makes_place_for_another(net, monkeypatch):
     settle(net, IDS, IDS[:3])
 
     assert recorded.recorded == 2
-    assert len(recorded._known) == 2
+    assert len(recorded._shapes._examples) == 2
 
 
 def test_a_call_while_another_waits_for_its_backward_pass_runs_eagerly(net):

@@ -82,7 +82,7 @@ def test_a_size_proven_on_one_rank_is_tried_on_others_unless_it_failed_there():
 def test_a_proven_size_is_kept_when_a_larger_one_fails_on_another_rank():
     shape = BatchShape(64, 10)
     roomy, short = MicroBatchSize("auto"), MicroBatchSize("auto")
-    roomy.plan(shape, rows=22, refused=32, room_bytes=100)
-    short.plan(shape, rows=10, refused=11, room_bytes=50)
+    roomy.plan(shape, micro_batch_size=22, refused=32, room_bytes=100)
+    short.plan(shape, micro_batch_size=10, refused=11, room_bytes=50)
 
     assert going_on(roomy.state_dict(), short.state_dict()).micro_batch_size(shape) == 10

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_unified.step.recovery.oom import insist
-from tests.step.test_recovery import BATCH, TEXT, ShrinksAt, run
+from tests.step.recovery.test_recovery import BATCH, TEXT, ShrinksAt, run
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
 from tests.support.modules import MLP, weights

@@ -29,7 +29,7 @@ def test_what_failed_is_halved_until_it_fits():
     sizes = MicroBatchSize("auto")
 
     assert run(sizes, shape(32), most=5) == [32, 16, 8, 4]
-    assert sizes.parts(shape(32)) == [4] * 8
+    assert sizes.micro_batches(shape(32)) == [4] * 8
 
 
 def test_after_enough_batches_one_part_fewer_is_tried_and_kept_if_it_fits():
@@ -73,10 +73,10 @@ def test_more_memory_is_new_evidence_and_less_than_a_quarter_more_is_not():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(16), most=8, room=1000)
 
-    assert not sizes.forgive(1249)
-    assert not sizes.forgive(None)
+    assert not sizes.evidence.forgive(1249)
+    assert not sizes.evidence.forgive(None)
     assert sizes.micro_batch_size(shape(16)) == 8
-    assert sizes.forgive(1250)
+    assert sizes.evidence.forgive(1250)
     assert sizes.micro_batch_size(shape(16)) == 16
 
 
@@ -160,7 +160,7 @@ def test_no_part_has_fewer_rows_than_its_layers_need(rows, parts):
     sizes = MicroBatchSize(2)
     sizes.keep_together(1, least=2, whose="Module")
 
-    assert sizes.parts(shape(rows)) == parts
+    assert sizes.micro_batches(shape(rows)) == parts
 
 
 def test_a_size_that_layers_need_is_the_smallest():
@@ -174,6 +174,6 @@ def test_a_size_that_layers_need_is_the_smallest():
 def test_a_step_that_needs_less_than_before_is_tried_whole_again():
     sizes = MicroBatchSize("auto")
     run(sizes, shape(32), most=1)
-    sizes.start_over()
+    sizes.evidence.start_over()
 
     assert run(sizes, shape(32), most=8) == [32, 16, 8]

@@ -55,7 +55,7 @@ class Machine:
         watch = BudgetWatch("leave 6GiB")
         watch.device = torch.device(self.device)
         watch.resolve()
-        watch._follower, watch._told = budget_watch.BudgetFollower(watch.budget), 0
+        watch._follower = budget_watch.BudgetFollower(watch.budget)
         return watch
 
 

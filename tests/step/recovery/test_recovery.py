@@ -74,7 +74,7 @@ class ShrinksAt(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.seen += 1
         if self.seen == self.batch:
-            trainer.strategy.sizes.limit = self.limit
+            trainer.strategy.sizes.max_micro_batch_size = self.limit
 
 
 def run(kind, *callbacks, window=1, clip=None, **strategy):

@@ -374,7 +374,7 @@ def test_a_batch_that_cannot_be_counted_runs_whole_under_a_module_that_is_not_cu
 
 def test_a_size_found_by_recovery_does_not_refuse_a_module_with_larger_units():
     strategy = UnifiedStrategy(micro_batches=MicroBatchRules(unit=4))
-    strategy.sizes.limit = 2
+    strategy.sizes.max_micro_batch_size = 2
     torch.manual_seed(0)
     module = MLP().double()
     fit(module, module.loader(rows=16), strategy=strategy)

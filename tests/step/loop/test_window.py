@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.loop.window import WindowTerms
-from tests.step.test_recovery import Fails
+from tests.step.recovery.test_recovery import Fails
 from tests.support.lanes import crossed
 from tests.support.modules import MLP, RaggedTokens, fit, weights
 

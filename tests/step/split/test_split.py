@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_unified import MicroBatchRules, RowRules
-from lightning_unified.step.split import BatchSplitter, containers_copied, merge, split_rows, tensors_in
+from lightning_unified.step.results.by_shape import merge
+from lightning_unified.step.split import BatchSplitter, containers_copied, split_rows, tensors_in
 
 
 def split(batch, start, stop, *, rows):

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.nn.cuda_graphs import graphs as cuda_graphs
+from lightning_unified.nn.cuda_graphs.shapes import SETTLED
 
 pytestmark = pytest.mark.usefixtures("graphs_by_python")
-SETTLED = cuda_graphs._SETTLED
 
 
 def settle(net, x):

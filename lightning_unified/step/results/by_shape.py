@@ -1,4 +1,4 @@
-"""Merge the outputs of micro-batches into the output of the whole batch."""
+"""Merge values without a known rule: by their first dimension, else by their mean."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,10 +81,7 @@ def _merge_arrays(parts: Sequence[Any], sizes: Sequence[int], average: Callable[
 
 
 def _holds_columns(value: Any, rows: int) -> bool:
-    """Return whether all tensors inside `value` have `rows` rows.
-
-    Its entries are then columns, not rows.
-    """
+    """Return whether all tensors in `value` have `rows` rows, so that its entries are columns."""
     return set(_first_dimensions(value)) == {rows}
 
 
