@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.planner.predict import predict
-from tests.support.live_bytes import Loader, live_peak
+from tests.support.runs.live_bytes import Loader, live_peak
 
 QUIET = {
     "accelerator": "cpu",

@@ -5,9 +5,9 @@ The error rate is taken over modules whose correct verdict is known.
 Three parts:
 
 - `cost`: the first check of a fit, and a later one, in milliseconds and in steps.
-- `judged`: the modules of tests/support/split_modules.py, several seeds, four precisions. A false alarm is a module that can be split
+- `judged`: the modules of tests/support/modules/split.py, several seeds, four precisions. A false alarm is a module that can be split
   and is refused; a miss is one that cannot and is split; a wrong rule is one under which gradients are not the whole batch's.
-- `sound`: nine sound modules with dropout on (tests/support/sound_modules.py), several seeds, three precisions. All must be split.
+- `sound`: nine sound modules with dropout on (tests/support/modules/sound.py), several seeds, three precisions. All must be split.
 
 Usage: python -m benchmarks.exactness.splittability [--seeds 5] [--sound-seeds 4]
        (writes benchmarks/exactness/splittability.json; about 4 minutes on one thread of a Xeon; transformers must be installed)
@@ -33,9 +33,9 @@ from lightning_unified.errors import SplitError
 from lightning_unified.models.gearhead import GearHead
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.split.rules import rules_of
-from tests.support.modules import MLP, RaggedTokens, Rows
-from tests.support.sound_modules import OPTIONS, SOUND
-from tests.support.split_modules import EXPECTED, Tokens
+from tests.support.modules.plain import MLP, RaggedTokens, Rows
+from tests.support.modules.sound import OPTIONS, SOUND
+from tests.support.modules.split import EXPECTED, Tokens
 
 RESULTS = Path(__file__).with_suffix(".json")
 JUDGED = {**EXPECTED, MLP: "rows", RaggedTokens: "loss_weight"}

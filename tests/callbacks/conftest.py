@@ -11,7 +11,7 @@ from lightning_unified.hardware.reading import Figure, Reading
 @pytest.fixture(scope="session")
 def small_run():
     """The module `small_run.py`, which is also a script."""
-    return importlib.import_module("tests.support.small_run")
+    return importlib.import_module("tests.support.runs.small")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SCRIPT = Path(__file__).parents[1] / "support" / "small_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "runs" / "small.py"
 
 
 def run_script(folder, *arguments):

@@ -432,7 +432,7 @@ print(f"step={trainer.global_step}", guard.stopped_for)
 
 @pytest.mark.slow
 def test_a_starved_process_saves_and_ends_by_itself(tmp_path):
-    small = str(Path(__file__).parents[1] / "support" / "small_run.py")
+    small = str(Path(__file__).parents[1] / "support" / "runs" / "small.py")
     command = [sys.executable, "-c", SCRIPT, small, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     step = torch.load(tmp_path / "last.ckpt")["global_step"]

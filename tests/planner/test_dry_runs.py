@@ -14,8 +14,8 @@ from lightning_unified.cost_model.trace.trace import Give, Take
 from lightning_unified.nn.recomputing import RecomputePolicy
 from lightning_unified.planner.dry_run import DryRuns, trace_step
 from lightning_unified.planner.fake import mode as fake
-from tests.support.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 from tests.support.lanes import slow, some
+from tests.support.modules.dry_run_zoo import Adversaries, Convolutions, LowRank, Perceptron, Transformer
 
 SIZES = ((8, 1), (2, 2), (4, 2))
 

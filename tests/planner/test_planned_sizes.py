@@ -11,7 +11,7 @@ from lightning_unified.planner.traced_sizes import TracedSizes
 from lightning_unified.step.exactness.losses import LossRule
 from lightning_unified.step.exactness.verdict import Verdict
 from lightning_unified.step.policy import MemoryPolicy
-from tests.support.dry_run_zoo import Perceptron
+from tests.support.modules.dry_run_zoo import Perceptron
 
 
 def made(asked, rows, parts, second):

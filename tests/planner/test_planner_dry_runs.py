@@ -8,7 +8,7 @@ from lightning_unified.options import recompute_policies
 from lightning_unified.planner import step_traces
 from lightning_unified.planner.combinations import combinations_to_compare
 from lightning_unified.planner.planner import CountedMemory, Planner
-from tests.support.dry_run_zoo import Transformer
+from tests.support.modules.dry_run_zoo import Transformer
 
 PLAIN, ALL = RecomputePolicy(blocks=0), RecomputePolicy(blocks="all")
 

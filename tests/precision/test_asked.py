@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import precision as stock
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import PrecisionError
 from lightning_unified.precision import MixedPrecision, PrecisionChoice, build_plugin, verify_plugin
-from tests.support.scaled_run import seen
+from tests.support.runs.scaled import seen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning"),

@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import precision as stock
 
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.precision import MixedPrecision
-from tests.support.scaled_run import Scales, fit, fresh, live, weights
+from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
 
 class Stops(L.Callback):

@@ -11,7 +11,7 @@ from lightning_unified.errors import GradientError
 from lightning_unified.precision import MixedPrecision
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.scaled_run import Scales, fit, fresh, live, weights
+from tests.support.runs.scaled import Scales, fit, fresh, live, weights
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"

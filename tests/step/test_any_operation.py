@@ -9,7 +9,7 @@ from lightning_unified.step.recovery.oom import insist
 from tests.step.test_recovery import BATCH, TEXT, ShrinksAt, run
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 
 class Operations(TorchDispatchMode):

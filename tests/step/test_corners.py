@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, Mult
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import ConfigurationError, SplitError
-from tests.support.modules import MLP, RaggedTokens, Rows, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, Rows, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 

@@ -12,8 +12,8 @@ from lightning_unified.hardware import Figure
 from lightning_unified.step import device_gradients as parity
 from lightning_unified.step.exactness import host
 from lightning_unified.step.recovery.budget_watch import BudgetWatch
-from tests.support.modules import MLP, RaggedTokens, fit, weights
-from tests.support.split_modules import ByItsOwnMode
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
+from tests.support.modules.split import ByItsOwnMode
 
 ISSUE = "pytorch issue 177116"
 

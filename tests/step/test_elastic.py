@@ -10,7 +10,7 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.callbacks import RunCheckpoint
 from lightning_unified.errors import OutOfMemoryError
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 

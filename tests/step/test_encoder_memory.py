@@ -7,9 +7,9 @@ from torch import nn
 from lightning_unified.cost_model.rates import tabled_rates
 from lightning_unified.planner.dry_run import trace_step
 from lightning_unified.planner.predict import plan, predict
-from tests.support.contrastive_modules import Contrastive
 from tests.support.lanes import some
-from tests.support.live_bytes import live_peak, peak_of
+from tests.support.modules.contrastive import Contrastive
+from tests.support.runs.live_bytes import live_peak, peak_of
 
 
 class Deep(Contrastive):

@@ -11,7 +11,9 @@ from torch import nn
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
-from tests.support.contrastive_modules import (
+from tests.support.lanes import crossed
+from tests.support.lasting import Lasting
+from tests.support.modules.contrastive import (
     Chained,
     Clip,
     Contrastive,
@@ -25,9 +27,7 @@ from tests.support.contrastive_modules import (
     is_as_plain,
     run,
 )
-from tests.support.lanes import crossed
-from tests.support.lasting import Lasting
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 KINDS = (Contrastive, SimCLR, Clip, Triplet, Supervised, Momentum, Chained, Nested, Texts)
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError, SplitError
 from tests.support.lanes import crossed
-from tests.support.modules import MLP, RaggedTokens
+from tests.support.modules.plain import MLP, RaggedTokens
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 

@@ -6,7 +6,7 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.gearhead import GearHead
 from tests.support.lanes import some
-from tests.support.modules import Rows, fit, weights
+from tests.support.modules.plain import Rows, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 

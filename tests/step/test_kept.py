@@ -9,7 +9,7 @@ from lightning_unified.nn.cuda_graphs import RecordedCalls
 from lightning_unified.step.recovery.cache_care import CacheCare
 from lightning_unified.units import GIB, MIB
 from tests.support.lasting import Lasting
-from tests.support.modules import fit
+from tests.support.modules.plain import fit
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 LONG = (1000, 1000, 1000)  # 2 MB of a batch, and a few times that of a step

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support import hook_modules as users
 from tests.support.lanes import slow
 from tests.support.lasting import Lasting
-from tests.support.modules import weights
+from tests.support.modules import hooks as users
+from tests.support.modules.plain import weights
 
 SPLIT = 3  # rows at once, of batches of 8, 8 and 3
 EXACT = {"rtol": 1e-11, "atol": 1e-13}

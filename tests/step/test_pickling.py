@@ -21,8 +21,8 @@ from lightning_unified.callbacks import (
 )
 from lightning_unified.errors import ConfigurationError
 from tests.support.lanes import slow
-from tests.support.modules import MLP, fit, weights
-from tests.support.spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
+from tests.support.modules.plain import MLP, fit, weights
+from tests.support.modules.spawned import Spawned, SpawnedTokens, ValidatedMLP, gearhead
 
 HOOKS = (
     "on_fit_start",

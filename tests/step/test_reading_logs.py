@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit, weights
-from tests.support.split_modules import Net
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.split import Net
 
 
 class Logs(Net):

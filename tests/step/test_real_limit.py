@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "support" / "limited.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "runs" / "limited.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is enforced on Linux only")
 

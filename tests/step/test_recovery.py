@@ -15,7 +15,7 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, SplitError
 from tests.support.lanes import crossed
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"
 BATCH = 4  # the batch that fails, counted over both epochs of three: the second of the second epoch

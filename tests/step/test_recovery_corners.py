@@ -16,7 +16,7 @@ from lightning_unified.errors import HalfUpdatedError, OutOfMemoryError, RunErro
 from tests.step.test_recovery import TEXT, Fails, ShrinksAt, Stateful, run, undisturbed
 from tests.support.lanes import crossed, some
 from tests.support.lasting import Lasting
-from tests.support.modules import MLP, weights
+from tests.support.modules.plain import MLP, weights
 
 
 class FailsIn(L.Callback):

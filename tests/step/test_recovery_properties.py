@@ -13,7 +13,7 @@ from torchmetrics import SumMetric
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import OutOfMemoryError
 from tests.support.lasting import Lasting
-from tests.support.modules import fit
+from tests.support.modules.plain import fit
 
 ROWS, BATCH = 14, 4
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(19, 6, generator=GENERATOR, dtype=torch.float64)

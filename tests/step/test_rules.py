@@ -12,7 +12,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.split.rules import rules_of
 from tests.step.test_evaluation import Evaluates, made, trainer
 from tests.step.test_recovery import Fails
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -8,7 +8,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.step.loop import UnifiedOptimization
-from tests.support.modules import MLP, fit
+from tests.support.modules.plain import MLP, fit
 
 
 def parameters(function) -> list[str]:

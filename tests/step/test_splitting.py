@@ -14,7 +14,7 @@ from lightning_unified import MicroBatchRules, RowRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.split import BatchShape, BatchSplitter, elements_per_row, merge, positions
 from tests.support.lanes import crossed
-from tests.support.modules import fit, weights
+from tests.support.modules.plain import fit, weights
 
 
 def splitter(rows=None, **rules):

@@ -10,7 +10,7 @@ from lightning_unified.errors import RunError
 from lightning_unified.step.recovery.undone_run import Undone
 from lightning_unified.step.results.metrics import metrics_of
 from tests.support.lanes import crossed
-from tests.support.undo_modules import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
+from tests.support.modules.undo import FAULTS, KINDS, SMOOTH, TEXT, Fails, Plain, forget_globals
 
 ROWS = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ from lightning_unified.errors import ConfigurationError
 from lightning_unified.step.loop.window import WindowTerms
 from tests.step.test_recovery import Fails
 from tests.support.lanes import crossed
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 
 class Undeclared(RaggedTokens):

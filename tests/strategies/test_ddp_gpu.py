@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support import ddp_gpu_runs
-from tests.support.on_ranks import on_ranks
+from tests.support.ranks import gpu_runs as ddp_gpu_runs
+from tests.support.ranks.processes import on_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.models.grpo import GRPO
-from tests.support.grpo_parts import Task, decode, fit, prompts
+from tests.support.grpo.training import Task, decode, fit, prompts
 
 pytestmark = pytest.mark.gpu
 

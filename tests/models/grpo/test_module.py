@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy, predict
 from lightning_unified.models.grpo import GRPO, RolloutBuffer, outline
-from tests.support.grpo_parts import (
+from tests.support.grpo.plain import train
+from tests.support.grpo.training import (
     VOCABULARY,
     Dice,
     Gradients,
@@ -23,7 +24,6 @@ from tests.support.grpo_parts import (
     prompts,
     traces,
 )
-from tests.support.grpo_rival import train
 from tests.support.lasting import Lasting
 
 TWO = [prompts(), prompts(first=4, seed=5)]

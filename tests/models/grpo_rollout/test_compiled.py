@@ -11,7 +11,7 @@ from lightning_unified.models.grpo.rollout import Sampler
 from lightning_unified.models.grpo.rollout.compiled import compiled_blocks, unmerged_adapters
 from lightning_unified.models.grpo.rollout.language_model import blocks_of
 from lightning_unified.models.grpo.rollout.static_decoder import StaticDecoder
-from tests.support.rollout_parts import generated, language_model, prompts, recomputed, seeded
+from tests.support.grpo.rollout import generated, language_model, prompts, recomputed, seeded
 
 FAST = ("captured", "compiled")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_unified.models.grpo.rollout import Sampler
-from tests.support.rollout_parts import VOCABULARY, generated, language_model, prompts, recomputed, seeded
+from tests.support.grpo.rollout import VOCABULARY, generated, language_model, prompts, recomputed, seeded
 
 WAYS = ("static", "growing")
 

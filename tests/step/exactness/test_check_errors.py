@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import MLP, weights
-from tests.support.split_modules import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
+from tests.support.modules.plain import MLP, weights
+from tests.support.modules.split import Contrastive, Mean, Net, ShiftedTokens, Tokens, found, run
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

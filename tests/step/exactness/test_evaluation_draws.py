@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.step_kinds import Kind, Variational
+from tests.support.modules.step_kinds import Kind, Variational
 
 
 class Evaluated(Variational):

@@ -18,8 +18,8 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import fit
-from tests.support.step_kinds import CLASSES, Kind
+from tests.support.modules.plain import fit
+from tests.support.modules.step_kinds import CLASSES, Kind
 
 
 class Held(Kind):

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support import split_modules
 from tests.support.lanes import crossed
-from tests.support.split_modules import (
+from tests.support.modules import split as split_modules
+from tests.support.modules.split import (
     EXPECTED,
     BatchNorm,
     ClassWeighted,

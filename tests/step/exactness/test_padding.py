@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import crossed
-from tests.support.modules import Rows, fit, weights
-from tests.support.step_kinds import Kind
+from tests.support.modules.plain import Rows, fit, weights
+from tests.support.modules.step_kinds import Kind
 
 BATCHES, ROWS, LENGTH, TOKENS = 9, 8, 7, 300
 

@@ -12,7 +12,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_unified import MergeRules, MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
-from tests.support.modules import Rows
+from tests.support.modules.plain import Rows
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

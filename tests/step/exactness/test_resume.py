@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_unified import MicroBatchRules, UnifiedStrategy
-from tests.support.modules import weights
-from tests.support.split_modules import ShiftedTokens
+from tests.support.modules.plain import weights
+from tests.support.modules.split import ShiftedTokens
 
 TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

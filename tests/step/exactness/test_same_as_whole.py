@@ -5,7 +5,7 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import crossed, some
-from tests.support.modules import MLP, RaggedTokens, fit, weights
+from tests.support.modules.plain import MLP, RaggedTokens, fit, weights
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 SIZES = [1, 2, 3, 5, 8]

@@ -11,8 +11,8 @@ from lightning_unified import MicroBatchRules, UnifiedStrategy
 from lightning_unified.errors import SplitError
 from lightning_unified.step.exactness.check import ExactnessCheck
 from lightning_unified.step.exactness.judge import Judge
-from tests.support.modules import Rows, fit, weights
-from tests.support.split_modules import LateRagged, Net, ShiftedTokens, Zero
+from tests.support.modules.plain import Rows, fit, weights
+from tests.support.modules.split import LateRagged, Net, ShiftedTokens, Zero
 
 
 class Checks:

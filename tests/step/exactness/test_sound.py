@@ -5,8 +5,8 @@ import torch
 
 from lightning_unified import UnifiedStrategy
 from tests.support.lanes import slow
-from tests.support.modules import fit, weights
-from tests.support.sound_modules import OPTIONS, SOUND
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.sound import OPTIONS, SOUND
 
 
 def run(kind, *, precision="32-true", seed=0, strategy=None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_unified import UnifiedStrategy
-from tests.support.modules import MLP, fit
+from tests.support.modules.plain import MLP, fit
 
 CUDNN, MATMUL = torch.backends.cudnn, torch.backends.cuda.matmul
 

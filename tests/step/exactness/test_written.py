@@ -11,8 +11,8 @@ import torch
 from lightning_unified import UnifiedStrategy
 from lightning_unified.errors import SplitError
 from tests.support.lanes import crossed
-from tests.support.modules import fit, weights
-from tests.support.writing_modules import (
+from tests.support.modules.plain import fit, weights
+from tests.support.modules.writing import (
     AddedUp,
     Counter,
     DataWrite,

@@ -10,8 +10,8 @@ from lightning_unified.errors import SplitError
 from lightning_unified.step.results.entries import UNWRITTEN, is_known, learn_entry, merge_entry
 from lightning_unified.step.results.merging import MergeTable, MicroBatchWeights
 from lightning_unified.step.undo.changes import ABSENT
-from tests.support.modules import fit
-from tests.support.writing_modules import Writes
+from tests.support.modules.plain import fit
+from tests.support.modules.writing import Writes
 
 PARTS = MicroBatchWeights([3, 3, 2], [3.0, 3.0, 2.0])
 
