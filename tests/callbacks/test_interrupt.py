@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_unified.callbacks import GracefulInterrupt, RunCheckpoint
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -19,8 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "runs" / "small.py"
 
 
 def run_script(folder, *arguments):
-    command = [sys.executable, str(SCRIPT), str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_program(SCRIPT, folder, *arguments)
 
 
 def kill(number=signal.SIGTERM):

@@ -186,8 +186,9 @@ def same_in_workers(make, data, *, start="spawn", callbacks=(), **options):
     return trainer.strategy
 
 
-def test_spawned_workers_collate_while_memory_runs_out():
-    strategy = same_in_workers(MLP, Spawned, callbacks=[FailsOnce()])
+@pytest.mark.parametrize("start", [slow("spawn"), "forkserver"])
+def test_started_workers_collate_while_memory_runs_out(start):
+    strategy = same_in_workers(MLP, Spawned, start=start, callbacks=[FailsOnce()])
 
     assert strategy.recoveries == 1 and strategy.micro_batch_size == 4
 

@@ -1,6 +1,5 @@
 """Run a function as two connected processes with a time limit, and return both results."""
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 60.0
+from tests.support.programs import CONTEXT
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "lightning_unified.strategies"])
+LIMIT_S = 60.0
 
 
 class Ended:
@@ -39,7 +37,7 @@ def on_ranks(function: Callable[..., Any], *args: Any, size: int = 2, limit_s: f
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_rank, args=(rank, port, folder, function, args), daemon=True)
+            CONTEXT.Process(target=_rank, args=(rank, port, folder, function, args), daemon=True)
             for rank in range(size)
         ]
         for process in processes:
