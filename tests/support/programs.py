@@ -4,6 +4,7 @@ The processes are forked from a server that has imported both, which saves sever
 imports, or environment variables read by them, are what a test is about.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -47,6 +48,7 @@ def run_program(
 
 
 def _become(is_file: bool, command: list[str], folder: str, cwd: Path, environment: dict[str, str]) -> None:
+    gc.freeze()  # the server's objects: the collection after each shortage need not walk over them
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -1,5 +1,6 @@
 """Run a function as two connected processes with a time limit, and return both results."""
 
+import gc
 import os
 import pickle
 import socket
@@ -63,6 +64,7 @@ def _said(path: Path, code: int | None) -> Any:
 def _rank(rank: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 
+    gc.freeze()  # the server's objects: the collection after each shortage need not walk over them
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
