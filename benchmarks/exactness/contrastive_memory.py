@@ -1,4 +1,6 @@
-"""Measures the memory and time of contrastive steps on a CPU: whole, and with encoders in chunks of rows.
+"""Measure memory and time of contrastive steps on a CPU.
+
+Steps run whole, and with encoders in chunks of rows.
 
     python -m benchmarks.exactness.contrastive_memory [--output benchmarks/exactness/contrastive_memory.json]
 

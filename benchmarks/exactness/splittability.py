@@ -77,7 +77,10 @@ def fit(
 
 
 def answer(kind: Any, loader: DataLoader, *, precision: str, seed: int, **options: Any) -> tuple[str, float | None]:
-    """Return the rule that the check finds, `"refused"` or `"unchecked"`, and by how much gradients differ under that rule."""
+    """Return the rule that the check finds, and the gradients' difference under it.
+
+    The rule is `"refused"` or `"unchecked"` where none is found.
+    """
     torch.manual_seed(seed)
     module = kind().to(torch.float64 if precision == "64-true" else torch.float32)
     try:
@@ -107,7 +110,7 @@ def loader_of(kind: Any, *, seed: int, precision: str) -> DataLoader:
 
 
 def judged(seeds: int) -> dict[str, Any]:
-    """Return the tally for each precision, the largest difference that was accepted, and every answer that was not right."""
+    """Return the tally of each precision, the largest accepted difference, and wrong answers."""
     result = {}
     for precision in PRECISIONS:
         tally = dict.fromkeys(("runs", "right", "false alarms", "misses", "wrong rules", "not told"), 0)
@@ -127,7 +130,7 @@ def judged(seeds: int) -> dict[str, Any]:
 
 
 def sound(seeds: int) -> dict[str, Any]:
-    """Return how many runs of sound modules were split by the right rule, and every one that was not."""
+    """Return how many runs of sound modules were split by the right rule, and the others."""
     result = {}
     for precision in SOUND_PRECISIONS:
         runs, differences, others = 0, [0.0], []
@@ -192,7 +195,10 @@ def small_gearhead() -> L.LightningModule:
 
 
 def cost() -> dict[str, dict[str, float]]:
-    """Return milliseconds of the first check of a fit and of later ones, and how many unchecked steps a later one takes."""
+    """Return milliseconds of the first and of later checks, and a later check's cost in steps.
+
+    The cost is the number of unchecked steps that take as long.
+    """
     cases: dict[str, tuple[Callable[[], Any], Callable[[], DataLoader], int]] = {
         "a net of two layers, batch 8 as 3+3+2": (MLP, lambda: MLP.loader(rows=80, dtype=torch.float32), 3),
         "tokens of eleven kinds, batch 8 as 3+3+2": (Tokens, Tokens.loader, 3),
