@@ -1,4 +1,7 @@
-"""Guards every test: one thread, the random state, the environment and the working directory are as they were."""
+"""Guards for every test.
+
+Each test has one thread, and leaves random state, environment and working directory as they were.
+"""
 
 import gc
 import os
@@ -45,14 +48,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_heap():
-    """Freeze all objects before each test file: the collection after each shortage walks only over newer ones."""
+    """Freeze all objects before each test file.
+
+    The collection after each out-of-memory error then visits only newer objects.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _same_world_after(monkeypatch):
-    """Each test starts from seed 0 and leaves environment, generators and default dtype as it found them."""
+    """Start each test from seed 0 and restore the process state.
+
+    That is the environment, generators and default dtype.
+    """
     environment, directory, dtype = dict(os.environ), os.getcwd(), torch.get_default_dtype()
     random.seed(0)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the tests of callbacks share: a small exact run, and a machine whose memory readings are made up."""
+"""Fixtures for tests of callbacks: a small exact run, and made-up memory readings."""
 
 import importlib
 import logging

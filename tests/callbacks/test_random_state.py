@@ -14,7 +14,10 @@ from lightning_unified.step.recovery.generators import GeneratorWatch
 
 
 class Generators:
-    """Stands for `torch.cuda`, `torch.xpu` or `torch.mps`: `count` generators whose states can be read and set."""
+    """Stands for `torch.cuda`, `torch.xpu` or `torch.mps`.
+
+    It has `count` generators whose states can be read and set.
+    """
 
     def __init__(self, count):
         self.states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]

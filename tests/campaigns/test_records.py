@@ -1,4 +1,4 @@
-"""The records of the campaigns say that nothing was lost, and the page about them says what the records say."""
+"""The campaigns' records show no loss, and their page states the records' figures."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,10 @@ def record(name):
 
 
 def table(first):
-    """Return the page's table whose first column is headed `first`: rows by name, cells by heading."""
+    """Return the page's table whose first column is headed `first`.
+
+    Rows are found by name, cells by heading.
+    """
     lines = PAGE[PAGE.index(f"| {first} | runs |") :].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}

@@ -1,4 +1,4 @@
-"""`events.jsonl` and the logged speed: what a run tells while it goes on, so that one that is killed has told so far."""
+"""`events.jsonl` and the logged speed: a killed run has written its events so far."""
 
 import json
 from importlib.metadata import version

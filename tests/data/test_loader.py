@@ -1,4 +1,7 @@
-"""The order of batches is a function of (seed, epoch); the loader goes back to any place in it, with and without workers."""
+"""The order of batches is a function of (seed, epoch).
+
+The loader returns to any place in it, with and without workers.
+"""
 
 import random
 

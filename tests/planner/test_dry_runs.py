@@ -1,4 +1,4 @@
-"""Steps of further sizes, followed on the fake copy of the first, are those that dry runs of their own tell."""
+"""Further sizes traced on the first fake copy equal separate dry runs."""
 
 from collections import Counter
 from functools import partial
@@ -21,7 +21,10 @@ SIZES = ((8, 1), (2, 2), (4, 2))
 
 
 class Switched(Transformer):
-    """Recomputes by an attribute of its own, and names its blocks for whoever wants some of them."""
+    """Recomputes by an attribute of its own.
+
+    It names its blocks, so that some of them can be chosen.
+    """
 
     recompute = False
 
@@ -47,7 +50,7 @@ def told(trace):
 
 
 def followed(module, batch, **setting):
-    """Traces of all sizes, and how many of them were followed on the fake copy of the one before."""
+    """Traces of all sizes, and the number traced on an earlier fake copy."""
     setting = {"backend": "cpu", "trainer": None, "precision": "32-true"} | setting
     dry_runs, traces, shared = DryRuns(module, batch, **setting), [], 0
     for rows, parts in SIZES:

@@ -36,7 +36,10 @@ def rates(*, launch, part=0.0):
 
 
 def chosen(*, share, only_best=True, layers=2, **costs):
-    """The best plan for so much of what the undivided batch takes, on a machine whose host needs so long an operation or a part."""
+    """The best plan for a share of the undivided batch's memory.
+
+    The machine's host needs a given time an operation or micro-batch.
+    """
     module = Transformer(layers=layers)
     planner = Planner(
         module, Transformer.batch(8), backend="cuda", rates=rates(**costs), counted=CountedMemory(workspaces=False)

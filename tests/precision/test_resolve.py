@@ -1,4 +1,4 @@
-"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and under unified."""
+"""Resolution of Trainer flag and strategy precision, under Lightning 2.6.6 and unified."""
 
 import lightning as L
 import pytest

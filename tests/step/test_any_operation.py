@@ -1,4 +1,7 @@
-"""Memory may run out at any operation that makes a tensor, those of noting and undoing a step among them, and nothing is lost."""
+"""Memory may run out at any operation that makes a tensor, and nothing is lost.
+
+Operations that record and undo a step are among them.
+"""
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ class Operations(TorchDispatchMode):
 
 
 class FailsAt(Callback):
-    """Lets memory run out at the n-th operation of the batch that fails, and at `more` after it."""
+    """Lets memory run out at the n-th operation of a batch, and at `more` operations after it."""
 
     def __init__(self, nth, more=0):
         self.mode, self.seen = Operations(*range(nth, nth + more + 1)), -1

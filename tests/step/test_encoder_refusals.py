@@ -1,4 +1,7 @@
-"""An encoder that does not treat each row by itself is refused before an update, by its name and what differs."""
+"""An encoder that mixes rows is refused before an update.
+
+The error has its name and the difference.
+"""
 
 import copy
 

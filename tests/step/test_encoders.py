@@ -1,4 +1,7 @@
-"""Contrastive losses, exactly: named encoders run in chunks of rows inside one step on the whole batch."""
+"""Contrastive losses, exactly: named encoders run in chunks of rows.
+
+One step computes the loss on the whole batch.
+"""
 
 import copy
 import logging
@@ -34,7 +37,10 @@ TEXT = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocat
 
 
 class Fails(L.Callback):
-    """Raises an out-of-memory error in the forward or backward pass of one batch, as often as told."""
+    """Raises an out-of-memory error in the forward or backward pass of one batch.
+
+    It does so a given number of times.
+    """
 
     left = Lasting()
 

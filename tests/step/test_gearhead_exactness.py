@@ -1,4 +1,7 @@
-"""GearHead, dropout 0: two losses with different denominators, token tables and a diagnostic head, cut at every size."""
+"""GearHead without dropout, split at every size.
+
+It has two losses with different denominators, token tables and a diagnostic head.
+"""
 
 import pytest
 import torch

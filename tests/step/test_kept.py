@@ -1,4 +1,7 @@
-"""What a module keeps on the device between steps: within what the plan leaves, and gone where memory is short."""
+"""Memory that a module keeps on the device between steps.
+
+It stays within the plan's remainder, and is released where memory is short.
+"""
 
 import lightning as L
 import torch
@@ -16,7 +19,10 @@ LONG = (1000, 1000, 1000)  # 2 MB of a batch, and a few times that of a step
 
 
 class Keeps(L.LightningModule):
-    """Keeps so many bytes from each batch on while anything is spare; its step of the number `fails_at` runs out of memory once."""
+    """Keeps a number of bytes from each batch on while memory is spare.
+
+    Its step number `fails_at` runs out of memory once.
+    """
 
     kept_bytes = 0
     fails_at = Lasting(None)

@@ -1,4 +1,7 @@
-"""Hooks of automatic optimization do under the strategy what they do under plain Lightning, for whole and split batches."""
+"""Hooks of automatic optimization act as under plain Lightning.
+
+This holds for whole and split batches.
+"""
 
 import lightning as L
 import pytest
@@ -202,7 +205,7 @@ def test_manual_optimization_runs_as_under_plain_lightning():
 
 
 class Calls:
-    """Records each hook of a step with its arguments, before and after a module's own does its work."""
+    """Records each hook of a step with its arguments, before and after the module's own."""
 
     NAMES = (
         "on_train_batch_start",

@@ -1,4 +1,7 @@
-"""A Trainer can be pickled at any time of a fit, as spawned worker processes of a loader need it; a copy of it can train."""
+"""A Trainer can be pickled at any time of a fit, and a copy of it can train.
+
+Spawned worker processes of a loader need this.
+"""
 
 import pickle
 

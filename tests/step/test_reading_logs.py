@@ -1,4 +1,7 @@
-"""A step, and hooks of its batch, read what it has logged: the values that plain Lightning gives at that moment."""
+"""A step, and hooks of its batch, read logged values during the batch.
+
+The values are those of plain Lightning at that moment.
+"""
 
 import lightning as L
 import pytest

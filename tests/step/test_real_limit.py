@@ -1,4 +1,7 @@
-"""A real limit on the address space: plain Lightning dies, `strategy="unified"` finishes with the same effective batch."""
+"""A real limit on the address space: plain Lightning fails, "unified" finishes.
+
+The effective batch stays the same.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The shape of Lightning's private loop that `step/loop/optimization.py` relies on: a new Lightning that changes it fails here."""
+"""Pins the parts of Lightning's private loop that `step/loop/optimization.py` uses.
+
+A new Lightning that changes them fails here.
+"""
 
 import inspect
 

@@ -1,4 +1,7 @@
-"""Batches of other kinds are split: mappings of their own class, packed sequences, graphs, TensorDicts, nested tensors."""
+"""Batches of other kinds are split.
+
+They are mappings of their own class, packed sequences, graphs, TensorDicts and nested tensors.
+"""
 
 from collections import UserDict
 
@@ -23,7 +26,7 @@ def splitter(rows=None, **rules):
 
 
 class Encoding(UserDict):
-    """As transformers' BatchEncoding: a mapping that is no dict, with attributes beside its entries."""
+    """Like transformers' BatchEncoding: a mapping that is no dict, with attributes."""
 
     def __init__(self, data, encodings=None):
         super().__init__(data)
@@ -37,7 +40,10 @@ class Encoding(UserDict):
 
 
 class Graphs:
-    """A batch of graphs as torch_geometric lays it out: all nodes one after another, and to which graph each belongs."""
+    """A batch of graphs in torch_geometric's layout.
+
+    All nodes stand one after another, each with the index of its graph.
+    """
 
     def __init__(self, graphs):
         self.x = torch.cat([x for x, _ in graphs])

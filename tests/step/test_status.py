@@ -1,4 +1,7 @@
-"""The file by which a run shows in `watch`: written now and then, whole, and never in the run's way."""
+"""The file that shows a run in `watch`.
+
+It is written now and then, always whole, and never delays the run.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""A step that failed once leaves no state behind, whatever kind of state the module keeps; nor do a check, a probe and a dry run."""
+"""A step that failed once leaves no state behind, of any kind.
+
+The same holds for a check, a probe and a dry run.
+"""
 
 import lightning as L
 import pytest
@@ -75,7 +78,10 @@ def test_steps_that_are_tried_leave_no_state_behind(name):
 
 
 class Smooths(Plain):
-    """Keeps a moving mean of its loss in an object of its own, in a global, in a callback and in a default."""
+    """Keeps a moving mean of its loss in four places.
+
+    They are an own object, a global, a callback and a default argument.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""With `window_mean="terms"` an accumulation window trains as one batch of all its rows would."""
+"""With `window_mean="terms"` an accumulation window trains as one batch of its rows."""
 
 import lightning as L
 import pytest

@@ -1,4 +1,7 @@
-"""Two processes train as plain DDP does, cut or whole, through failures of one of them; and none waits for ever for the other."""
+"""Two processes train as under plain DDP, whole or split, through failures of one.
+
+No process waits for the other without end.
+"""
 
 import inspect
 import pickle

@@ -1,4 +1,7 @@
-"""Two real GPUs over NCCL: as plain DDP, through a memory that is too small on one of them only; run with -m gpu."""
+"""Two real GPUs over NCCL train as plain DDP.
+
+One of them may have too little memory. Run with `-m gpu`.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Run Python programs as processes of their own, without importing torch and Lightning anew for each.
+"""Run Python programs as processes of their own, forked with torch already imported.
 
-The processes are forked from a server that has imported both, which saves several seconds a program. Use a fresh interpreter where
-imports, or environment variables read by them, are what a test is about.
+A server process imports torch and Lightning once, which saves several seconds a program. A test of imports, or of environment
+variables that imports read, needs a fresh interpreter.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The record of the trained compressor meets its bar, and the page about it says what the record says."""
+"""The trained compressor's record meets its bar, and its page states the record's figures."""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""GRPO on a GPU: what sampling leaves behind, and whether what is sampled from is what is trained."""
+"""GRPO on a GPU: memory left by sampling.
+
+The sampling weights are the trained ones.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""GRPO under a Trainer: the plain algorithm to rounding, however batches are cut, and its phases, retries and checkpoints."""
+"""GRPO under a Trainer equals the plain algorithm to rounding, whole and split.
+
+Tests also cover its phases, retries and checkpoints.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -79,7 +82,10 @@ def _cross_entropy(model, *batches):
 
 @pytest.mark.parametrize(("adapters", "size"), [(False, 5), (True, None), (True, 1)])
 def test_gradients_and_losses_are_those_of_the_plain_algorithm(adapters, size):
-    """In float64 with padding, the reference term, clipping that bites and two inner iterations; whole without our strategy, or cut."""
+    """Train in float64, whole without our strategy, or split.
+
+    Runs have padding, the reference term, active clipping and two inner iterations.
+    """
     model = policy(adapters=adapters)
     plain, anchor = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     module = grpo(model, inner_iterations=2, clip_low=0.1, clip_high=0.15, beta=0.3)

@@ -1,4 +1,4 @@
-"""Completions: the tokens transformers would give, and the log-probabilities the loss pass would give."""
+"""Completions: the tokens of transformers, and the log-probabilities of the loss pass."""
 
 import logging
 

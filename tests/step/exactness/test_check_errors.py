@@ -1,4 +1,7 @@
-"""What becomes of errors inside a check: out of memory, the user's own, and those that only fewer rows raise."""
+"""Errors inside a check: out of memory, the user's own, and those of fewer rows.
+
+Errors of the last kind are raised only where fewer rows run.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +20,10 @@ TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 byte
 
 
 def out_of_memory(kind, *, rows, times=10**6):
-    """Return `kind` with memory that runs out where more than `rows` run outside a recovered step, so many times."""
+    """Return `kind` with memory that runs out above `rows` rows, a given number of times.
+
+    A recovered step never runs out.
+    """
 
     class Tight(kind):
         left = times

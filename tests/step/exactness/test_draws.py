@@ -1,4 +1,7 @@
-"""Random draws of a whole run, replayed by row, make its parts comparable: gradients agree to rounding."""
+"""Replayed by row, a whole run's random draws make micro-batches comparable.
+
+Gradients agree to rounding.
+"""
 
 import pytest
 import torch

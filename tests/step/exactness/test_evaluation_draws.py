@@ -1,4 +1,7 @@
-"""An evaluation that draws random numbers says so, and names what it logs; one that draws none says nothing."""
+"""An evaluation that draws random numbers emits an event that names its logs.
+
+An evaluation without draws emits none.
+"""
 
 import lightning as L
 import pytest

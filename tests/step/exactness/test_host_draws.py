@@ -1,4 +1,4 @@
-"""Draws by Python and NumPy can be made the same for every row, and are theirs again afterwards."""
+"""Draws by Python and NumPy can be made equal for every row, and are restored afterwards."""
 
 import random
 

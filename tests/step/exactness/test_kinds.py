@@ -1,4 +1,7 @@
-"""Steps as users write them: split they equal plain Lightning, or an event names what is drawn anew, or they are refused."""
+"""Steps as users write them: split, they equal plain Lightning, or are refused.
+
+An event names every step whose draws differ.
+"""
 
 import pytest
 import torch

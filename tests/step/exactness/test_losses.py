@@ -1,4 +1,4 @@
-"""For each kind of loss one of the candidate rules makes the micro-batches' gradients the whole batch's, and the others do not."""
+"""For each kind of loss exactly one candidate rule gives the whole batch's gradients."""
 
 import pytest
 import torch

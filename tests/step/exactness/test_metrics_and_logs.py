@@ -1,4 +1,7 @@
-"""Metrics and logs of every kind are the whole batch's, in each step and each epoch, or a warning names them."""
+"""Metrics and logs of every kind are the whole batch's, in each step and epoch.
+
+A warning names each exception.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Whole modules: the check finds the rule of each that can be split, in every precision, and refuses the others by name."""
+"""Whole modules: in every precision the check finds the rule of each splittable one.
+
+It refuses the others by name.
+"""
 
 import random
 

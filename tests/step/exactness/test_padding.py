@@ -1,4 +1,7 @@
-"""A mean over entries that are not padding is split, whatever number pads, whichever batches are padded first."""
+"""A mean over entries that are not padding is split.
+
+Neither the padding number nor the order of padded batches matters.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Logs, outputs and metrics of split batches are the whole batch's; what nothing puts together is said, or refused where it predicts."""
+"""Logs, outputs and metrics of split batches are the whole batch's.
+
+A value that no rule merges gives a warning, or in `predict` an error.
+"""
 
 import lightning as L
 import numpy as np

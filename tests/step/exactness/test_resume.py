@@ -1,4 +1,4 @@
-"""A resumed run whose first check cannot be made, because memory has become too small for it, goes by what the run before found."""
+"""A resumed run without memory for its first check uses the earlier run's findings."""
 
 import copy
 
@@ -15,7 +15,10 @@ TEXT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 byte
 
 
 class Keeps(ShiftedTokens):
-    """Counts steps, draws from a generator of its own, and keeps a moving mean over rows; all of it decides the loss."""
+    """Counts steps, draws from its own generator, and keeps a moving mean over rows.
+
+    All of it decides the loss.
+    """
 
     memory = 8  # rows
 

@@ -1,4 +1,7 @@
-"""Sound modules are split, in every precision and with dropout on; none is refused or goes unchecked."""
+"""Sound modules are split, in every precision and with dropout on.
+
+None is refused or goes unchecked.
+"""
 
 import pytest
 import torch

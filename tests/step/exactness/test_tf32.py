@@ -1,4 +1,7 @@
-"""Checks run without TF32, and leave torch's switches readable inside and as they were outside."""
+"""Checks run without TF32.
+
+Torch's switches stay readable inside, and have their old values outside.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Models of the transformers library are split, with dropout on, and never refused; losses that mix rows are refused."""
+"""Models of the transformers library are split, with dropout on.
+
+Only losses that mix rows are refused.
+"""
 
 import lightning as L
 import pytest

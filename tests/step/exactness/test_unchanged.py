@@ -18,7 +18,7 @@ from tests.support.modules.split import BatchNorm, Contrastive, Dropout, Mean, N
 
 
 class Draws(Net):
-    """Draws from every generator there is, and keeps the draws of each batch's last micro-batch."""
+    """Draws from every generator, and keeps the draws of each batch's last micro-batch."""
 
     def loss(self, out, batch):
         torch.rand(1), random.random(), np.random.random()

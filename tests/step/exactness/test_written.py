@@ -1,4 +1,7 @@
-"""What a step writes into its module is written once a batch, as if the batch had run whole; or the split is refused with the path."""
+"""A step writes into its module once a batch, as if the batch had run whole.
+
+Otherwise the split is refused, with the path.
+"""
 
 import itertools
 import random
