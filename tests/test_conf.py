@@ -192,7 +192,7 @@ def test_a_tier_is_the_budget_batch_and_micro_batch_of_the_table(tier):
 
 
 def test_the_automatic_tier_has_no_batch_of_its_own():
-    for data in ("pydoc", "dtc"):
+    for data in ("builtin", "files"):
         own = OmegaConf.load(ROOT / "conf" / "data" / f"{data}.yaml").batch_size
 
         assert compose("memory=auto", f"data={data}").data.batch_size == own
