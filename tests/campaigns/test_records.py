@@ -25,19 +25,19 @@ def table(first):
 
 def test_the_page_tells_of_the_faults_what_the_record_says():
     totals = record("fault_campaign")["totals"]
-    told = table("fault")
+    stated = table("fault")
 
-    assert list(told) == list(totals)
-    for kind, cells in told.items():
+    assert list(stated) == list(totals)
+    for kind, cells in stated.items():
         assert cells == {name: cell(totals[kind][name]) for name in cells}, kind
 
 
 def test_the_page_tells_of_the_pressure_what_the_record_says():
     seconds = record("pressure_campaign")["totals"]["seconds"]
-    told = table("seconds")
+    stated = table("seconds")
 
-    assert list(told) == list(seconds)
-    for what, cells in told.items():
+    assert list(stated) == list(seconds)
+    for what, cells in stated.items():
         assert cells == {name: cell(seconds[what][name]) for name in cells}, what
 
 

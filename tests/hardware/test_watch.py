@@ -249,15 +249,15 @@ def test_what_nobody_can_be_asked_about_goes_after_a_week(sources, runs):
     [("{pid} 00:05", True), ("{pid} 01-02:03:04", True), ("", False)],
 )
 def test_a_mac_asks_ps_and_does_not_mind_its_changed_name(machine, runs, line, lives):
-    told = f"  {os.getpid()} 01:00\n{line.format(pid=4242)}\n"
-    mac = machine("m2", run=lambda command, timeout_s: told if command[0] == "ps" else None)
+    listing = f"  {os.getpid()} 01:00\n{line.format(pid=4242)}\n"
+    mac = machine("m2", run=lambda command, timeout_s: listing if command[0] == "ps" else None)
 
     assert alive(mac, runs(record(pid=4242, host="old-name.local"))) == ([4242] if lives else [])
 
 
 def test_a_number_reused_on_a_mac_is_no_run(machine, runs):
-    told = f"{os.getpid()} 01:00\n4242 00:05\n"
-    mac = machine("m2", run=lambda command, timeout_s: told if command[0] == "ps" else None)
+    listing = f"{os.getpid()} 01:00\n4242 00:05\n"
+    mac = machine("m2", run=lambda command, timeout_s: listing if command[0] == "ps" else None)
 
     assert alive(mac, runs(record(pid=4242, updated=minutes_ago(30)))) == []
 

@@ -72,14 +72,14 @@ def test_lightning_drops_the_scale_silently_if_the_plugin_class_is_renamed(tmp_p
 
 
 def test_from_fp16_to_bf16_the_run_goes_on_with_a_notice(tmp_path, monkeypatch):
-    told, file = [], saved_by("unified", tmp_path)
-    monkeypatch.setattr("lightning_unified.precision.mixed.rank_zero_info", told.append)
+    logged, file = [], saved_by("unified", tmp_path)
+    monkeypatch.setattr("lightning_unified.precision.mixed.rank_zero_info", logged.append)
     trainer = fit(fresh(), resume=file, precision="bf16-mixed")
 
     assert trainer.global_step == 12
     assert trainer.precision_plugin.scaler is None
-    assert len(told) == 1
-    assert "made in 16-mixed; bf16-mixed needs no gradient scaler" in told[0]
+    assert len(logged) == 1
+    assert "made in 16-mixed; bf16-mixed needs no gradient scaler" in logged[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])

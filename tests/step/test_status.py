@@ -177,7 +177,7 @@ class ShownManual(Shown):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train a module that shows itself, each batch of it told."""
+    """Train a module that writes its status, and record each batch."""
     monkeypatch.setenv("LIGHTNING_UNIFIED_STATE_DIR", str(tmp_path))
     monkeypatch.setattr("lightning_unified.strategies.base.RunStatus", lambda folder: RunStatus(folder, every_s=0.0))
 

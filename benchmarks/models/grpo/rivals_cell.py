@@ -266,7 +266,7 @@ def _ours(
 
 
 class _Moments(TrainerCallback):
-    """Marks iterations; of several, the first has few tokens, as `generation` is told."""
+    """Marks iterations; of several, the first has few tokens, as `generation` requests."""
 
     def __init__(self, marks: Marks, *, new: int) -> None:
         self._marks, self._new = marks, new

@@ -142,7 +142,7 @@ def _wall(draw: random.Random, index: int) -> Case:
 def _wall_in(draw: random.Random, recipe: Recipe) -> tuple[int, int, int]:
     # what a module's loss is a mean over can only be found where two units of rows fit at once
     undeclared = recipe.model in {"tokens", "shifted"}
-    paired = recipe.model in NORMS  # an odd number of rows in parts of two or more has one of three
+    paired = recipe.model in NORMS  # an odd number of rows in micro-batches of two or more has one of three
     units, fewest = recipe.rows_at_once() // recipe.unit, max(recipe.fewest // recipe.unit + paired, 1 + undeclared)
     first = draw.randrange(recipe.batches)
     rows = recipe.unit * draw.randint(fewest, max(units - 1, fewest))

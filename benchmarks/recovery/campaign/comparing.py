@@ -68,5 +68,5 @@ def logs_differ(
     mine, theirs = final["logged"], twin["logged"]
     if mine.keys() != theirs.keys():
         return True
-    # a validation that ran in parts adds up in another order, and a metric's float32 sum may differ in its last bit
+    # a validation that ran in micro-batches adds up in another order, and a metric's float32 sum may differ in its last bit
     return any(abs(mine[name] - value) > ROUNDING * max(abs(value), 1.0) for name, value in theirs.items())

@@ -33,7 +33,7 @@ class Fit:
         recipe: What is trained.
         folder: Where checkpoints, ledger and final state go.
         callbacks: What disturbs it.
-        replay: Sizes of the parts of each batch, by its number from 0; None leaves them to the strategy.
+        replay: Sizes of each batch's micro-batches, by its number from 0; None leaves them to the strategy.
         plain: Whole batches, by Lightning's own strategy, or, where it has none of the recipe's kind of window, by ours.
         resume: The checkpoint to go on from.
         strategy: Further arguments of `UnifiedStrategy`.
@@ -53,7 +53,7 @@ class Ledger(L.Callback):
 
     The ledger of a killed process is then complete.
 
-    A line has the batch's number from 0 over all epochs, the sizes of the parts it ran in, its rows, its loss, the optimizer steps
+    A line has the batch's number from 0 over all epochs, the sizes of its micro-batches, its rows, its loss, the optimizer steps
     so far, when it ended, and how often it was repeated; a batch that stepped also has by how much each row counted in the step.
     """
 

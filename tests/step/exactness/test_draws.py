@@ -79,7 +79,7 @@ def gradient_of(draw, net, x):
 
 
 def compared(draw, *, sizes=SPLITS[0], order="interleaved"):
-    """Return the gradient of all rows, the parts' put together, and the replays."""
+    """Return the gradient of all rows, the merged gradient of micro-batches, and the replays."""
     net = nn.Linear(WIDTH, WIDTH).double()
     record = RecordDraws(WatchPrecision())
     with record:
