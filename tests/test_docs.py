@@ -1,5 +1,6 @@
-"""The documentation names files, folders and modules that exist."""
+"""The documentation names files, folders, modules and tests that exist."""
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -14,6 +15,8 @@ MODULE = re.compile(r"(?<![\w./-])(?:lightning_unified|benchmarks|tests)(?:\.\w+
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
 BELOW = re.compile(r"`((?:\w+/)+(?:\w+\.py)?)`")  # `step/loop/optimization.py`, `hardware/host/`, `planner/finders.py`
 PARENTS = ("lightning_unified", "benchmarks")
+BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+TEST = re.compile(r"(?<![\w/.])test_\w+")
 
 
 def broken_paths(text: str) -> list[str]:
@@ -28,6 +31,18 @@ def broken_paths(text: str) -> list[str]:
 
 def broken_names(text: str) -> list[str]:
     return [name for name in MODULE.findall(text) if not _exists(name)]
+
+
+@functools.cache
+def known_tests() -> set[str]:
+    """Return the names of all test functions and test files."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = (re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8")) for file in files)
+    return {file.stem for file in files}.union(*functions)
+
+
+def broken_tests(text: str) -> list[str]:
+    return [name for name in TEST.findall(BLOCK.sub("", text)) if name not in known_tests()]
 
 
 def _exists(dotted: str) -> bool:
@@ -50,10 +65,12 @@ def test_a_page_names_only_what_exists(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()]
 
-    assert (broken_paths(text), broken_names(text), links) == ([], [], [])
+    assert (broken_paths(text), broken_names(text), broken_tests(text), links) == ([], [], [], [])
 
 
-def test_a_missing_file_module_or_function_is_found():
+def test_a_missing_file_module_or_test_is_found():
+    assert broken_tests("`test_that_is_gone` and test_docs") == ["test_that_is_gone"]
+    assert broken_tests("```python\ntest_of_an_example\n```\n") == []
     assert broken_paths("see docs/nowhere.md and `step/nowhere.py`, not docs/layout.md") == [
         "docs/nowhere.md",
         "step/nowhere.py",
